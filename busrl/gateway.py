@@ -54,7 +54,11 @@ _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
 
 class Refused(Exception):
-    """A request breaks a rule, or the ledger has no room for it. The message says what to change."""
+    """A request breaks a rule, or the ledger has no room for it: the code of the answer, and what to change."""
+
+    def __init__(self, text: str, code: str = "refused") -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class ClaimGone(Exception):
@@ -261,24 +265,20 @@ class Lease:
     until: float
 
 
-@dataclass(frozen=True)
-class GatewaySettings:
-    """What the topology says. `welcome` holds what is the same for all; `biggest` bytes a task may have;
-    `most_members` leaves the run its own entries in the process table; `reserved` are names of the run's processes."""
-
-    welcome: g.GatewayWelcome
-    biggest: int
-    most_members: int
-    reserved: frozenset[str]
-
-
 class Desk:
-    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end."""
+    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
 
-    def __init__(self, book: RemoteLedger, settings: GatewaySettings, tally: Tally, now: float) -> None:
-        self.book, self.settings, self.tally = book, settings, tally
-        self.clock = FairClock(TICK_S, now)
-        self.lease_s, self.max_bytes = settings.welcome.lease_s, settings.welcome.max_message_bytes
+    `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
+    own entries in the process table; `reserved` are the names of the run's processes.
+    """
+
+    def __init__(
+        self, book: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
+        most_members: int, reserved: frozenset[str],
+    ) -> None:
+        self.book, self.tally, self.clock, self.welcome = book, tally, FairClock(TICK_S, now), welcome
+        self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
+        self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
         self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
         entries = {entry[0]: Worker(*entry) for entry in book.members()}
@@ -289,6 +289,13 @@ class Desk:
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
         """Do what a request asks; the answers go to its sender."""
         self.clock.passed(now)
+        try:
+            return self._handle(message)
+        except Refused as problem:
+            self.tally.add(message.sender, problem.code, text=str(problem))
+            return [_answer(message, problem.code, f"{message.sender}: {problem}", getattr(message, "task", ""))]
+
+    def _handle(self, message: g.Remote) -> list[m.Message]:
         worker = self.workers.get(message.sender)
         if worker is not None and message.life < worker.life:
             return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
@@ -339,44 +346,38 @@ class Desk:
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
-        code, problem = self._refusal(message)
-        if problem:
-            return self._refuse(message, code, problem)
+        self._check(message)
         if worker is not None and (message.life > worker.life or message.role != worker.role):
             self._remove(worker, self.book.expire)  # its work ended with it, as in any death
             worker = None
-        try:
-            worker = worker or self._enter(message)
-        except Refused as full:
-            return self._refuse(message, "full", str(full))
+        worker = worker or self._enter(message)
         self._seen(worker)
         return msgspec.structs.replace(
-            self.settings.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
+            self.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
         )
 
     def _enter(self, message: g.RemoteJoin) -> Worker:
-        most = self.settings.most_members
+        most = self.most_members
         if len(self.workers) >= most:
-            raise Refused(f"the process table has {most} entries for workers from outside; raise ring.processes")
+            text = f"the process table has {most} entries for workers from outside; raise ring.processes"
+            raise Refused(text, "full")
         index = self.book.enter(message.role, message.sender, message.life)
         worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
         self.tally.add(worker.name, "joined")
         return worker
 
-    def _refusal(self, message: g.RemoteJoin) -> tuple[str, str]:
-        """Code and text of why nobody may join like this; two empty strings if it may."""
-        name, biggest = message.sender, self.settings.biggest
+    def _check(self, message: g.RemoteJoin) -> None:
+        name, biggest = message.sender, self.biggest
         if message.role not in FATES:
-            return "refused", f"role {message.role!r}: it must be rollout or reward"
+            raise Refused(f"role {message.role!r}: it must be rollout or reward")
         if not _NAME.fullmatch(name):
             rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
-            return "refused", f"sender {name!r}: {rule}"
-        if name in self.settings.reserved:
-            return "refused", f"{name!r} is a process of this run: choose another name"
+            raise Refused(f"sender {name!r}: {rule}")
+        if name in self.reserved:
+            raise Refused(f"{name!r} is a process of this run: choose another name")
         if biggest > self.max_bytes:
             rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"
-            return "too_large", f"{rule}: set bus.max_message_bytes to {biggest} or more"
-        return "", ""
+            raise Refused(f"{rule}: set bus.max_message_bytes to {biggest} or more", "too_large")
 
     def _seen(self, worker: Worker) -> None:
         worker.seen = self.clock.time
@@ -452,11 +453,9 @@ class Desk:
         if lease is None:
             return self._settled_before(message, task)
         if lease.worker is not worker:
-            return self._refuse(message, "not_yours", f"task {task} is held by {lease.worker.name}", task)
+            raise Refused(f"task {task} is held by {lease.worker.name}", "not_yours")
         try:
             event = self._commit(worker, lease.claim, message)
-        except Refused as problem:
-            return self._refuse(message, "refused", str(problem), task)
         except ClaimGone:
             self._release(lease)
             return _answer(message, "late", task=task)
@@ -499,17 +498,13 @@ class Desk:
     def _settled_before(self, message: g.Remote, task: str) -> m.Message:
         by, claim = self._recent.get(task), _TASK.fullmatch(task)
         if by is not None and by != message.sender:
-            return self._refuse(message, "not_yours", f"task {task} was {by}'s", task)
+            raise Refused(f"task {task} was {by}'s", "not_yours")
         if claim is None:
-            return self._refuse(message, "refused", f"task {task!r}: no claim has such a name (slot.seq.uid)", task)
+            raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
         if by is not None or self.book.committed(*map(int, claim.groups())):
             return _answer(message, "already", task=task)
         self.tally.add(message.sender, "late")
         return _answer(message, "late", "this claim has ended: its lease was over, or it was handed back", task)
-
-    def _refuse(self, message: g.Remote, code: str, text: str, task: str = "") -> m.Message:
-        self.tally.add(message.sender, code, text=text)
-        return _answer(message, code, f"{message.sender}: {text}", task)
 
 
 def _answer(message: g.Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> m.Message:

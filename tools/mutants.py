@@ -54,7 +54,7 @@ ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
-GROUPS = "busrl/roles/learner/groups.py"
+GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/segments.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
@@ -79,17 +79,15 @@ MUTANTS = (
     Mutant("tokens carry the version before theirs", ENGINE,
            "ended = seats.record(running, drawn, measured, self.version)",
            "ended = seats.record(running, drawn, measured, max(0, self.version - 1))", RUN),
-    Mutant("all tokens of a segment carry the version of its end", ROLLOUT,
-           "ids, logprobs, versions = sequence.token_ids, sequence.logprobs, sequence.versions",
-           "ids, logprobs = sequence.token_ids, sequence.logprobs\n"
-           "        versions = np.full_like(sequence.versions, self.version)", RUN),
+    Mutant("all tokens of a segment carry the version of its end", SEGMENTS,
+           "drawn.logprobs, drawn.versions)", "drawn.logprobs, 0 * drawn.versions + drawn.versions[-1])", RUN),
     # -- ages
     Mutant("a group is as old as its newest member", METRICS,
            "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - 1 - max(", PPO),
     Mutant("an age is one step too much", METRICS,
            "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - min(", PPO),
-    Mutant("an answer is as old as its last version", ROLLOUT,
-           "oldest = int(sequence.versions[0])", "oldest = int(sequence.versions[-1])", RUN),
+    Mutant("an answer is as old as its last version", SEGMENTS,
+           "int(drawn.versions.min())", "int(drawn.versions[-1])", RUN),
     Mutant("the audit takes the newest member", "busrl/ledger/audit/rules.py",
            "min(least.get(sample.group, sample.step), sample.step)",
            "max(least.get(sample.group, sample.step), sample.step)",
@@ -110,20 +108,21 @@ MUTANTS = (
     Mutant("more groups are admitted than the bound allows", "busrl/scheduling/limits.py",
            "total = (staleness + 1) * n_lo + 1", "total = (staleness + 1) * n_lo + 2",
            ("tests/scheduling/test_limits_credit.py",)),
-    Mutant("an answer of older weights looks fresh", "busrl/roles/segments.py",
-           "        if oldest < version:", "        if oldest > version:", ("tests/gateway/test_gateway_ring.py",)),
+    Mutant("an answer of older weights looks fresh", SEGMENTS,
+           "drawn.versions.min())) < version:", "drawn.versions.min())) > version:",
+           ("tests/gateway/test_gateway_ring.py",)),
     Mutant("the version is read before its step", "busrl/roles/scheduler.py",
            '"step": self.ring.header(HeaderWord.VERSION_STEP), "version": self.ring.header(HeaderWord.VERSION),',
            '"version": self.ring.header(HeaderWord.VERSION), "step": self.ring.header(HeaderWord.VERSION_STEP),',
            (f"{ANSWERS}::test_a_sample_that_is_admitted_while_a_version_is_published_never_looks_younger_than_it_is",)),
     # -- rewards
     Mutant("the reward of a step leaves out flat groups", METRICS,
-           "        self._ended.add_line(line)\n        row:", "        self._ended = Ended()\n        self._ended.add_line(line)\n        row:",
+           "        self.ended.add_line(line)\n        row:", "        self.ended = Ended()\n        self.ended.add_line(line)\n        row:",
            PPO),
     Mutant("rewards of groups set aside are forgotten", METRICS,
-           "        self._write_groups(line)\n        self._ended.add_line(line)\n", "        self._write_groups(line)\n", PPO),
+           "        self._write_groups(line)\n        self.ended.add_line(line)\n", "        self._write_groups(line)\n", PPO),
     Mutant("rewards of groups that a dead learner set aside are forgotten", METRICS,
-           "                self._ended.join(ended)\n", "                pass\n", (f"{STEPS}::{SET_ASIDE}",)),
+           "                self.ended.join(ended)\n", "                pass\n", (f"{STEPS}::{SET_ASIDE}",)),
     Mutant("a group whose drop was cut short is counted twice", METRICS,
            "            self._known[line.draws[0]] = None\n", "", (f"{STEPS}::{SET_ASIDE}",)),
     Mutant("a flat group is not told to the metrics", LEARNER,

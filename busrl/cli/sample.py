@@ -22,13 +22,13 @@ import numpy as np
 
 from busrl.config import recorded
 from busrl.data import JsonlStream
-from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
+from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, UserError
 from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, frames
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
-from busrl.ring import UID_NONE, Fates, NoSuchTensor, Ring, RingError, State
+from busrl.ring import UID_NONE, Fates, Ring, State
 from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name
 
 SHOWN = 200  # characters of a text

@@ -156,12 +156,11 @@ class _Inspection:
 
     def _tiny(self, key: str, path: str) -> int:
         """Prompts of a task that is made on first use: a run's sizes must not depend on whether it is the first one."""
-        task = machine.task_of(path)
-        if task is None:
-            rule = f"expected a path, or one of {', '.join(machine.maker().RECIPES)}"
-            self._add(key, rule, "these are the quickstart's own tasks")
+        tasks = machine.maker().RECIPES
+        if path not in tasks:
+            self._add(key, f"expected a path, or one of {', '.join(tasks)}", "these are the quickstart's own tasks")
             return 0
-        return task.train_prompts if key == "data.train" else task.validation_prompts
+        return int(tasks[path].train_prompts if key == "data.train" else tasks[path].validation_prompts)
 
     def _trace(self) -> None:
         """Scripted answers need their lengths, and prompts that arrive need their times."""

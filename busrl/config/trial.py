@@ -181,8 +181,8 @@ def tools_of_chats(topology: Topology) -> list[Any]:
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:
     """A tiny task's prompts have a known length in characters, made or not."""
-    task = machine.task_of(path)
-    longest = task.max_prompt_tokens if task else UNKNOWN
+    task = machine.maker().RECIPES.get(path)
+    longest = int(task.max_prompt_tokens) if task else UNKNOWN
     tokens = light.counts(["9" * longest])[0] if light is not None else longest
     return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
 

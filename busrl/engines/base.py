@@ -178,13 +178,15 @@ class Engine(ABC):
         free = self.capacity - self.active
         if len(requests) > free:
             raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
-        self._begin([request for request in requests if self.room_for(request) > 0])
-        cut = (request for request in requests if self.room_for(request) <= 0)
-        self._done += [PartialAnswer(request).finished(LENGTH) for request in cut]
-
-    def room_for(self, request: Request) -> int:
-        """How many tokens the request may produce before a limit cuts it; 0 or less if none."""
-        return min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
+        starting, cut = [], []
+        for request in requests:
+            room = min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
+            if room > 0:
+                starting.append(replace(request, max_new_tokens=room))
+            else:
+                cut.append(PartialAnswer(request).finished(LENGTH))
+        self._begin(starting)
+        self._done += cut
 
     @abstractmethod
     def step(self) -> list[Finished]:
@@ -232,7 +234,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, requests: list[Request]) -> None:
-        """Put requests, each of which has room for a token, into `_running`."""
+        """Put requests into `_running`; each has room for `max_new_tokens`, which is at least one."""
 
     @abstractmethod
     def _end_now(self, keys: list[int]) -> None:

@@ -33,6 +33,7 @@ from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
+    from busrl.config.schema import Mock
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -127,19 +128,6 @@ def make_script(topology: Topology) -> Script:
     )
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds: of a decoding step, more per running sequence, per prefilled token; and the random share."""
-
-    token_s: float
-    per_sequence_s: float = 0.0
-    prefill_s_per_token: float = 0.0
-    jitter: float = 0.0
-
-    def step_s(self, active: int) -> float:
-        return self.token_s + self.per_sequence_s * active
-
-
 @dataclass
 class _Row:
     """A request, the decoding steps at which it joined and ends, and from which token on which version was in use."""
@@ -161,7 +149,7 @@ class ScriptedEngine(Engine):
     def __init__(
         self,
         script: Script,
-        pace: Pace,
+        pace: Mock,
         *,
         capacity: int,
         max_length: int,
@@ -187,7 +175,7 @@ class ScriptedEngine(Engine):
         for request in requests:
             left = max(1, self.script.length(request.uid) - len(request.prefix_ids))
             now = self._counts.steps
-            ends = now + min(self.room_for(request), left)
+            ends = now + min(request.max_new_tokens, left)
             self._running[request.key] = _Row(request, now, ends, [(now, self.version)])
             known = len(request.prompt_ids) + len(request.prefix_ids)
             self._counts.prefill_tokens += known
@@ -198,7 +186,7 @@ class ScriptedEngine(Engine):
         if not self._running or self.paused:
             return done
         steps = self._planned()
-        self._pass(self._owed + steps * self.pace.step_s(len(self._running)))
+        self._pass(self._owed + steps * self._step_s())
         self._owed = 0.0
         self._counts.steps += steps
         self._counts.tokens += steps * len(self._running)
@@ -235,7 +223,10 @@ class ScriptedEngine(Engine):
             return 0
         to_end = min(row.ends for row in self._running.values()) - self._counts.steps
         slice_s = FULL_SLICE_S if self.active == self.capacity else SLICE_S
-        return min(to_end, max(1, int(slice_s / self.pace.step_s(len(self._running)))))
+        return min(to_end, max(1, int(slice_s / self._step_s())))
+
+    def _step_s(self) -> float:
+        return self.pace.token_s + self.pace.per_sequence_s * len(self._running)
 
     def _pass(self, seconds: float) -> None:
         """Let the scripted time pass: a pace, not a wait for anything."""
@@ -261,11 +252,11 @@ class ScriptedEngine(Engine):
 
 def make(topology: Topology, process: str) -> ScriptedEngine:
     """The engine of a rollout process whose topology says `engine = "mock"`."""
-    mock, generation = topology.mock, topology.generation
+    generation = topology.generation
     number = process.rpartition("/")[2]
     return ScriptedEngine(
         make_script(topology),
-        Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
+        topology.mock,
         capacity=generation.max_batch,
         max_length=topology.max_prompt_tokens + generation.max_new_tokens,
         seed=(topology.run.seed, int(number) if number.isdigit() else 0),

@@ -7,6 +7,7 @@ quickstart model, the roles) runs in processes of its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -15,12 +16,13 @@ from typing import TextIO
 
 import setproctitle
 
+from busrl import files
 from busrl.config import Topology, materialise
 from busrl.errors import MachineError, RunFinished
 from busrl.launch.display import Display, open_display
 from busrl.launch.run import Interrupted, Launch, Signals, audit_run, close_run
 from busrl.launch.rundir import open_run
-from busrl.launch.summary import Outcome, build, final_lines, write
+from busrl.launch.summary import Outcome, build, final_lines
 from busrl.ledger.audit import AuditReport
 from busrl.paths import RunPaths
 
@@ -79,12 +81,12 @@ def _conclude(
         said = "the audit found errors" if report else f"no audit is made: {audited}"
         outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
-        outcome, running.progress, report, still_open, time.monotonic(), running.usage.summary(),
-        running.residence.summary(), running.crashes.missing(),
+        outcome, running.progress, report, still_open, running.usage.summary(), running.residence.summary(),
+        running.crashes.missing(),
     )
     paths = RunPaths.of(root)
     try:
-        write(paths, summary)
+        files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
     except MachineError as problem:
         display.say(f"no summary.json is written: {problem}")
     for line in final_lines(summary, report, paths):

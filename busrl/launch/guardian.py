@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 MARK = "BUSRL_STARTED_BY"
 ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
@@ -69,12 +69,13 @@ def end_left_behind(run: str, limit_s: float = ROUNDS_S) -> list[int]:
 def _end(wanted: Callable[[str], bool], limit_s: float) -> list[int]:
     ended: dict[int, None] = {}
     deadline = time.monotonic() + limit_s
-    while found := [pid for pid in _pids() if wanted(mark_of(pid)) and _kill(pid, wanted)]:
+    while True:
+        others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        found = [pid for pid in others if wanted(mark_of(pid)) and _kill(pid, wanted)]
         ended.update(dict.fromkeys(found))
-        if time.monotonic() > deadline:
-            break
+        if not found or time.monotonic() > deadline:
+            return list(ended)
         time.sleep(PAUSE_S)
-    return list(ended)
 
 
 def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
@@ -92,10 +93,6 @@ def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
         return False
     finally:
         os.close(descriptor)
-
-
-def _pids() -> Iterable[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
 
 
 def mark_of(pid: int) -> str:

@@ -31,10 +31,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from busrl.config.schema import Limits
 from busrl.ring import Process
 
 # -- the order of a stop -----------------------------------------------------------------------------------------------
-
 
 ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "keeper", "bus")
 
@@ -80,7 +80,6 @@ def stage_of(name: str) -> int:
 
 # -- one child ---------------------------------------------------------------------------------------------------------
 
-
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 SPACE_PAUSE_S = 2.0
@@ -106,16 +105,6 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """The limits of the topology that matter here, in seconds and deaths."""
-
-    ready_s: float
-    progress_s: float
-    restart_attempts: int
-    crash_attempts: int = 0  # 0: for ever
-
-
-@dataclass(frozen=True)
 class Death:
     """What a death means: what to tell the person, and whether the run gives up because of it."""
 
@@ -129,7 +118,7 @@ class Child:
     """One child over all of its lives."""
 
     name: str
-    patience: Patience
+    limits: Limits
     phase: Phase = Phase.BACKOFF
     pid: int = 0
     restarts: int = 0
@@ -193,9 +182,9 @@ class Child:
         else:
             self._silent_s += passed_s
         self.entry = entry or before
-        limit = max(self.patience.ready_s, deadline_s)
+        limit = max(self.limits.ready_s, deadline_s)
         if ready:
-            limit = (deadline_s or self.patience.progress_s) if entry else math.inf
+            limit = (deadline_s or self.limits.progress_s) if entry else math.inf
         return self._condemn(limit) if self._silent_s > limit else ""
 
     def _condemn(self, limit: float) -> str:
@@ -226,7 +215,7 @@ class Child:
         worked = self._ready_s >= SERVED_S if did is None else did != self._did
         worked = worked or (self.entry is not None and self.entry.samples > 0)
         self._did, self.idle_deaths = did or 0, 1 if worked else self.idle_deaths + 1
-        allowed = self.patience.crash_attempts
+        allowed = self.limits.crash_attempts
         if allowed and self.idle_deaths >= allowed:
             why = f"it died {self.idle_deaths} times in a row and did none of its work in between"
             return self._given_up(text, why)
@@ -236,7 +225,7 @@ class Child:
 
     def _died_early(self, text: str, now: float, by_others: bool) -> Death:
         self.early_deaths += 1 / KILLS_FOR_ONE if by_others else 1
-        allowed, counted = max(1, self.patience.restart_attempts), round(self.early_deaths, 2)
+        allowed, counted = max(1, self.limits.restart_attempts), round(self.early_deaths, 2)
         if counted >= allowed:
             return self._given_up(text, f"it died {counted:g} times in a row before it was ready{_of_kills(by_others)}")
         self.restarts, pause = self.restarts + 1, self._pause_s(math.ceil(counted))
@@ -281,12 +270,11 @@ def _of_kills(by_others: bool) -> str:
 
 # -- foreign processes -------------------------------------------------------------------------------------------------
 
-
 class ForeignProcesses:
     """`names`: those of the processes of which there is one each."""
 
-    def __init__(self, names: Collection[str], patience: Patience) -> None:
-        self._names, self._patience = names, patience
+    def __init__(self, names: Collection[str], limits: Limits) -> None:
+        self._names, self._limits = names, limits
         self._known: dict[tuple[int, int], Child] = {}
 
     def look(self, entries: Iterable[Process], ours: Collection[int], passed_s: float) -> list[tuple[int, str]]:
@@ -302,7 +290,7 @@ class ForeignProcesses:
         return condemned
 
     def _new(self, process: Process) -> Child:
-        child = Child(process.label, self._patience)
+        child = Child(process.label, self._limits)
         child.started(process.pid, 0.0)
         child.became_ready()
         return child

@@ -141,9 +141,18 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
 
 def _checkpoints(paths: RunPaths) -> list[Path]:
     """All that have a meta.json, newest first."""
-    named = [one for one in paths.checkpoints.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name)]
-    whole = [one for one in named if (one / "meta.json").is_file()]
-    return sorted(whole, key=lambda one: int(one.name.rpartition("_")[2]), reverse=True)
+    return [one for one in checkpoints_of(paths.checkpoints) if (one / "meta.json").is_file()]
+
+
+def checkpoints_of(root: Path) -> list[Path]:
+    """The directories with a checkpoint's name, newest first."""
+    named = [one for one in root.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name) and one.is_dir()]
+    return sorted(named, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in its name."""
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def mend_trained_set(paths: RunPaths) -> str | None:
@@ -322,7 +331,7 @@ def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
     found, start = TrainedSet(), 0
     if older:
         try:
-            found, start = TrainedSet.load(older[0] / NAME), int(older[0].name.rpartition("_")[2])
+            found, start = TrainedSet.load(older[0] / NAME), step_of(older[0])
         except (FileCorrupt, OSError):
             return TrainedSet()
     if paths.wal.is_dir():

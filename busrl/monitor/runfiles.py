@@ -46,7 +46,7 @@ PROMPT, ANSWER = 90, 120  # characters of a sample that are shown
 IN_TOPOLOGY: Final = {  # a fact, and the key that holds it
     "name": "run.name", "max_steps": "run.max_steps", "group_size": "groups.size",
     "n_min": "learner.trigger.n_min", "t_max_s": "learner.trigger.t_max_s", "mode": "weights.mode",
-    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s", "slots": "derived.slots",
+    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s",
 }
 KINDS: Final = get_type_hints(Facts)
 T = TypeVar("T")

@@ -35,7 +35,6 @@ from busrl.monitor.text import chart, gauge, portions, safe, short
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
-
 class Keys:
     """Use with `with`: `pressed` gives the keys that were hit, and waits for one at most so long."""
 
@@ -62,7 +61,6 @@ class Keys:
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
-
 
 WIDE: Final = 110
 STATE_STYLE: Final = {
@@ -279,7 +277,6 @@ def _errors(run: RunState, wall: float, height: int) -> RenderableType:
 
 
 # -- the loops of `busrl monitor` --------------------------------------------------------------------------------------
-
 
 NICE: Final = 19
 WAKE_S: Final = 0.25

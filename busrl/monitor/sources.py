@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -40,28 +39,19 @@ from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
 
-
 LOCK = "run.lock"  # launch holds it, and every child inherits it
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to attach to: a run directory, or an endpoint alone."""
-
-    paths: RunPaths | None = None
-    endpoint: str = ""
-
-
-def find(named: str | None) -> Target:
-    """The target that an argument means; without one the only living run of this user."""
+def find(named: str | None) -> RunPaths | str:
+    """The run that an argument means, or an endpoint alone; without an argument the only living run of this user."""
     if named is None:
-        return Target(paths=RunPaths.of(only_living_run()))
+        return RunPaths.of(only_living_run())
     if "://" in named:
-        return Target(endpoint=require_ipc(named))
+        return require_ipc(named)
     paths = RunPaths.of(named)
     if not paths.run_json.is_file():
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
-    return Target(paths=paths)
+    return paths
 
 
 def require_ipc(endpoint: str) -> str:
@@ -92,7 +82,7 @@ def living_runs() -> Iterator[Path]:
     """Run directories of this user's rings that a living process is registered in, as it shows them itself."""
     for path in sorted(SHM.glob(f"busrl.{os.getuid()}.*.ring")):
         with suppress(RingError), closing(Ring.attach(path.name, read_only=True)) as ring:
-            opened = (file for process in living(ring) for file in _files_of(process.pid))
+            opened = (file for process in living(ring) for file in files_of(process.pid))
             runs = (file.parent for file in opened if file.name == LOCK)
             yield from islice((one for one in runs if RunPaths.of(one).ring_name == path.name), 1)
 
@@ -102,11 +92,12 @@ def living(ring: Ring) -> list[Process]:
     return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
 
 
-def _files_of(pid: int) -> Iterator[Path]:
+def files_of(pid: int) -> Iterator[Path]:
     """What a process has open. Its environment tells less: to set the title of a process overwrites that."""
     with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            yield Path(os.readlink(link))
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                yield Path(os.readlink(link.path))
 
 
 def newest_run(parent: Path) -> Path:
@@ -127,7 +118,6 @@ def holder_of(paths: RunPaths) -> int | None:
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
-
 
 class Look:
     """The ring of one run directory, attached while it is there. `close` lets go of it."""
@@ -212,8 +202,7 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
         occupancy={name.lower(): count for name, count in stats.occupancy.items()},
         words={word.value: ring.header(word) for word in HeaderWord},
         **{name: getattr(stats, name) for name in COUNTED},
-        groups_open=opened,
-        groups_ready=ready,
+        groups_open=opened, groups_ready=ready,
         processes=tuple(_process_record(ring, process) for process in ring.processes()),
     )
 
@@ -223,18 +212,13 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     return ProcessRecord(
         name=process.label,
         state="dead" if ring.is_dead(process.index) else process.state,
-        progress_age_s=_age(now, process.progress_ns),
-        activity_age_s=_age(now, process.activity_ns),
+        progress_age_s=max(0, now - process.progress_ns) / 1e9,
+        activity_age_s=max(0, now - process.activity_ns) / 1e9,
         **{name: getattr(process, name) for name in TOLD},
     )
 
 
-def _age(now_ns: int, then_ns: int) -> float:
-    return max(0, now_ns - then_ns) / 1e9
-
-
 # -- the bus, and all of it together -----------------------------------------------------------------------------------
-
 
 LOOK_EVERY_S: Final = 1.0
 BEHIND_S: Final = 3.0
@@ -285,23 +269,22 @@ class Reader:
 class Watcher:
     """`refresh` and `listen` by turns keep `run` true. `close` leaves."""
 
-    def __init__(self, target: Target) -> None:
-        self._reader = Reader(target.paths) if target.paths else None
+    def __init__(self, target: RunPaths | str) -> None:
+        self._reader = Reader(target) if isinstance(target, RunPaths) else None
         self.run = self._reader.run if self._reader else RunState()
         # Before ring and files are read: what is sent from here on waits for us.
-        self.tap = Tap(self._reader.files.tap() if self._reader else target.endpoint)
+        self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
 
-    def refresh(self, now: float, force: bool = False) -> bool:
-        """Look at ring and files if it is time; whether it was."""
+    def refresh(self, now: float, force: bool = False) -> None:
+        """Look at ring and files if it is time."""
         if now < self._next_look and not force:
-            return False
+            return
         self._next_look = now + LOOK_EVERY_S
         if self._reader is not None:
             self._reader.refresh(now)
         self.run.traffic.tick(now)
-        return True
 
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""

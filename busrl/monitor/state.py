@@ -30,7 +30,6 @@ KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
-
 class Facts(msgspec.Struct, frozen=True):
     """What does not change during a run. Zeros and empty texts: not known."""
 
@@ -47,7 +46,6 @@ class Facts(msgspec.Struct, frozen=True):
     mode: str = ""
     max_staleness: int = 0
     progress_s: float = 30.0
-    slots: int = 0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -160,7 +158,6 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
-
 
 RATE_S: Final = 20.0
 STEPS_KEPT: Final = 4096
@@ -283,7 +280,6 @@ class Steps:
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-
 MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
 MAX_SENDERS: Final = 256
 OTHERS: Final = "(others)"
@@ -351,7 +347,6 @@ class Traffic:
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
-
 ERRORS_KEPT: Final = 200
 SAME_S: Final = 5.0  # the two reports of one event are closer together than this
 
@@ -392,7 +387,6 @@ def address_of(process: str) -> str:
 
 
 # -- the state of a run -----------------------------------------------------------------------------------------------
-
 
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256

@@ -55,18 +55,11 @@ class Bus:
     def _serve(self) -> None:
         allow_many_connections()
         self._least_mib = resident_mib()
+        own, paths = self.settings, self.paths
         run_broker(
-            self.paths.frontend,
-            self.paths.backend,
-            self.lock,
-            self.stop,
-            tap=self.paths.tap,
-            on_ready=self._ready,
-            on_progress=self._progress,
-            listener=CurveListener.of(self.settings["endpoint"], self.settings["keys"]),
-            on_refused=self.refused,
-            max_bytes=self.settings["max_message_bytes"],
-            hwm=self.settings["hwm"],
+            paths.frontend, paths.backend, self.lock, self.stop, tap=paths.tap, on_ready=self._ready,
+            on_progress=self._progress, listener=CurveListener.of(own["endpoint"], own["keys"]),
+            on_refused=self.refused, max_bytes=own["max_message_bytes"], hwm=own["hwm"],
         )
 
     def _ready(self) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import setproctitle
 
-from busrl.errors import RunInUse
+from busrl.errors import LockTimeout, RingError, RunInUse
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
-from busrl.ring import LockTimeout, OfdLock, Ring, RingError
+from busrl.ring import OfdLock, Ring
 
 LOCK_LOOK_S = 0.5
 PREDECESSOR_S = 10.0  # a dead holder's lock is free by then

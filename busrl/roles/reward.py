@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
+from busrl.errors import SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.ring import SlotTooSmall, State, segments_of, seq_of
+from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.states import Fate
@@ -135,7 +136,7 @@ class Reward(Actor):
                 text, _, trace = outcome.text.partition("\n")
                 text += self.load.hung() if outcome.error == "hung" else ""
                 self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
-        self.ring_bell(self.bell)
+        self.ring_bells(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)

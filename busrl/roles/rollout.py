@@ -27,11 +27,11 @@ import numpy.typing as npt
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
-from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
+from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import SlotTooSmall, State, segments_of, seq_of
+from busrl.ring import State, segments_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, claim_queued
 from busrl.roles.trajectory import (
@@ -40,8 +40,6 @@ from busrl.roles.trajectory import (
     read_generated,
     read_prompt_ids,
     read_task,
-    write_segment,
-    write_text,
 )
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import Receiver, VersionSteps
@@ -260,14 +258,10 @@ class Rollout(Actor):
         pause = SPARSE_BELL_EVERY_S if self.engine.active < self.engine.capacity // SPARSE else BELL_EVERY_S
         if now >= self._last_bell + pause:
             self._last_bell = now
-            self._ring_bells()
-
-    def _ring_bells(self) -> None:
-        self.ring_bell(self.bell)
-        self.ring_bell(self.segment_bell)
+            self.ring_bells(self.bell, self.segment_bell)
 
     def idle(self, timeout_s: float) -> None:
-        self._ring_bells()
+        self.ring_bells(self.bell, self.segment_bell)
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
             begun = time.monotonic()
@@ -411,7 +405,6 @@ class Rollout(Actor):
             # Admitted with newer weights than these: write it now, since the learner counts the age from it.
             version, step = self.version, own
             self.ring.set(slot, word, version=version, step=step)
-        self.held[slot] = ClaimedSlot(word, line["uid"], version, step)
         segments = segments_of(word)
         try:
             prompt = self._prompt_ids(slot, word, task, segments)
@@ -423,9 +416,8 @@ class Rollout(Actor):
             return None
         left = line["max_new_tokens"] - len(prefix)
         cut = self.segments.next(line["cls"], segments, left)
-        self.held[slot] = self.held[slot]._replace(
-            prompt_tokens=len(prompt), earlier=len(prefix), tokens=cut.tokens, last=cut.last
-        )
+        counted = (len(prompt), len(prefix), cut.tokens, cut.last)
+        self.held[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
         return Request(
             key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
             max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
@@ -465,27 +457,27 @@ class Rollout(Actor):
             why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, word, Fate.LONG, why)
             return True
-        segment, whole = segments_of(word), not self._is_cut(task, sequence)
-        ids, logprobs, versions = sequence.token_ids, sequence.logprobs, sequence.versions
+        whole = not self._is_cut(task, sequence)
         try:
-            write_segment(self.ring, slot, word, segment, ids, logprobs, versions)
-            if whole:
-                write_text(self.ring, slot, word, segment, self._text(slot, segment, sequence))
-            self._note(slot, task, sequence, whole)
+            message = self.segments.commit(
+                self.ring, slot, word, sequence, self._text(slot, word, sequence) if whole else None, self.steps,
+                uid=task.uid, version=task.version, step=task.step, earlier=task.earlier,
+                prompt_tokens=task.prompt_tokens,
+            )
         except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, Fate.MALFORMED, str(problem))
             return True
-        done = self.ring.commit_segment(slot, word, whole)
-        bell, status = (self.bell, "generated") if whole else (self.segment_bell, "segment")
-        version = int(versions[-1])
-        bell.add(lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=version, status=status))
+        if message is not None:
+            (self.bell if whole else self.segment_bell).add(lambda: message)
         return whole
 
-    def _text(self, slot: int, segment: int, sequence: Finished) -> str:
+    def _text(self, slot: int, word: int, sequence: Finished) -> str:
         """The whole answer; a scripted engine brings its own."""
         if sequence.text is not None:
             return sequence.text
-        ids: Ids = read_generated(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
+        ids = sequence.token_ids
+        if segments := segments_of(word):
+            ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
         return self.engine.decode(ids, sequence.finish == EOS)
 
     def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
@@ -494,19 +486,6 @@ class Rollout(Actor):
             return False
         room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
         return room > 0 and math.isfinite(sequence.logprobs[-1])
-
-    def _note(self, slot: int, task: ClaimedSlot, sequence: Finished, whole: bool) -> None:
-        """Fill the control line."""
-        oldest = int(sequence.versions[0])  # versions only grow
-        version, step = self.segments.trained_as(self.ring, task.version, task.step, oldest, self.steps, whole)
-        length = task.earlier + len(sequence.token_ids)
-        if whole:
-            self.segments.finished(length)
-        self.ring.set(
-            slot, task.word,
-            version=version, step=step, finish=sequence.finish if whole else 0, response_tokens=length,
-            prompt_tokens=task.prompt_tokens,
-        )
 
     def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])

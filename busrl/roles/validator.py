@@ -25,9 +25,10 @@ from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
 from busrl.data import JsonlStream
 from busrl.data.prompts import lines_of, mean_over_prompts
+from busrl.errors import BadTensor
 from busrl.files import LineFile, json_lines
 from busrl.protocol import messages as m
-from busrl.ring import BadTensor, State, segments_of
+from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts

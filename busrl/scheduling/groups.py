@@ -1,8 +1,7 @@
 """What every open group is up to: recomputed from the ring's lines and the fate bytes at each scan.
 
-Is given two arrays. A group is a draw of the loader; its members' uids are
-`(draw x 2 + try) x G + member`, try 1 being the one re-roll of a member that ended by accident. Knows nothing of
-policies, triggers or how the arrays came about.
+A group is a draw of the loader; its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of
+a member that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
 
 - Everything is recomputed from ring and fates. What a scanner keeps (low and high water, admission indices of groups
   whose lines are all gone) are hints: losing them costs time or order, never a sample.

@@ -38,8 +38,7 @@ class Pool:
 
     key = per_token x predicted + per_draw x draw, 0 until `rekey`; the smallest is `first`, equal keys go by draw. A
     key is fixed when a group comes within the horizon and stays until `rekey`, so taking and adding cost O(log n).
-    Only a draw below `limit(oldest waiting draw)` is ever taken; an entry that was taken and is added again has lost
-    nothing.
+    Only a draw below `limit(oldest waiting draw)` is ever taken; one that is added again has lost nothing.
 
     `way`: 1 or -1, the sign by which predictions alone would order them, the smallest being `best`.
     """
@@ -215,8 +214,7 @@ UNSEEN = -1
 class Open:
     """An open group: what was predicted, and what came out. Lengths in tokens.
 
-    `wait`: groups opened while it waited, UNSEEN if an earlier scheduler opened it; the rest is of its `members`
-    finished ones.
+    `wait`: groups opened while it waited, UNSEEN if an earlier scheduler opened it; `members`: those that finished.
     """
 
     candidate: Candidate
@@ -261,9 +259,8 @@ class LearnerState:
 class Strength:
     """How far a policy departs from the order drawn: 0 (as drawn) to 1 (by length), as the learner's entropy asks for.
 
-    High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0. Without a
-    reference (the first updates) it is 1. It moves in steps of 1 / LEVELS, so that an order is sorted again only
-    rarely.
+    High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0. In the
+    first updates, without a reference, it is 1. It moves in steps of 1 / LEVELS, so an order is rarely sorted again.
     """
 
     def __init__(self) -> None:

@@ -96,10 +96,9 @@ UNFINISHED = 1 << 40  # more priority for a slot that has segments already
 class SimRing:
     """`slots` slots for training, of groups of `group_size`: the lines and fates that the group scanner reads.
 
-    NumPy arrays instead of shared memory, and no owners, since nobody dies here; otherwise the ledger's rules: a fate
-    is stored before its slot is freed. `changes` counts every change of a line or a fate, so that a view is made
-    again only when it must be. Slots wait by priority: unfinished samples first, then groups in the order of their
-    admission.
+    NumPy arrays instead of shared memory, and no owners, since nothing dies here; a fate is stored before its slot is
+    freed. `changes` counts every change of a line or a fate, so that a view is made again only when it must be. Slots
+    wait by priority: unfinished samples first, then groups in the order of their admission.
     """
 
     def __init__(self, slots: int, group_size: int) -> None:

@@ -54,8 +54,7 @@ GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares fit: the numbers, what they give for each observation, and by how much single observations are
-    off (mean over mean)."""
+    """A least-squares fit: the numbers, what they give for each observation, and their mean error over the mean."""
 
     values: tuple[float, ...]
     expected: Floats
@@ -138,10 +137,7 @@ def _actors(paths: RunPaths, paces: Sequence[tuple[str, dict[str, Any]]]) -> tup
     by = np.array(names)
     factors = [at_work[by == name].sum() / max(1e-12, line.expected[by == name].sum()) for name in dict.fromkeys(names)]
     values = {
-        "step_s": line.values[0],
-        "row_s": line.values[1],
-        "sequence_s": line.values[2],
-        "prefill_token_s": 0.0,
+        "step_s": line.values[0], "row_s": line.values[1], "sequence_s": line.values[2], "prefill_token_s": 0.0,
         "weights_s": sum(row["weights_s"] for _, row in paces) / max(1, sum(row["updates"] for _, row in paces)),
         "busy_share": float(min(1.0, sum(row["step_s"] for row in rows) / at_work.sum())),
         "speed_spread": float(np.std(np.log(factors))),  # of measured over expected time, by process
@@ -170,11 +166,8 @@ def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) ->
     rest = np.maximum(0.0, busy - np.maximum(passes, floor_s * tokens))
     line = nonnegative(np.array([[1.0, row["groups_ended"] - row["groups"]] for row in rows], np.float64), rest)
     values = {
-        "learner_step_s": line.values[0],
-        "learner_token_s": token_s,
-        "learner_group_s": line.values[1],
-        "learner_spread": 0.0,
-        "publish_s": publish,
+        "learner_step_s": line.values[0], "learner_token_s": token_s, "learner_group_s": line.values[1],
+        "learner_spread": 0.0, "publish_s": publish,
         "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
     }
     error = float(np.abs(line.expected + token_s * tokens - busy).mean() / max(1e-12, busy.mean()))
@@ -255,8 +248,7 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
 
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The whole lines of a file that grew, each with these keys; none if there is no file. Lines about groups without a
-    step are left out."""
+    """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -375,11 +367,7 @@ def scripted(topology: Topology) -> dict[str, float]:
     nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
     mock = topology.mock
     return {
-        "step_s": mock.token_s,
-        "row_s": mock.per_sequence_s,
-        "prefill_token_s": mock.prefill_s_per_token,
-        "sequence_s": 0.0,
-        "weights_s": 0.0,
-        "speed_spread": 0.0,
+        "step_s": mock.token_s, "row_s": mock.per_sequence_s, "prefill_token_s": mock.prefill_s_per_token,
+        "sequence_s": 0.0, "weights_s": 0.0, "speed_spread": 0.0,
         "step_spread": mock.jitter * float((SLICE_S / (3 * PACE_S)) ** 0.5),
     }

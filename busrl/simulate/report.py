@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from busrl.config import Topology, sketch
+from busrl.config import Topology, load_for_simulation
 from busrl.errors import TopologyError, UserError
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
@@ -136,8 +136,8 @@ def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[P
 
 def _load(file: Path, overrides: Sequence[str], keys: Sequence[str], values: tuple[str, ...]) -> Point:
     try:
-        found = sketch(file, [*overrides, *(f"{key}={value}" for key, value in zip(keys, values))])
-        return Point(values, found.topology, found.written)
+        chosen = [f"{key}={value}" for key, value in zip(keys, values)]
+        return Point(values, *load_for_simulation(file, [*overrides, *chosen]))
     except TopologyError as error:
         raise TopologyError(
             dataclasses.replace(one, place=one.place.replace("--set", "--sweep", 1))

@@ -1,8 +1,7 @@
 """The scheduler of a simulated run: what one look of it opens, by the rules of the live one.
 
-Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, asked in
-its order and given the same. Takes no time; when it looks is decided by `world`. Knows nothing of actors, rewards or
-events.
+Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, called in
+its order. It takes no time; `world` decides when it looks. Knows nothing of actors, rewards or events.
 
 - Members of open groups (siblings of probes) go before new groups, and those held for a probe come last, if rows idle.
 - Nobody dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.

@@ -14,8 +14,9 @@ from msgspec import structs
 
 from busrl.config.schema import Data, Log, Openai
 from busrl.data.chat import LightTokenizer
+from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
-from busrl.ring import Fates, Ring, SlotTooSmall, State
+from busrl.ring import Fates, Ring, State
 from busrl.roles.learner.groups import (
     Claimed,
     Excerpts,
@@ -250,9 +251,9 @@ def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_the
 def test_the_metrics_have_the_mean_of_each_part_over_all_samples_that_have_it(tmp_path: Path) -> None:
     metrics = StepMetrics(RunPaths.of(tmp_path))
     metrics.reward_parts(PARTS)
-    assert metrics._ended.row()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
+    assert metrics.ended.row()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
     metrics._clear()
-    assert "reward_parts" not in metrics._ended.row()
+    assert "reward_parts" not in metrics.ended.row()
     metrics.close()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from busrl.cli import main
-from busrl.config import load, sketch
+from busrl.config import load, load_for_simulation
 from busrl.config.schema import Simulate
 from busrl.data.trace import Task, write
 from busrl.errors import NoSuchRun, UserError
@@ -181,10 +181,10 @@ def test_steps_of_one_size_still_tell_what_a_token_costs(recorded: Path) -> None
 def test_keys_that_are_set_override_the_fit_and_no_others(recorded: Path) -> None:
     fitted = fit(recorded)
     default = str(Simulate().row_s)
-    found = sketch(
+    topology, written = load_for_simulation(
         ROOT / "configs" / "quickstart.toml", ["simulate.step_spread=0.3", f"simulate.row_s={default}", "groups.size=4"]
     )
-    times = make(found.topology, fitted, found.written, steps=1).times
+    times = make(topology, fitted, written, steps=1).times
     assert (times.step_spread, times.row_s, times.step_s) == (0.3, float(default), fitted.times.step_s)
     assert times.source["row_s"] == times.source["step_spread"] == "set in [simulate]"
     assert times.source["step_s"] == "fitted, run"

@@ -202,7 +202,6 @@ class Sent:
     request: Request
     body: dict[str, Any]
     prompt_ids: list[int]
-    limit: int
     ids: list[int] = field(default_factory=list)
     failures: int = 0  # in a row
     failing_since: float = 0.0
@@ -212,6 +211,10 @@ class Sent:
     @property
     def key(self) -> int:
         return self.request.key
+
+    @property
+    def limit(self) -> int:
+        return self.request.max_new_tokens
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class ServedEngine(Engine):
             self._running[request.key] = answer = PartialAnswer(request)
             prompt = answer.known_ids
             self._counts.prefill_tokens += len(prompt)
-            sending.append(Sent(request, self._body(request), prompt, self.room_for(request)))
+            sending.append(Sent(request, self._body(request), prompt))
         self._client.start(sending)
 
     def step(self) -> list[Finished]:

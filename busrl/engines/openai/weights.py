@@ -3,17 +3,12 @@
 Used by the served engine. Talks HTTP through the client. Knows nothing of requests: the engine has stopped its own
 before it calls.
 
-| `openai.update` | adapter | folder |
-|---|---|---|
-| vllm | POST /v1/load_lora_adapter, then requests name it, then the old one is unloaded | POST /pause?mode=keep, /collective_rpc reload_weights, /reset_prefix_cache, /resume |
-| sglang | POST /load_lora_adapter ... /unload_lora_adapter | POST /pause_generation, /update_weights_from_disk, /flush_cache, /continue_generation |
-
 - A server whose load failed stays paused: it never serves half of a version, and the next try loads all of it.
 - Each load has its own name: a server that keys its prefix cache by the name cannot serve stale keys. The name holds
   the run's id, so that two runs with one server do not take each other's.
 - If the server knows the name already (its answer to the first try was lost, or a process before this one loaded it)
   that adapter is dropped, and the version gets another name: what is loaded there may be older files.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

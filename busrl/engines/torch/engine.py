@@ -123,9 +123,9 @@ class Seats:
         self._logprobs = np.empty((capacity, max_length), np.float32)
         self._versions = np.empty((capacity, max_length), np.uint32)
 
-    def sit(self, request: Request, limit: int) -> int:
-        """Give a request of at most `limit` new tokens a seat; it has no cache row yet."""
-        seat = self.free.pop()
+    def sit(self, request: Request) -> int:
+        """Give a request a seat; it has no cache row yet."""
+        seat, limit = self.free.pop(), request.max_new_tokens
         given = np.concatenate((request.prompt_ids, request.prefix_ids))
         self._given[seat] = given
         self.key[seat] = request.key
@@ -414,7 +414,7 @@ class TorchEngine(Engine):
         for request in requests:
             self._check(request)
         for request in requests:
-            self._running[request.key] = seat = self._seats.sit(request, self.room_for(request))
+            self._running[request.key] = seat = self._seats.sit(request)
             self._waiting.wait(seat)
 
     def step(self) -> list[Finished]:

@@ -271,10 +271,10 @@ def disagreement(model: Any, maker: Maker, max_length: int) -> float:
     pieces, and then stepped."""
     decoder = maker(model, 3, max_length)  # outside inference mode: it may move the parameters, which stay writable
     with torch.inference_mode():
-        return _compare(model, decoder, max_length)
+        return _disagreement(model, decoder, max_length)
 
 
-def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
+def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
     rows, device = 3, next(model.parameters()).device
     length = max(2, min(12, max_length))
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -282,16 +282,14 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     wanted = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
     known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
     order, everyone = torch.tensor([2, 0, 1], device=device), torch.arange(rows, device=device)
-    if length // 2:
-        if decoder.equal_lengths:
-            decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
-            decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
-        else:
-            decoder.prefill(ids[order, : length // 2], everyone[order], None)
-        first, begin = everyone[:1], 0
-        for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
-            decoder.prefill(piece, first, None, begin)
-            begin += piece.shape[1]
+    if decoder.equal_lengths:
+        decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
+        decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
+    else:
+        decoder.prefill(ids[order, : length // 2], everyone[order], None)
+    piece = -(-length // 4)
+    for begin in range(0, length // 2, piece):
+        decoder.prefill(ids[:1, begin : min(begin + piece, length // 2)], everyone[:1], None, begin)
     gap = 0.0
     for k in range(length - length // 2):
         positions = known + k

@@ -58,11 +58,9 @@ CALM_TURNS = 4  # of the loop, in which everything that vLLM has sent passes thr
 
 @dataclass
 class Running(PartialAnswer):
-    """A request inside vLLM; `limit` is how many tokens it may have. The loop's thread adds, the caller's thread reads
-    under the engine's lock. Versions come from vLLM where it notes them for every token, else from the counts at each
-    update."""
+    """A request inside vLLM. The loop's thread adds, the caller's thread reads under the engine's lock. Versions come
+    from vLLM where it notes them for every token, else from the counts at each update."""
 
-    limit: int = 0
     finish: int | None = None
     started_with: int = 0  # tokens that it had when it was last handed to vLLM
     restarts: int = 0  # of vLLM, each of which cut it
@@ -102,7 +100,7 @@ class Running(PartialAnswer):
         return SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
-            max_tokens=self.limit - produced,
+            max_tokens=request.max_new_tokens - produced,
             seed=seed_of(request, produced) if seeded and request.temperature > 0 else None,
             stop_token_ids=stops,
             ignore_eos=True,  # the ids above are all of them
@@ -166,9 +164,7 @@ class VllmEngine(Engine):
 
     def _begin(self, requests: list[Request]) -> None:
         self.check()
-        starting = [
-            Running(request, limit=self.room_for(request), adapter=self._updates.adapter) for request in requests
-        ]
+        starting = [Running(request, adapter=self._updates.adapter) for request in requests]
         self._running.update((running.request.key, running) for running in starting)
         self.begin(starting)
 
@@ -295,7 +291,7 @@ class VllmEngine(Engine):
         known = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, known + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
         limit = min(count, self.max_length - known)
-        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0), limit=limit)
+        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0))
         salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
         async for output in core.engine.generate(salted, running.sampling([], True), "check"):
             running.take(output, self.version)

@@ -348,17 +348,13 @@ class Updates:
             engine.version = version
         except WeightsRefused as problem:
             if before is not None and before.request is not None:
-                self._go_back(before, problem)
+                try:
+                    self._add(before.version, Path(before.request.lora_path))
+                except WeightsRefused as second:
+                    raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
             engine.continue_all(self.adapter)
             raise
         engine.continue_all(self.adapter)
-
-    def _go_back(self, before: LoadedAdapter, why: WeightsRefused) -> None:
-        """Load the adapter that the vLLM before had."""
-        try:
-            self._add(before.version, Path(before.request.lora_path))
-        except WeightsRefused as problem:
-            raise self._engine.core.lose(f"{why}; and the one before is gone: {problem}") from problem
 
     def _used(self) -> set[int]:
         """Versions of the adapters that running answers have, and of the one that new ones get."""

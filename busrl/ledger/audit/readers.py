@@ -222,7 +222,7 @@ def is_locked(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             return bool(FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, question))[0] != fcntl.F_UNLCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
 
 

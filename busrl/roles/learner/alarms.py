@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -74,12 +74,12 @@ class LogprobCheck:
         model. Once enough tokens were compared the check is over."""
         if not self.limit:
             return
-        exact = [record for record in records if (record.version_array() == version).any()][:SAMPLES]
-        if sum(int((record.version_array() == version).sum()) for record in exact) < TOKENS:
+        drawn = [(record, record.version_array() == version) for record in records]
+        exact = [(record, own) for record, own in drawn if own.any()][:SAMPLES]
+        if sum(int(own.sum()) for _, own in exact) < TOKENS:
             return
-        made = [record.version_array() == version for record in exact]
-        theirs = np.concatenate([record.logprob_array()[one] for record, one in zip(exact, made)])
-        ours = np.concatenate([row[one] for row, one in zip(score(exact), made)])
+        theirs = np.concatenate([record.logprob_array()[own] for record, own in exact])
+        ours = np.concatenate([row[own] for row, (_, own) in zip(score([record for record, _ in exact]), exact)])
         gap = float(np.abs(theirs - ours).mean())
         if not gap <= self.limit:
             raise EngineDisagrees(
@@ -334,8 +334,7 @@ class FlatStreak:
     low: float = np.inf
     high: float = -np.inf
     answers: int = 0
-    top: int = 0  # answers with the highest reward
-    bottom: int = 0  # with the lowest
+    counts: Counter[float] = field(default_factory=Counter)  # of answers, at the lowest and at the highest reward
     cut: int = 0  # at the length limit
     last: dict[str, object] | None = None  # an answer, as in samples.jsonl
 
@@ -344,20 +343,18 @@ class FlatStreak:
         if self.low < self.high:
             worth = (
                 "all rewards of each group were equal: every prompt always gets the same reward, "
-                f"{self.top / self.answers:.0%} of the answers the highest ({self.high:g}), "
-                f"{self.bottom / self.answers:.0%} the lowest ({self.low:g})"
+                f"{self.counts[self.high] / self.answers:.0%} of the answers the highest ({self.high:g}), "
+                f"{self.counts[self.low] / self.answers:.0%} the lowest ({self.low:g})"
             )
         cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
         return f"{worth}{cut if self.cut else ''}"
 
     def add(self, rewards: npt.NDArray[np.float64]) -> None:
         """The rewards of a group, which are all the same."""
-        low, high = float(rewards.min()), float(rewards.max())
-        self.bottom = self.bottom if low >= self.low else 0
-        self.top = self.top if high <= self.high else 0
-        self.low, self.high, self.answers = min(self.low, low), max(self.high, high), self.answers + len(rewards)
-        self.bottom += int(np.count_nonzero(rewards == self.low))
-        self.top += int(np.count_nonzero(rewards == self.high))
+        self.answers += len(rewards)
+        self.counts.update(rewards.tolist())
+        self.low, self.high = min(self.counts), max(self.counts)
+        self.counts = Counter({edge: self.counts[edge] for edge in (self.low, self.high)})
 
 
 class Idling:

@@ -45,12 +45,12 @@ class Control:
     def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan, ring: Ring) -> None:
         settings = control_settings(topology)
         self.training, self.plan = training, plan
-        self.controller = None if settings is None else Controller(settings)
+        self.controller = Controller(settings) if settings else None
         self.probe: list[SampleRecord] = []
         self.probe_s = 0.0
         self._probe_entropy: float | None = None
-        self._logged = read_lines(path) if self.controller is not None else {}
-        self._lines = LineFile(path) if self.controller is not None else None
+        self._logged = read_lines(path) if settings else {}
+        self._lines = LineFile(path) if settings else None
         self._idle = IdleRollouts(ring)
 
     # -- checkpoints and replay ---------------------------------------------------------------------------------
@@ -74,17 +74,6 @@ class Control:
         if self.controller is not None:
             (folder / PROBE_FILE).write_bytes(msgspec.msgpack.encode(self.probe))
 
-    def replayed(self, record: Record, stats: StepStats) -> None:
-        """A step of the log was trained again: decide as its learner did."""
-        if self.controller is None:
-            return
-        self._choose_probe(record)
-        line = self._logged.get(record.step)
-        inputs = Inputs.from_dict(line) if line else self._inputs(record, stats, {})
-        decision = self.controller.observe(inputs)
-        if line is None:
-            self._write(inputs, decision)
-
     def start(self) -> None:
         """After the replay: put in force what was decided so far."""
         self._logged = {}
@@ -92,23 +81,24 @@ class Control:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Decision | None:
-        """After a step and before the next: give its numbers to the controller, and apply the decision."""
+    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> None:
+        """After a step and before the next: give its numbers to the controller, and apply the decision. A step of the
+        log that is trained again has no row: its logged inputs lead to the decision of then."""
         if self.controller is None:
-            return None
+            return
         self._choose_probe(record)
-        inputs = self._inputs(record, stats, row)
+        line = self._logged.get(record.step)
+        inputs = Inputs.from_dict(line) if line else self._inputs(record, stats, row)
         decision = self.controller.observe(inputs)
-        self._write(inputs, decision)
+        if line is None:
+            self._write(inputs, decision)
         if decision is not None and decision.applied:
             self._apply()
-        return decision
 
     def _apply(self) -> None:
-        if self.controller is None or not self.controller.acts:
-            return
-        knobs = self.controller.knobs
-        self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
+        if self.controller is not None and self.controller.acts:
+            knobs = self.controller.knobs
+            self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
 
     def _write(self, inputs: Inputs, decision: Decision | None) -> None:
         line = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}

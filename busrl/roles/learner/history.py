@@ -28,7 +28,15 @@ from busrl.config import Topology
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull, UserError, WriteFailed
 from busrl.files import LineFile
-from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
+from busrl.ledger.trained import (
+    TrainedSet,
+    checkpoints_of,
+    mend_train_log,
+    mend_trained_set,
+    newest_checkpoint,
+    step_of,
+    train_log_is_whole,
+)
 from busrl.ledger.trainlog import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
@@ -52,7 +60,7 @@ class History:
         self.paths, self.topology = paths, topology
         mode = topology.learner.wal
         newest = newest_checkpoint(paths)
-        superseded = _step_of(newest) if newest is not None else -1
+        superseded = step_of(newest) if newest is not None else -1
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
         if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
@@ -83,7 +91,7 @@ class History:
             self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
             if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
-            training.stale.load(found.meta.get("version_steps", []))
+            training.stale.steps.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
@@ -93,7 +101,7 @@ class History:
         """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
         other names."""
         if self.wal is not None:
-            newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
+            newest = max([self.wal.last_step, *(step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
                 raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
             self.warnings += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
@@ -192,7 +200,7 @@ class History:
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
             "train_log_bytes": 0,
-            "version_steps": training.stale.state(),
+            "version_steps": training.stale.steps.state(),
             **also,
         }
 
@@ -200,7 +208,8 @@ class History:
             raise WriteFailed(f"{self.paths.root} is not there any more: nothing is written in its place")
 
         def extras(directory: Path) -> None:
-            self._add_files(directory)
+            self.trained.save(directory / "trained.bin")
+            predictor_state.copy_into(directory, self.paths)
             save(directory)
 
         self._write_lines()
@@ -217,23 +226,13 @@ class History:
     def _log_begins(self) -> int:
         """The step of the checkpoint from which the log leads on; 0 while there are too few."""
         reaches = min(LOG_REACHES, self.topology.learner.keep_last)
-        kept = sorted(map(_step_of, self.paths.checkpoints.glob("global_step_*")), reverse=True)
-        return kept[reaches - 1] if len(kept) >= reaches else 0
-
-    def _add_files(self, directory: Path) -> None:
-        """What a checkpoint holds besides the model: the trained set, and what the length predictor had learned."""
-        self.trained.save(directory / "trained.bin")
-        predictor_state.copy_into(directory, self.paths)
+        kept = checkpoints_of(self.paths.checkpoints)
+        return step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
 
     def close(self) -> None:
         if self.wal is not None:
             self.wal.close()
         self.train_log.close()
-
-
-def _step_of(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 def _free_name(path: Path) -> Path:

@@ -114,7 +114,7 @@ class Learner(Actor):
         for record in self.history.to_replay():
             self.training.stale.at(record.version, record.step - 1)
             stats = self.training.replay(record)
-            self.control.replayed(record, stats)
+            self.control.step(record, stats, {})
             self.history.finished(record)
             self.metrics.replayed(record, stats)
             self.ring.progress()
@@ -135,7 +135,7 @@ class Learner(Actor):
         view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
             view, list(self.claimed), step=self.history.step, now=time.monotonic(),
-            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.groups_aside,
+            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.ended.groups,
             wave_over=self._wave_over(view),
         )
         self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])

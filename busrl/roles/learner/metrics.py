@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from busrl.training.custom import Metrics
     from busrl.training.trainer import StepStats
 
-DIAGNOSTICS = (
-    "entropy", "log_ratio_mean", "k3", "ess", "clip_low", "clip_high", "dual_clip", "mismatch", "mismatch_begun",
-)  # of a step, as the trainer gives them
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start
 PART = "parts/"  # before the name of a part of the reward
@@ -128,7 +125,7 @@ class StepMetrics:
         self._recall(paths.groups, begun)
 
     def _clear(self) -> None:
-        self._ended = Ended()
+        self.ended = Ended()  # groups that were set aside since the last step
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
@@ -160,7 +157,7 @@ class StepMetrics:
         """The start is over, with `step` steps made: what was set aside since then counts for the next one."""
         for counted, ended in self._earlier.items():
             if counted > step:
-                self._ended.join(ended)
+                self.ended.join(ended)
         self._earlier.clear()
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -186,18 +183,13 @@ class StepMetrics:
             for name, value in found.items():
                 line.parts.setdefault(name, []).append(value)
         self._write_groups(line)
-        self._ended.add_line(line)
+        self.ended.add_line(line)
 
     def reward_parts(self, found: Iterable[Mapping[str, float]]) -> None:
         """Parts of the rewards of samples that are trained."""
         for parts in found:
             for name, value in parts.items():
-                self._ended.add(PART + name, [value])
-
-    @property
-    def groups_aside(self) -> int:
-        """Groups set aside since the last step."""
-        return self._ended.groups
+                self.ended.add(PART + name, [value])
 
     def waiting(self, reason: str, group: int | None) -> None:
         self._waiting_for, self._blocker = reason, group
@@ -218,13 +210,13 @@ class StepMetrics:
     ) -> dict[str, Any]:
         """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
         now, line = time.monotonic(), _line_of(record)
-        self._ended.add_line(line)
+        self.ended.add_line(line)
         row: dict[str, Any] = {
             "step": record.step,
             "version": version,
             "cause": record.cause,
             **self._times(now),
-            **self._ended.row(),
+            **self.ended.row(),
             "skipped": stats.skipped,
             "culprits": list(stats.culprits),
             **_trained(record),
@@ -252,7 +244,7 @@ class StepMetrics:
         """Write the line of groups that ended and gave no step, cumulated since the last step: `kind` is "idle"; and an
         answer of them for samples.jsonl. The next step's line counts these groups too."""
         row = {
-            "kind": IDLE, "step": step, "version": version, **self._times(time.monotonic()), **self._ended.row(),
+            "kind": IDLE, "step": step, "version": version, **self._times(time.monotonic()), **self.ended.row(),
             "groups": 0, "samples": 0, "tokens": 0, "idle_groups": idling.streak,
             "idle_limit": idling.patience, "idle_causes": dict(idling.causes),
         }
@@ -315,7 +307,6 @@ def _line_of(record: Record) -> GroupsLine:
 
 
 def _training(stats: StepStats) -> dict[str, Any]:
-    found = stats.diagnostics
     earlier = stats.context_tokens - stats.old_tokens
     masked = stats.context_tokens + stats.mastered_tokens
     return {
@@ -325,7 +316,7 @@ def _training(stats: StepStats) -> dict[str, Any]:
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
-        **{name: getattr(found, name) for name in DIAGNOSTICS},
+        **{name: value for name, value in vars(stats.diagnostics).items() if name != "loss"},
         "micro_batches": stats.micro_batches,
         "padding": stats.padding,
         "forward_s": round(stats.forward_s, 5),

@@ -54,16 +54,16 @@ class StaleTokenMask:
         self.bound = bound
         self.now = 0  # finished steps
         self.masked = 0  # tokens left out since `taken`
-        self._steps = VersionSteps(KEPT)
+        self.steps = VersionSteps(KEPT)
 
     def at(self, version: int, step: int) -> None:
         """`version` is the newest one published, `step` steps are finished."""
         self.now = step
-        self._steps.add(version, step)
+        self.steps.add(version, step)
 
     def step_of(self, version: int) -> int:
         """The step that made a version."""
-        return self._steps.step_of_row(version, self.now)
+        return self.steps.step_of_row(version, self.now)
 
     def ages(self, versions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Finished steps since each of these versions was made."""
@@ -75,9 +75,7 @@ class StaleTokenMask:
         """How many tokens at the start of the answer are not to be trained."""
         if self.bound is None or self.now - record.step <= self.bound:
             return 0
-        versions = np.frombuffer(record.versions, "<u4")
-        old = [v for v in np.unique(versions).tolist() if self.now - self.step_of(v) > self.bound]
-        late = np.flatnonzero(np.isin(versions, old))
+        late = np.flatnonzero(self.ages(record.version_array()) > self.bound)
         count = int(late[-1]) + 1 if len(late) else 0
         self.masked += count
         return count
@@ -86,12 +84,6 @@ class StaleTokenMask:
         """Tokens that were left out since the last call."""
         masked, self.masked = self.masked, 0
         return masked
-
-    def state(self) -> list[list[int]]:
-        return self._steps.state()
-
-    def load(self, state: Sequence[Sequence[int]]) -> None:
-        self._steps.load(state)
 
 
 ADAPTER = "adapter"  # folder of a checkpoint

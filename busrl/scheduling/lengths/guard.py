@@ -45,12 +45,8 @@ class Guard(Predictor):
     """A predictor that can be relied on. `report(text)` is called once per kind of fault; `clock()` gives seconds."""
 
     def __init__(
-        self,
-        predictor: Predictor,
-        rules: RulesPredictor | None = None,
-        *,
-        clock: Callable[[], float] | None = None,
-        report: Callable[[str], None] | None = None,
+        self, predictor: Predictor, rules: RulesPredictor | None = None, *, clock: Callable[[], float] = lambda: 0.0,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.inner, self.rules = predictor, rules or RulesPredictor()
         self.name = predictor.name
@@ -68,12 +64,12 @@ class Guard(Predictor):
         """Tokens per candidate; by `rules` where the predictor fails."""
         if not candidates:
             return np.zeros(0)
-        begun = self._now()
+        begun = self._clock()
         found = self._asked(candidates)
         if found is None:
             self.fallbacks += len(candidates)
             found = self.rules.predict(candidates)
-        self._asking.add(self._now() - begun, len(candidates))
+        self._asking.add(self._clock() - begun, len(candidates))
         for candidate, tokens in zip(candidates, found.tolist()):
             self._said.pop(candidate.draw, None)  # the newest stand last
             self._said[candidate.draw] = tokens
@@ -90,12 +86,12 @@ class Guard(Predictor):
             if said is not None:
                 self._pairs.append((said, tokens))
         self.answers += len(finished)
-        begun = self._now()
+        begun = self._clock()
         try:
             self.inner.observe(finished)
         except Exception as problem:
             self._fault(f"observe raised {type(problem).__name__}", str(problem))
-        self._learning.add(self._now() - begun, len(finished))
+        self._learning.add(self._clock() - begun, len(finished))
 
     def state(self) -> dict[str, Any]:
         return {"name": self.name, "inner": self.inner.state()}
@@ -144,11 +140,8 @@ class Guard(Predictor):
 
     def _fault(self, kind: str, text: str) -> None:
         self.faults[kind] += 1
-        if self.faults[kind] == 1 and self._report is not None:
+        if self.faults[kind] == 1:
             self._report(f"predictor {self.name}: {kind} ({text}); rules predict in its place, later ones are counted")
-
-    def _now(self) -> float:
-        return self._clock() if self._clock is not None else 0.0
 
 
 class _Cost:

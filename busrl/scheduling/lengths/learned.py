@@ -1,8 +1,7 @@
 """`learned`: the order of prompts by their text, from a linear model of hashed features that is fitted as answers come.
 
-Knows nothing of siblings. Chosen by measurement against scikit-learn's online linear models and LightGBM
-(docs/predictors.md): it ranks better, learns sooner, and needs no dependency. `Learning` is the base of all predictors
-that learn online.
+Knows nothing of siblings. It ranks better and learns sooner than scikit-learn's online linear models and LightGBM
+(docs/predictors.md). `Learning` is the base of all predictors that learn online.
 """
 
 from __future__ import annotations
@@ -318,8 +317,7 @@ class Learning(Predictor, ABC):
     """Base of the predictors that learn online, from logs of lengths: twice as long is as far off as half as long.
 
     An answer counts at once for its prompt; the text of a new prompt is learned when `WORTH` of them have come (at the
-    start sooner), since work on a batch costs hardly more than on one. Asking changes nothing; `state` has everything,
-    the prompts collected so far too.
+    start sooner), since a batch costs hardly more than one. Predicting changes nothing.
     """
 
     name = ""
