@@ -151,7 +151,7 @@ class Scheduler(Actor):
             self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
         self.waves = waves_of(limits)
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # everybody waits for the next wave
+            self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
