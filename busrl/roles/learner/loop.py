@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -51,7 +51,7 @@ PACE_SLICE_S = 0.5  # between two signs of progress
 class Learner(Actor):
     role = "learner"
     singleton = True
-    tick_s: ClassVar[float] = 0.02
+    tick_s = 0.02
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
