@@ -8,7 +8,7 @@ Takes a view of the groups, the free slots, header words and clock values. Knows
   as unpublished *before* it frees their slots, so they are never missing from both counts.
 - sync: round r has the admission indices [r x n_min, (r + 1) x n_min). It begins with nothing in flight, unrefilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
-  Nobody may claim any of it before all of it is admitted (`Waves`), so nothing holds a part of it back.
+  No part of it may be claimed before all of it is admitted (`Waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
 - Nothing is remembered from one call to the next, so a restarted scheduler answers the same.
 """
@@ -232,7 +232,7 @@ class Rows:
         return True
 
     def workers(self, now: float) -> list[str]:
-        """Who announced lately."""
+        """Names of those that announced lately."""
         self._said = {name: said for name, said in self._said.items() if now - said[1] < self.forget_s}
         return list(self._said)
 

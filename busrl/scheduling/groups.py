@@ -131,7 +131,7 @@ class GroupView:
         return [int(slot) for slot in per_member if slot >= 0]
 
     def oldest_unresolved(self) -> int | None:
-        """The draw admitted first among those not resolved: the group that everybody may be waiting for."""
+        """The draw admitted first among those not resolved: the group that all may wait for."""
         waiting = np.flatnonzero(~self.resolved & (self.admission != UNKNOWN))
         if not len(waiting):
             return None

@@ -106,7 +106,7 @@ class Pool:
         return self._peek(self._near)
 
     def best(self) -> Entry | None:
-        """The entry within the horizon that would be taken if nobody had waited."""
+        """The entry within the horizon that would be taken by length alone."""
         return self._peek(self._best)
 
     def entry(self, draw: int) -> Entry | None:
@@ -321,7 +321,7 @@ def level(tokens: float) -> int:
 
 # -- finished answers ----------------------------------------------------------------------------------------
 
-NOBODY = (1 << 64) - 1
+NO_UID = (1 << 64) - 1
 
 
 class FinishedAnswers:
@@ -338,7 +338,7 @@ class FinishedAnswers:
         """Uids, and lengths in tokens, of what is new in a copy of the ring's lines."""
         uids, state = lines["uid"], lines["state"]
         if len(self._given) != len(lines):
-            self._given = np.full(len(lines), NOBODY, np.uint64)
+            self._given = np.full(len(lines), NO_UID, np.uint64)
         ended = ((state >= GENERATED) & (state <= TRAINING)) | (state == FREE)
         fresh = np.flatnonzero(ended & (uids != self._given) & (uids < VALIDATE_BIT))
         # Field by field, and only of what is new: most slots are not.

@@ -257,8 +257,8 @@ def _fate(view: GroupView, i: int) -> str:
 
 
 class _Seen:
-    """The groups in play, without those set aside or claimed. Ready: resolved, usable, not flat, and in nobody's hands
-    (a dead learner's claims come back by reaping)."""
+    """The groups in play, without those set aside or claimed. Ready: resolved, usable, not flat, and claimed by no
+    learner (a dead one's claims come back by reaping)."""
 
     def __init__(self, view: GroupView, active: Bools) -> None:
         at = np.flatnonzero(active)

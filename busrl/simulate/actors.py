@@ -208,7 +208,7 @@ def drawn(draw: Callable[[np.random.Generator], Floats], seed: Sequence[int]) ->
 
 
 class RewardWorkers:
-    """Workers of the reward processes: each makes one call after the other, and whoever is free first takes the next
+    """Workers of the reward processes: each makes one call after the other, and the one free first takes the next
     answer. Given a clock value with every call."""
 
     def __init__(self, count: int, call_s: float) -> None:
@@ -373,7 +373,7 @@ class Actors:
         self._stall(actor, now)
         duration = self.step_time[actor.active] * actor.pace
         passed = math.ceil((now - actor.at) / duration - 1e-9)
-        # Whoever ends at that step is counted by its own event.
+        # A sequence that ends at that step is counted by its own event.
         self._advance(actor, min(max(0, passed), actor.ends[0][0] - actor.steps))
 
     def _advance(self, actor: Actor, steps: int) -> None:

@@ -173,7 +173,7 @@ def page(topology: Topology, setting: Setting, found: Figures, took_s: float, co
 
 
 def assumed(setting: Setting) -> list[str]:
-    """Names of the decisive times that nobody measured or stated; with any of them there is nothing to advise."""
+    """Names of the decisive times that were neither measured nor stated; with any, nothing is advised."""
     return [name for name, _, source in setting.times.notes() if source == STATED and name in DECISIVE]
 
 

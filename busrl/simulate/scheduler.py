@@ -4,7 +4,7 @@ Talks to the simulated ring. Admission, policy, predictor, probes and waves are 
 its order. It takes no time; `world` decides when it looks. Knows nothing of actors, rewards or events.
 
 - Members of open groups (siblings of probes) go before new groups, and those held for a probe come last, if rows idle.
-- Nobody dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
+- No process dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
 - A finished answer is given to the policy alone, which hands it on to the predictor.
 """
 

@@ -45,7 +45,7 @@ TICK_S = 0.03  # the scheduler sees slots that came free without a message at it
 PROBING_TICK_S = 0.01  # and the end of a probe after this
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
 LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
-EVENTS_WATCHED = 4096  # between two calls of who watches
+EVENTS_WATCHED = 4096  # between two calls of `watch`
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
@@ -185,7 +185,7 @@ class World:
             self.ring.allow(waves.claimable(self.ring.lines, self.scheduler.next_admission))
 
     def _end_wave(self) -> None:
-        """The last segment of a wave has ended: everybody looks."""
+        """The last segment of a wave has ended: scheduler and learner look."""
         waves = self.scheduler.waves
         if waves is None or self._running or self._due:
             return

@@ -4,7 +4,7 @@ Wraps any predictor; talks to nothing else but the clock that it may be handed. 
 
 - `predict` and `observe` never raise, and predictions are always within 1 and the limit. A prediction that raises or is
   no usable number is made by `rules` instead, for that batch.
-- An answer is scored against the newest prediction for its draw: after it was dispatched nobody asks again.
+- An answer is scored against the newest prediction for its draw: a dispatched draw gets no new one.
 - Each kind of fault is reported once, counted always.
 """
 

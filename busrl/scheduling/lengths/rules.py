@@ -104,7 +104,7 @@ def shipped() -> Keywords:
 # -- the predictor -------------------------------------------------------------------------------------------
 
 BASE, PER_CHARACTER, PER_DIGIT = 16.0, 0.3, 1.0  # tokens
-PER_LIMIT = 0.02  # tokens per token of the limit: who allows longer answers expects them
+PER_LIMIT = 0.02  # tokens per token of the limit: a longer limit expects longer answers
 HEAD, TAIL = 2000, 1000  # characters searched for words
 DIGITS = "0123456789"
 _WORD = re.compile("[a-z0-9_]+")  # other scripts have no spaces to go by: their words match anywhere
