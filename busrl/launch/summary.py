@@ -1,6 +1,6 @@
 """What `launch` keeps account of: progress, CPU and residence times, its event log, and `summary.json` at the end.
 
-Talks to /proc, `errors.jsonl`, `supervisor.json` and `summary.json`. Is given messages, the ring's records and the
+Talks to /proc, `errors.jsonl` and `supervisor.json`. Is given messages, the ring's records and the
 children; decides nothing.
 
 - Processes of busrl file their own warnings before they publish them, so only those of others are filed here. A sender

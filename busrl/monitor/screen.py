@@ -18,7 +18,7 @@ import termios
 import time
 import tty
 from contextlib import suppress
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -143,10 +143,8 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
 
 
 def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
-    other = "back" if errors_only else "errors"
-    keys = Text.assemble((" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (f" {other}  ", LABELS), no_wrap=True)
-    keys.append(text.speed(run.speed(now)), LABELS)
-    return keys
+    keys = [(" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (" back  " if errors_only else " errors  ", LABELS)]
+    return Text.assemble(*keys, (text.speed(run.speed(now)), LABELS), no_wrap=True)
 
 
 def _charts(run: RunState, width: int, height: int) -> RenderableType:
@@ -162,20 +160,15 @@ def _charts(run: RunState, width: int, height: int) -> RenderableType:
 
 
 def _chart(name: str, course: list[float], style: str, form: str, width: int, height: int) -> Panel:
+    frame: dict[str, Any] = {"title_align": "left", "border_style": "grey37", "box": box.ROUNDED}
     if not course:
-        return Panel(
-            Text("no step yet", LABELS), title=name, title_align="left", border_style="grey37", box=box.ROUNDED
-        )
+        return Panel(Text("no step yet", LABELS), title=name, **frame)
     recent = course[-10:]
     said = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
-    lines = chart(course, max(1, width - 4), max(1, height - 2))
-    return Panel(
-        Text("\n".join(lines), style, no_wrap=True),
-        title=Text.assemble((name, "bold"), "  ", (said, style)), title_align="left",
-        subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS),
-        subtitle_align="right",
-        border_style="grey37", box=box.ROUNDED,
-    )
+    span = f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps"
+    drawn = Text("\n".join(chart(course, max(1, width - 4), max(1, height - 2))), style, no_wrap=True)
+    title = Text.assemble((name, "bold"), "  ", (said, style))
+    return Panel(drawn, title=title, subtitle=Text(span, LABELS), subtitle_align="right", **frame)
 
 
 def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
@@ -203,19 +196,17 @@ def _processes(rows: list[ProcessRow], room: int) -> Table:
 
 def _cells(row: ProcessRow) -> tuple[Text, ...]:
     style = {"dead": "red", "gone": LABELS, "ready": "green", "on the bus": "cyan"}.get(row.state, "yellow")
-    doing = text.doing(row)
+    doing, late = text.doing(row), "bold red" if row.late else ""
     full, empty = gauge(row.busy or 0.0, 6)
     busy = Text.assemble((full, "green"), (empty, "grey30"), f" {row.busy:4.0%}") if row.busy is not None else Text("-")
-    version = Text(str(row.version) if row.version else "")
-    if row.behind:
-        version.append(f" -{row.behind}", "yellow")
+    behind = (f" -{row.behind}" if row.behind else "", "yellow")
     return (
         Text.assemble(safe(row.name, 20), (f" ↻{row.restarts}" if row.restarts else "", "yellow")),
-        Text(str(row.pid) if row.pid else "", LABELS),
-        Text("LATE: " + doing if row.late else doing, "bold red" if row.late else LABELS if doing == "idle" else style),
+        Text(str(row.pid or ""), LABELS),
+        Text("LATE: " + doing if row.late else doing, late or (LABELS if doing == "idle" else style)),
         busy,
-        Text(text.age(row.progress_age_s), "bold red" if row.late else ""),
-        version,
+        Text(text.age(row.progress_age_s), late),
+        Text.assemble(str(row.version or ""), behind),
         Text(short(row.samples) if row.samples else ""),
     )
 

@@ -32,7 +32,6 @@ from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
 from busrl.protocol.codec import BY_NAME, Rejected
-from busrl.protocol.messages import Message
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
@@ -289,13 +288,9 @@ class Watcher:
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""
         messages = self.tap.take(BATCH)
-        wall, least = time.time(), None
-        for one in messages:
-            late = self._fold(one, wall, now)
-            if late is not None:
-                least = late if least is None else min(least, late)
-        traffic = self.run.traffic
-        traffic.batch(len(messages), least, now)
+        wall, traffic = time.time(), self.run.traffic
+        lates = [late for one in messages if (late := self._fold(one, wall, now)) is not None]
+        traffic.batch(len(messages), min(lates, default=None), now)
         if traffic.lag_s > BEHIND_S:
             self.tap.reopen()
             traffic.resyncs += 1
@@ -317,9 +312,8 @@ class Watcher:
             self._fold_replay(name, heard.body, now)
             return None
         run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body))
-        message = decoded(name, heard.body)
-        if message is not None:
-            run.handle(message, now)
+        with suppress(Rejected, KeyError):  # one that this program cannot read
+            run.handle(codec.decode(BY_NAME[name], heard.body, MAX_BYTES), now)
         if heard.envelope is None or run.replay or not heard.envelope.time_ns:
             return None
         return run.traffic.late(heard.envelope.sender, wall - heard.envelope.time_ns / 1e9)
@@ -337,14 +331,3 @@ class Watcher:
         self._missed_in_record = mark.missed
         self.run.facts = mark.facts
         self.run.replayed(mark.facts.run_id or "a recording", mark.speed, mark.phase == "over")
-
-
-def decoded(name: str, body: bytes) -> Message | None:
-    """The message of a known name; None for one that this program cannot read."""
-    kind = BY_NAME.get(name)
-    if kind is None:
-        return None
-    try:
-        return codec.decode(kind, body, MAX_BYTES)
-    except Rejected:
-        return None

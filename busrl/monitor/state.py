@@ -361,15 +361,14 @@ class RecentErrors:
         self.count = 0
         self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
 
-    def add(self, seen: ErrorRecord, source: str) -> bool:
-        """One report by `source` ("file" or "bus"); False if the other source has reported it already."""
+    def add(self, seen: ErrorRecord, source: str) -> None:
+        """One report by `source` ("file" or "bus"), which the other one may have reported already."""
         for at, (known, reported_by) in enumerate(self._newest):
             if reported_by and reported_by != source and _same(known, seen):
                 self._newest[at] = (known, "")  # both have reported it: the next is another event
-                return False
+                return
         self.count += 1
         self._newest.appendleft((seen, source))
-        return True
 
     def newest(self, limit: int = ERRORS_KEPT) -> list[ErrorRecord]:
         """The newest, newest first."""

@@ -66,11 +66,8 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    return [_mean([value for value in values[a:b] if math.isfinite(value)]) for a, b in itertools.pairwise(cuts)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    finite = ([value for value in values[a:b] if math.isfinite(value)] for a, b in itertools.pairwise(cuts))
+    return [sum(some) / len(some) if some else math.nan for some in finite]
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
