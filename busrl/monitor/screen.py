@@ -17,7 +17,8 @@ import select
 import termios
 import time
 import tty
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TextIO
 
 from rich import box
@@ -35,29 +36,22 @@ from busrl.monitor.text import chart, gauge, portions, safe, short
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
-class Keys:
-    """Use with `with`: `pressed` gives the keys that were hit, and waits for one at most so long."""
+@contextmanager
+def keys_of(stream: TextIO) -> Iterator[Callable[[float], str]]:
+    """A function that gives the keys that were hit, and waits for one at most so many seconds."""
+    fd = stream.fileno()
 
-    def __init__(self, stream: TextIO) -> None:
-        self._fd = stream.fileno()
-        self._before: list[int | list[bytes | int]] | None = None
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([fd], [], [], timeout_s)
+        got = os.read(fd, 64) if ready else b""
+        return got.decode(errors="replace") if got or not ready else "q"  # the terminal is gone
 
-    def __enter__(self) -> Keys:
-        self._before = termios.tcgetattr(self._fd)
-        tty.setcbreak(self._fd)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
-
-    def pressed(self, timeout_s: float) -> str:
-        """Keys hit meanwhile."""
-        ready, _, _ = select.select([self._fd], [], [], timeout_s)
-        if not ready:
-            return ""
-        got = os.read(self._fd, 64)
-        return got.decode(errors="replace") if got else "q"  # the terminal is gone
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
@@ -324,7 +318,7 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
     """The live screen until `q`."""
     console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
-    with Keys(stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with keys_of(stdin) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             catch_up(watcher)
             now, size = time.monotonic(), (console.size.width, console.size.height)
@@ -335,7 +329,7 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
                 if not gave_way:
                     give_way(NICE)
                     gave_way = True
-            for key in keys.pressed(WAKE_S):
+            for key in pressed(WAKE_S):
                 if key in "qQ":
                     return
                 if key in "eE":

@@ -124,7 +124,7 @@ class Look:
     def __init__(self, paths: RunPaths, ring_name: str = "", group_size: int = 0) -> None:
         self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
         self._ring: Ring | None = None
-        self._file = (0, 0)
+        self._file: os.stat_result | None = None
         self.damage = ""  # why the ring that is there cannot be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
@@ -152,7 +152,7 @@ class Look:
         except OSError:
             self.close()
             return None
-        if self._ring is None or (info.st_dev, info.st_ino) != self._file:
+        if self._ring is None or self._file is None or not os.path.samestat(info, self._file):
             self.close()
             try:
                 self._ring = Ring.attach(self._name, read_only=True)
@@ -161,7 +161,7 @@ class Look:
             except RingError as error:
                 self.damage = str(error)
                 return None
-            self._file = (info.st_dev, info.st_ino)
+            self._file = info
         return self._ring
 
     def _groups(self, ring: Ring) -> tuple[int, int]:
