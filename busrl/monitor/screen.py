@@ -86,7 +86,7 @@ def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, in
 def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
     """The whole screen; `errors_only` gives the middle of it to the list of errors."""
     rows, facts = run.rows(now), _facts(run, now, width)
-    charts, processes, told, errors = sizes(height, len(rows), run.errors.count, len(facts))
+    charts, processes, lines, errors = sizes(height, len(rows), run.errors.count, len(facts))
     screen = Layout()
     parts = [Layout(_head(run, now, wall, width), size=2)]
     if errors_only:
@@ -96,7 +96,7 @@ def view(run: RunState, now: float, wall: float, width: int, height: int, errors
             parts.append(Layout(_charts(run, width, charts) if charts >= 3 else Text(), size=charts))
         if processes:
             parts.append(Layout(_middle(run, rows, width, processes), size=processes))
-        parts.append(Layout(Group(*facts), size=told))
+        parts.append(Layout(Group(*facts), size=lines))
         parts.append(Layout(_errors(run, wall, errors), size=errors))
     screen.split_column(*parts, Layout(_foot(run, now, errors_only), size=1))
     return screen
@@ -222,7 +222,7 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
     return [
         _labelled("slots", bar),
         _labelled("", legend),
-        *(_labelled(name, Text(words)) for name, words in text.told(run, now).items()),
+        *(_labelled(name, Text(words)) for name, words in text.labelled(run, now).items()),
         _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
 

@@ -190,7 +190,7 @@ class Look:
 
 
 COUNTED: Final = ("dispatched", "finished", "dropped", "reaps", "tokens", "drops")
-TOLD: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
+COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
 
 def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
@@ -213,7 +213,7 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
         state="dead" if ring.is_dead(process.index) else process.state,
         progress_age_s=max(0, now - process.progress_ns) / 1e9,
         activity_age_s=max(0, now - process.activity_ns) / 1e9,
-        **{name: getattr(process, name) for name in TOLD},
+        **{name: getattr(process, name) for name in COPIED},
     )
 
 

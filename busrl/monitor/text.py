@@ -221,8 +221,8 @@ def staleness(run: RunState) -> str:
 def policy(run: RunState) -> str:
     """What the newest steps say of the policy and of what was thrown away; "" before the first."""
     known = run.steps.policy(run.idle)
-    told = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
-    return " · ".join(f"{name} {value:{form}}" for name, value, form in told)
+    parts = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
 
 
 def idle(run: RunState) -> str:
@@ -309,11 +309,11 @@ def facts(run: RunState, now: float) -> list[str]:
     if run.state != "ended":
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
-    return out + [f"  {name:<9} {words}" for name, words in told(run, now).items()]
+    return out + [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
 
 
-def told(run: RunState, now: float) -> dict[str, str]:
-    """What every full view tells of the next step, the policy and the samples, by its label."""
+def labelled(run: RunState, now: float) -> dict[str, str]:
+    """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
         "policy": policy(run), "idle": idle(run), "sample": safe(run.sample), "staleness": staleness(run),
