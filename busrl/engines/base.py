@@ -207,7 +207,7 @@ class Engine(ABC):
         ended: list[Finished] = []
         while how == "wait" and self.active and not self.paused:
             ended += self.step()
-        self._hold()
+        self.hold()
         if how == "abort":
             self._end_now(list(self._running))
         return ended + self._take_done()
@@ -224,8 +224,8 @@ class Engine(ABC):
         """All pauses so far, the present one included."""
         return self._counts.pause_s + (0.0 if self._paused_at is None else self._clock() - self._paused_at)
 
-    def _hold(self) -> None:
-        """Paused from now on, or from earlier on."""
+    def hold(self) -> None:
+        """Paused from now on, or from earlier on, with the requests as they are."""
         self._paused_at = self._clock() if self._paused_at is None else self._paused_at
 
     def _take_done(self) -> list[Finished]:

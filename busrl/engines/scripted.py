@@ -116,18 +116,6 @@ class Script:
         return trace.parse(item.line, place, self.stream.prompt_key), answer
 
 
-def make_script(topology: Topology) -> Script:
-    """The script of a topology; `UserError` if the model does not say which token ids it has."""
-    data, seed = topology.data, topology.run.seed
-    ids = vocabulary(Path(topology.model.path))
-    if ids is None:
-        raise UserError(f"{topology.model.path}: config.json does not say vocab_size and eos_token_id; see model.path")
-    stream = JsonlStream(data.train, seed, data.shuffle, data.prompt_key)
-    return Script(
-        stream, ids, topology.groups.size, seed=seed, right=topology.mock.right, answer_key=topology.reward.answer_key
-    )
-
-
 @dataclass
 class _Row:
     """A request, the decoding steps at which it joined and ends, and from which token on which version was in use."""
@@ -251,13 +239,18 @@ class ScriptedEngine(Engine):
 
 
 def make(topology: Topology, process: str) -> ScriptedEngine:
-    """The engine of a rollout process whose topology says `engine = "mock"`."""
-    generation = topology.generation
-    number = process.rpartition("/")[2]
+    """The engine of a rollout process whose topology says `engine = "mock"`; `UserError` if the model does not say
+    which token ids it has."""
+    data, generation, seed = topology.data, topology.generation, topology.run.seed
+    ids, number = vocabulary(Path(topology.model.path)), process.rpartition("/")[2]
+    if ids is None:
+        raise UserError(f"{topology.model.path}: config.json does not say vocab_size and eos_token_id; see model.path")
+    stream = JsonlStream(data.train, seed, data.shuffle, data.prompt_key)
+    right, answer_key = topology.mock.right, topology.reward.answer_key
     return ScriptedEngine(
-        make_script(topology),
+        Script(stream, ids, topology.groups.size, seed=seed, right=right, answer_key=answer_key),
         topology.mock,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
-        seed=(topology.run.seed, int(number) if number.isdigit() else 0),
+        max_length=topology.longest,
+        seed=(seed, int(number) if number.isdigit() else 0),
     )

@@ -296,7 +296,7 @@ class Watcher:
             traffic.resyncs += 1
             self.refresh(now, force=True)
         # A replay has the gaps of its recording, which the tap counts again.
-        traffic.missed, traffic.malformed = max(self.tap.missed, self._missed_in_record), self.tap.malformed
+        traffic.missed, traffic.malformed = max(self.tap.gaps.missed, self._missed_in_record), self.tap.malformed
         return len(messages)
 
     def close(self) -> None:

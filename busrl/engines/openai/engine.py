@@ -121,7 +121,7 @@ class ServedEngine(Engine):
 
     def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
         with self._opening:  # first of all: a restore that ends from now on opens nothing
-            self._hold()
+            self.hold()
         if how == "wait":
             self._drain(limit_s)
         else:
@@ -333,7 +333,7 @@ def make(topology: Topology, process: str) -> ServedEngine:
         topology.openai,
         tokens,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         vocabulary=vocabulary_size(folder),
         eos_ids=tokens.eos_ids,
         update_s=topology.limits.ready_s,

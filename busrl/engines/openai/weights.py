@@ -100,16 +100,15 @@ class ServerWeights:
         self._post(f"{self._routes}/load_lora_adapter", body, f"loading adapter version {version}")
         self._adapter = self._client.model = name
 
-    def _drop_adapter(self, name: str) -> None:
+    def _drop_adapter(self, name: str, once: bool = False) -> None:
         with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
-            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}")
+            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}", once)
 
     def close(self) -> None:
         """The server is not ours: nothing of the run stays in it, if it drops the adapter within `CLOSE_S`."""
         if self._adapter:
-            body, url = {"lora_name": self._adapter}, f"{self._root}{self._routes}/unload_lora_adapter"
-            with contextlib.suppress(BusrlError):
-                self._client.send("POST", url, body, "closing", time.monotonic() + CLOSE_S, once=True)
+            self._deadline = time.monotonic() + CLOSE_S
+            self._drop_adapter(self._adapter, once=True)
             self._adapter, self._client.model = "", self._base
 
     @property
@@ -138,5 +137,5 @@ class ServerWeights:
             if isinstance(found, dict) and found.get("success") is False:
                 raise PeerLost(f"{self._root} ({phase}): {found.get('message', reply)}")
 
-    def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
-        return self._client.send("POST", self._root + path, body, phase, self._deadline)
+    def _post(self, path: str, body: Mapping[str, object] | None, phase: str, once: bool = False) -> str:
+        return self._client.send("POST", self._root + path, body, phase, self._deadline, once)

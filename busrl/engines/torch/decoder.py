@@ -12,7 +12,7 @@ sampling, requests or weights arriving.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -128,8 +128,6 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         """Allocate a layer that is the next one: its shape is only known from its first keys and values."""
         if layer < len(self.keys):
             return
-        if layer != len(self.keys):
-            raise IndexError(f"cache layer {layer} came before layer {len(self.keys)}; layers must come in order")
         for stores, like in ((self.keys, keys), (self.values, values)):
             shape = (self.rows, like.shape[1], self.room, like.shape[-1])
             stores.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
@@ -149,19 +147,11 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
 # -- decoders -----
 
-class Rows(Protocol):
-    """What a decoder keeps of the sequences, row by row; see `RowCache`."""
-
-    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None: ...
-    def begin(self, rows: torch.Tensor) -> None: ...
-    def clear(self, rows: torch.Tensor) -> None: ...
-
-
 class Decoder(ABC):
     """A model bound to a cache. `equal_lengths`: a prefill has to be without padding."""
 
     equal_lengths = False
-    cache: Rows
+    cache: RowCache | TokenRows
 
     @abstractmethod
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
@@ -192,27 +182,23 @@ class GenericDecoder(Decoder):
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
         self.cache.plan_prefill(rows, source, begin, begin + ids.shape[1])
         keys = torch.arange(begin + ids.shape[1], device=ids.device)
-        positions = keys[begin:]
-        masks = self._masks(positions[None, None, :, None], keys)
-        self._base(
-            input_ids=ids,
-            attention_mask=masks,
-            position_ids=positions[None].expand(len(ids), -1),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        self._forward(self._base, ids, keys[begin:][None], keys)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         self.cache.plan_step(positions, span)
-        masks = self._masks(positions[:, None, None, None], torch.arange(span, device=tokens.device))
-        logits: torch.Tensor = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=masks,
-            position_ids=positions[:, None],
+        keys = torch.arange(span, device=tokens.device)
+        logits: torch.Tensor = self._forward(self._model, tokens[:, None], positions[:, None], keys).logits
+        return logits[:, -1]
+
+    def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor) -> Any:
+        """Of `ids` [sequences, length] at `positions` [sequences or 1, length], over the positions `keys`."""
+        return model(
+            input_ids=ids,
+            attention_mask=self._masks(positions[:, None, :, None], keys),
+            position_ids=positions.expand(len(ids), -1),
             past_key_values=self.cache,
             use_cache=True,
-        ).logits
-        return logits[:, -1]
+        )
 
     def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         """Additive masks, one per kind of layer where a model has several (all positions, a sliding window)."""

@@ -143,25 +143,15 @@ class Seats:
 
     def cached(self, seat: int) -> Ids:
         """The tokens whose keys and values its cache row has to hold: all that are known but the last."""
-        given, produced = self._given[seat], int(self.produced[seat])
-        if not produced:
-            return given[:-1]
-        return np.concatenate((given, self._tokens[seat, : produced - 1])).astype(np.int32, copy=False)
+        known = np.concatenate((self._given[seat], self._tokens[seat, : self.produced[seat]]))
+        return known[:-1].astype(np.int32, copy=False)
 
     def close_up(self, holes: list[int]) -> tuple[list[int], list[int]]:
         """Make the rows in use the first ones again: which rows move where. `holes` are free rows, sorted."""
-        sources: list[int] = []
-        targets: list[int] = []
-        free = set(holes)
-        remaining = self.active - len(holes)
-        tail = iter(row for row in range(remaining, self.active) if row not in free)
-        for hole in holes:
-            if hole >= remaining:
-                break
-            source = next(tail)
-            sources.append(source)
-            targets.append(hole)
-            self.rows[hole] = self.rows[source]
+        remaining, free = self.active - len(holes), set(holes)
+        sources = [row for row in range(remaining, self.active) if row not in free]
+        targets = [hole for hole in holes if hole < remaining]
+        self.rows[targets] = self.rows[sources]
         self.active = remaining
         return sources, targets
 
@@ -373,7 +363,6 @@ class TorchEngine(Engine):
         if capacity < 1:
             raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
         self._model = model.eval().requires_grad_(False)
-        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
         super().__init__(Tokens(tokenizer, eos_ids, chat), capacity, _max_length(model, max_length))
@@ -452,7 +441,7 @@ class TorchEngine(Engine):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
-        return dict(self._parameters)
+        return dict(self._model.named_parameters())
 
     def statistics(self) -> Statistics:
         found = super().statistics()
@@ -563,7 +552,7 @@ def make(topology: Topology, process: str) -> TorchEngine:
     return TorchEngine.load(
         topology.model.path,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         dtype=topology.model.dtype,
         device=choose_device(topology.device_of(process)),
         chat=topology.data.template == "chat",

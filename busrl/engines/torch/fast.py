@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,22 +38,19 @@ class NotRecognised(Exception):
     """The model has another structure; the message says which part."""
 
 
-@dataclass(frozen=True)
 class Block:
     """Weights of one layer, views of the model's own."""
 
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention_norm = layer.input_layernorm.weight
+        self.qkv, self.qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
+        self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
+        self.output, self.output_bias = attention.o_proj.weight, attention.o_proj.bias
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.gate_up, self.gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
 
 
 class FastDecoder(Decoder):
@@ -78,7 +74,7 @@ class FastDecoder(Decoder):
         self._norm = base.norm.weight
         self._head = model.lm_head.weight
         self._head_bias = model.lm_head.bias
-        self._blocks = [_block(layer) for layer in base.layers]
+        self._blocks = [Block(layer) for layer in base.layers]
         self._cos, self._sin = _rotary_table(base.rotary_emb, max_length, self._embedding)
         self._small = self._embedding.dtype == torch.float32 and self._embedding.device.type == "cpu"
 
@@ -176,22 +172,6 @@ def _recognise(model: Any) -> Any:
         if not required <= parts <= required | optional:
             raise NotRecognised(f"its layers have other parts: {sorted(parts ^ required)}")
     return base
-
-
-def _block(layer: Any) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    return Block(
-        layer.input_layernorm.weight,
-        *_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        attention.o_proj.weight,
-        attention.o_proj.bias,
-        layer.post_attention_layernorm.weight,
-        *_fuse(mlp.gate_proj, mlp.up_proj),
-        mlp.down_proj.weight,
-        mlp.down_proj.bias,
-    )
 
 
 def _fuse(*modules: Any) -> tuple[Tensor, Tensor | None]:

@@ -35,7 +35,6 @@ from busrl.engines.base import (
     Engine,
     Finished,
     PartialAnswer,
-    Pause,
     Request,
     Statistics,
     seed_of,
@@ -177,16 +176,6 @@ class VllmEngine(Engine):
         self.check()
         return self._take_done()
 
-    def pause(self, how: Pause) -> list[Finished]:
-        self.check()
-        if how == "wait":
-            self.finish_all()
-        self.stop_decoding()
-        if how == "abort":
-            self._end_now(list(self._running))
-        self._gather()
-        return self._take_done()
-
     def _end_now(self, keys: list[int]) -> None:
         self.core.call("abort", lambda: self._cut([self._running[key] for key in keys]))
         self._gather()
@@ -248,18 +237,17 @@ class VllmEngine(Engine):
 
         self.core.loop.call_soon_threadsafe(create)
 
-    def stop_decoding(self) -> None:
+    def hold(self) -> None:
         """Stop between two steps, sequences and their cache kept; returns when every token sent is here."""
+        self.check()
         if not self.paused:
             self.core.call("pause", self._pause_now)
-            self._hold()
-
-    def finish_all(self) -> None:
-        """Wait until nothing runs; vLLM's own pause would wait without naming a silent engine."""
-        self.wait_until(lambda: not self._running)
+            super().hold()
+        self._gather()
 
     def wait_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
-        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine."""
+        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine, for which
+        vLLM's own pause would wait without a word."""
         deadline = time.monotonic() + limit_s
         while True:
             self._gather()
@@ -272,7 +260,7 @@ class VllmEngine(Engine):
 
     def restart(self, start: Start) -> None:
         """End vLLM and start it again as `start` says. Requests stay here, to continue after the tokens they have."""
-        self.stop_decoding()
+        self.hold()
         self.core.close()
         self._gather()
         self.start = start

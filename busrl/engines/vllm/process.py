@@ -65,14 +65,14 @@ class Start:
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
-        own, generation = topology.vllm, topology.generation
+        own = topology.vllm
         # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
             model=topology.model.path,
             dtype=topology.model.dtype,
-            capacity=generation.max_batch,
-            max_length=own.max_model_len or topology.max_prompt_tokens + generation.max_new_tokens,
+            capacity=topology.generation.max_batch,
+            max_length=own.max_model_len or topology.longest,
             own=own,
             seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0,
@@ -434,10 +434,7 @@ def _state(pid: int) -> str:
 
 def _shared_files(pid: int) -> set[Path]:
     """Shared memory of Python's multiprocessing that a process maps: nothing removes it if that is killed."""
-    found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            name = line.rpartition(" ")[2]
-            if name.startswith("/dev/shm/psm_"):
-                found.add(Path(name))
-    return found
+        names = (line.rpartition(" ")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        return {Path(name) for name in names if name.startswith("/dev/shm/psm_")}
+    return set()

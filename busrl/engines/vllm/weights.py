@@ -226,7 +226,7 @@ class Updates:
         core, comparing = self._engine.core, self._wants_check()
         agreed = self._agree_on(own)
         was_paused = self._engine.paused and not self._dirty
-        self._engine.stop_decoding()
+        self._engine.hold()
         version, step = self._swap(agreed, comparing)
         self._engine.version, self._dirty = version, ""
         if version != agreed:  # one copy: the learner made a later one before we had paused
@@ -337,7 +337,7 @@ class Updates:
         """
         engine, before = self._engine, self.adapter
         if self._finish_first:
-            engine.finish_all()
+            engine.wait_until(lambda: not engine.running)
         engine.restart(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
         self._loaded.clear()
         try:
