@@ -3,12 +3,11 @@
 Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`busrl.roles.keeper` has it on a ring, tests in memory)
 and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
 
-**The wire is the bus itself**, not a socket of the keeper's own. A remote worker needs PUB and SUB to the broker anyway
-(HELLO, HEARTBEAT, STOP, doorbells), so it needs nothing more; broker and keeper may be killed at any time without a
-session to set up again; and what secures the bus secures this. PUB/SUB loses messages: so every request may be sent
-again, and every answer is a function of the ledger, not of a conversation.
+**The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
+may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
+request may be sent again, and every answer is a function of the ledger, not of a conversation.
 
-Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
+Invariants, held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
 - A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
   a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
 - What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed
@@ -37,6 +36,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.states import Fate
 
+Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
 EOS, LENGTH = 1, 2
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
 TICK_S = 0.5
@@ -195,9 +195,7 @@ class FairClock:
     the looking process was late itself. `time`: their sum."""
 
     def __init__(self, tick_s: float, now: float) -> None:
-        self._longest_s = 2 * tick_s
-        self._last = now
-        self.time = 0.0
+        self._longest_s, self._last, self.time = 2 * tick_s, now, 0.0
 
     def passed(self, now: float) -> float:
         """The seconds since the last call that count."""
@@ -309,7 +307,7 @@ class Desk:
             return self._claim(worker, message)
         if isinstance(message, g.RemoteExtend):
             return [_answer(message, "done", lost=self._renew(worker, message.holding))]
-        if isinstance(message, (g.RemoteGenerated, g.RemoteRewarded, g.RemoteFail)):
+        if isinstance(message, Result):
             return [self._settle(worker, message)]
         self._remove(worker, self.book.give_back)
         return [_answer(message, "done")]
@@ -371,8 +369,7 @@ class Desk:
         if message.role not in FATES:
             raise Refused(f"role {message.role!r}: it must be rollout or reward")
         if not _NAME.fullmatch(name):
-            rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
-            raise Refused(f"sender {name!r}: {rule}")
+            raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
         if name in self.reserved:
             raise Refused(f"{name!r} is a process of this run: choose another name")
         if biggest > self.max_bytes:
@@ -447,7 +444,7 @@ class Desk:
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _settle(self, worker: Worker, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail) -> m.Message:
+    def _settle(self, worker: Worker, message: Result) -> m.Message:
         """End a claim as its worker says, or answer why not."""
         task, lease = message.task, self.leases.get(message.task)
         if lease is None:
@@ -466,9 +463,7 @@ class Desk:
         self.tally.add(worker.name, event)
         return _answer(message, "done", task=task)
 
-    def _commit(
-        self, worker: Worker, claim: Claim, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
-    ) -> str:
+    def _commit(self, worker: Worker, claim: Claim, message: Result) -> str:
         """Move the ledger by a result; returns the word for the tally."""
         if isinstance(message, g.RemoteFail):
             return self._fail(worker, claim, message)

@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant("validation is worth less where it is cut", GROUPS,
            '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_overlong_shaping.py",)),
     # -- advantages and losses
-    Mutant("n instead of n - 1 under the root", ADVANTAGES, "values.std(correction=1)", "values.std(correction=0)", PPO),
+    Mutant("n instead of n - 1 under the root", ADVANTAGES, "centred.std(correction=1)", "centred.std(correction=0)", PPO),
     Mutant("a larger epsilon beside the standard deviation", ADVANTAGES, "EPS = 1e-6", "EPS = 1e-3", PPO),
     Mutant("the mean alone divides nothing", ADVANTAGES, '"group_mean": group_mean', '"group_mean": group_std', THREE),
     Mutant("advantages over all groups together", STEP,

@@ -11,6 +11,7 @@ in. Uses the formulas of `scheduling.limits` and the sizes of the ring's layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from busrl.config import rules
 from busrl.config.files import FileFacts
@@ -102,27 +103,18 @@ def _order(topology: Topology) -> str:
 def _slots(topology: Topology, bounds: AdmissionLimits, reserve: int, found: list[Finding]) -> tuple[int, str]:
     needed = bounds.train_slots + reserve
     text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
-    given = topology.ring.slots
+    short = Finding(("ring.slots",), "fewer than the groups in flight need", "", depends=SLOTS_FROM)
+    return _at_least(needed, topology.ring.slots, text, short, found)
+
+
+def _at_least(needed: int, given: int | str, text: str, short: Finding, found: list[Finding]) -> tuple[int, str]:
+    """The value of a key that may be "auto", and its sum as text; `short` is what is wrong with one below `needed`."""
+    key = short.keys[0]
     if not isinstance(given, int):
-        return needed, f"ring.slots = {text}"
+        return needed, f"{key} = {text}"
     if given < needed:
-        rule = f"fewer than the groups in flight need: {text}"
-        found.append(Finding(("ring.slots",), rule, f'set it to {needed} or more, or "auto"', depends=SLOTS_FROM))
-    return given, f"ring.slots = {given} (auto: {text})"
-
-
-def slot_parts(topology: Topology, facts: FileFacts) -> list[tuple[str, int]]:
-    """What lies in one slot, in bytes, before alignment."""
-    tokens = topology.generation.max_new_tokens
-    text = min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
-    return [
-        ("longest line", facts.task_bytes),
-        ("prompt ids", 4 * topology.max_prompt_tokens),
-        (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
-        ("text", text),
-        ("reward parts", REWARD_BYTES),
-        ("alignment", ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (most_segments(topology) - 1))),
-    ]
+        found.append(replace(short, rule=f"{short.rule}: {text}", remedy=f'set it to {needed} or more, or "auto"'))
+    return given, f"{key} = {given} (auto: {text})"
 
 
 def _segments(topology: Topology) -> Iterator[str]:
@@ -134,36 +126,32 @@ def _segments(topology: Topology) -> Iterator[str]:
         yield f"segments: an answer of up to {limit} tokens in at most {own.max_segments} {how}; loss = {own.loss}"
 
 
-def most_segments(topology: Topology) -> int:
-    """Segments that an answer may have; 1 with segments off."""
-    return topology.segments.max_segments if topology.segments.on else 1
-
-
 def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> tuple[int, str]:
-    parts = slot_parts(topology, facts)
-    needed = _up(sum(size for _, size in parts), 256)
-    text = " + ".join(f"{size} ({name})" for name, size in parts) + f" = {needed} after rounding up to 256"
-    given = topology.ring.slot_bytes
-    if not isinstance(given, int):
-        return needed, f"ring.slot_bytes = {text}"
-    if given < needed:
-        rule = f"smaller than the longest sample: {text}"
-        found.append(Finding(("ring.slot_bytes",), rule, f'set it to {needed} or more, or "auto"', depends=BYTES_FROM))
-    return given, f"ring.slot_bytes = {given} (auto: {text})"
+    tokens, segments = topology.generation.max_new_tokens, topology.segments.max_segments if topology.segments.on else 1
+    parts = {
+        "longest line": facts.task_bytes,
+        "prompt ids": 4 * topology.max_prompt_tokens,
+        f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
+        "text": min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR)),
+        "reward parts": REWARD_BYTES,
+        "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
+    }
+    needed = _up(sum(parts.values()), 256)
+    text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
+    short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
+    return _at_least(needed, topology.ring.slot_bytes, text, short, found)
 
 
 def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
-    generation, every = topology.generation, topology.publish_every
-    most = bounds.n_hi
+    every, most = topology.publish_every, bounds.n_hi
     if every * most > bounds.B:
         name = "n_min" if most == bounds.n_min else "n_hi"
         rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
         rare = every > topology.learner.publish_every
         keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
         yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
-    longest = topology.max_prompt_tokens + generation.max_new_tokens
-    if facts.context and longest > facts.context:
-        rule = f"prompt and completion have {longest} tokens, the model takes {facts.context}"
+    if facts.context and topology.longest > facts.context:
+        rule = f"prompt and completion have {topology.longest} tokens, the model takes {facts.context}"
         keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")
         yield Finding(keys, rule, "lower one of them", depends=("model.path",))
     room = topology.bus.max_message_bytes - 1024

@@ -251,6 +251,6 @@ def make(topology: Topology, process: str) -> ScriptedEngine:
         Script(stream, ids, topology.groups.size, seed=seed, right=right, answer_key=answer_key),
         topology.mock,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         seed=(seed, int(number) if number.isdigit() else 0),
     )

@@ -333,7 +333,7 @@ class Recorder:
     def _finish(self, why: str) -> End:
         self._drain()
         self._write_drops()
-        end = End(why, self.messages, self.bytes, self._tap.missed)
+        end = End(why, self.messages, self.bytes, self._tap.gaps.missed)
         self._writer.add(Kind.END, b"", msgspec.msgpack.encode(end))
         return end
 

@@ -1,13 +1,9 @@
 """The keeper: takes back what dead processes held, completes their half-done drops, and serves remote workers.
 
-Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It clears the validation hold of a
-dead validator, and reports on the bus and in errors.jsonl what was taken back and from which process. Knows nothing of
-prompts or tokens.
-
-It is also the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway` decides (its
-head says why the wire is the bus and what holds under loss and death), and `RingLedger` claims, writes and commits in
-the names of the workers. Those claims stand in REMOTE entries of the process table, which the keeper's death does not
-touch. `gateway.json` holds the counts that `busrl status` shows.
+Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the validation hold
+of a dead validator. It is the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway`
+decides, and `RingLedger` claims, writes and commits in the workers' names. Those claims stand in REMOTE entries of the
+process table, which the keeper's death does not touch. `gateway.json` holds the counts that `busrl status` shows.
 
 - A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
   nothing is written in a wrong name.
@@ -69,7 +65,7 @@ class RingLedger:
         self.ring, self.announce, self.cuts = ring, announce, cuts
         self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
         self.steps = VersionSteps()
-        self._hands: dict[int, Ring] = {}
+        self._stand_ins: dict[int, Ring] = {}
         self.note_version()
 
     def note_version(self) -> None:
@@ -94,30 +90,30 @@ class RingLedger:
             raise Refused(str(problem), "full") from None
 
     def leave(self, index: int) -> None:
-        hand = self._hands.pop(index, None)
-        if hand is not None:
-            hand.close()
+        stand_in = self._stand_ins.pop(index, None)
+        if stand_in is not None:
+            stand_in.close()
         self.ring.leave_remote(index)
 
     def show(self, index: int, tasks: int) -> None:
-        hand = self._hand(index)
-        hand.activity(f"remote, holds {tasks}")
-        hand.progress()
+        stand_in = self._stand_in(index)
+        stand_in.activity(f"remote, holds {tasks}")
+        stand_in.progress()
 
-    def _hand(self, index: int) -> Ring:
-        if index not in self._hands:
-            self._hands[index] = self.ring.stand_in(index)
-        return self._hands[index]
+    def _stand_in(self, index: int) -> Ring:
+        if index not in self._stand_ins:
+            self._stand_ins[index] = self.ring.stand_in(index)
+        return self._stand_ins[index]
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
-        hand = self._hand(index)
+        stand_in = self._stand_in(index)
         if role == "reward":
-            taken = hand.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+            taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         else:
-            taken, _ = claim_queued(hand, self.cuts.waves, limit, idle)
+            taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle)
         return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
 
     def task(self, index: int, claim: Claim) -> g.Task | None:
@@ -155,20 +151,21 @@ class RingLedger:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def commit_answer(self, index: int, claim: Claim, answer: Answer) -> None:
-        hand, slot, word = self._hand(index), claim.slot, claim.word
+        stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
         line, limits = self.ring.line(slot), self.limits(claim)
         whole = self._whole(limits, answer)
         with _as_refusals():
             if answer.prompt_ids is not None:
-                hand.put(slot, word, "prompt_ids", answer.prompt_ids)
+                stand_in.put(slot, word, "prompt_ids", answer.prompt_ids)
             message = self.cuts.commit(
-                hand, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
+                stand_in, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
                 version=int(line["version"]), step=int(line["step"]),
-                earlier=int(line["max_new_tokens"]) - limits.tokens, prompt_tokens=len(hand.get(slot, "prompt_ids")),
+                earlier=int(line["max_new_tokens"]) - limits.tokens,
+                prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
             )
         if message is None:
             raise ClaimGone
-        hand.add(tokens=len(answer.token_ids), samples=int(whole))
+        stand_in.add(tokens=len(answer.token_ids), samples=int(whole))
         self.announce(message)
 
     def _whole(self, limits: AnswerLimits, answer: Answer) -> bool:
@@ -184,29 +181,29 @@ class RingLedger:
         )
 
     def commit_reward(self, index: int, claim: Claim, reward: float, parts: dict[str, float]) -> None:
-        hand, slot, word = self._hand(index), claim.slot, claim.word
+        stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
         with _as_refusals():
-            write_parts(hand, slot, word, parts)
-            hand.set(slot, word, reward=reward, reward_parts=1)
-        done = hand.release(slot, word, State.REWARDED)
+            write_parts(stand_in, slot, word, parts)
+            stand_in.set(slot, word, reward=reward, reward_parts=1)
+        done = stand_in.release(slot, word, State.REWARDED)
         if not done:
             raise ClaimGone
-        hand.add(samples=1)
+        stand_in.add(samples=1)
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
 
     def give_back(self, index: int, claim: Claim) -> None:
-        self._hand(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
+        self._stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
 
     def expire(self, index: int, claim: Claim) -> bool:
         rewarding = state_of(claim.word) == State.REWARDING
         if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
             self.drop(index, claim, Fate.REWARD_HUNG)
             return True
-        self._hand(index).expire(claim.slot, claim.word)
+        self._stand_in(index).expire(claim.slot, claim.word)
         return False
 
     def drop(self, index: int, claim: Claim, fate: Fate) -> None:
-        self._hand(index).drop(claim.slot, claim.word, fate)
+        self._stand_in(index).drop(claim.slot, claim.word, fate)
         if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
 
@@ -262,7 +259,7 @@ class Keeper(Actor):
     role = "keeper"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
-    tick_s: ClassVar[float] = 0.1
+    tick_s = 0.1
 
     def setup(self) -> None:
         self._next_look = self._next_save = 0.0

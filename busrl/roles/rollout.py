@@ -34,13 +34,7 @@ from busrl.protocol.codec import topic
 from busrl.ring import State, segments_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, claim_queued
-from busrl.roles.trajectory import (
-    UNREADABLE,
-    read_copies,
-    read_generated,
-    read_prompt_ids,
-    read_task,
-)
+from busrl.roles.trajectory import UNREADABLE, read_generated, read_prompt_ids, read_task
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import Receiver, VersionSteps
 from busrl.weights.factory import Settings, make_receiver
@@ -55,7 +49,7 @@ SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others ma
 WEIGHTS_TURN_S = 0.25
 LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
 WAVE_TICK_S = 0.01
-LINE_FIELDS = ("uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p")
+LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
 
@@ -63,7 +57,7 @@ NO_TOKENS: Ids = np.empty(0, np.int32)
 # -- the pace of decoding, for `busrl simulate --fit` ------
 
 
-class PaceRow(msgspec.Struct, kw_only=True):
+class PaceRow(msgspec.Struct):
     """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
     steps, so their mean is tokens / steps. `engine`: its statistics since it was made."""
 
@@ -208,7 +202,7 @@ class Rollout(Actor):
         self.segments = SegmentCuts.of(self.topology)
         self.waves = self.segments.waves
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
+            self.tick_s = WAVE_TICK_S  # a wave begins without a transition that could wake us
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
@@ -365,25 +359,9 @@ class Rollout(Actor):
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
         """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
-        own = self.ring.lines([slot for slot, _ in taken])
-        described = zip(*(own[name].tolist() for name in LINE_FIELDS))
-        made = [
-            self._request(slot, word, task, dict(zip(LINE_FIELDS, values)))
-            for (slot, word), task, values in zip(taken, self._tasks(taken), described)
-        ]
+        described = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist()
+        made = [self._request(*claim, dict(zip(LINE_FIELDS, values))) for claim, values in zip(taken, described)]
         return [request for request in made if request is not None]
-
-    def _tasks(self, taken: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The prompts' lines; an empty one, which renders as no prompt, for a slot that cannot be read."""
-        try:
-            return read_copies(self.ring, taken, "task")
-        except UNREADABLE:
-            return [self._task(slot) for slot, _ in taken]
-
-    def _task(self, slot: int) -> bytes:
-        with contextlib.suppress(*UNREADABLE):
-            return read_task(self.ring, slot)
-        return b""
 
     def _left_behind(self) -> bool:
         """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
@@ -399,7 +377,7 @@ class Rollout(Actor):
             self.warn("rollout", text, kind="left behind")
         return True
 
-    def _request(self, slot: int, word: int, task: bytes, line: dict[str, Any]) -> Request | None:
+    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
         if (own := self.steps.step_of(self.version)) < step:
             # Admitted with newer weights than these: write it now, since the learner counts the age from it.
@@ -407,7 +385,7 @@ class Rollout(Actor):
             self.ring.set(slot, word, version=version, step=step)
         segments = segments_of(word)
         try:
-            prompt = self._prompt_ids(slot, word, task, segments)
+            prompt = self._prompt_ids(slot, word, segments)
             prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         except UNREADABLE as problem:
             self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
@@ -424,19 +402,20 @@ class Rollout(Actor):
             seed=self.topology.run.seed,
         )
 
-    def _prompt_ids(self, slot: int, word: int, task: bytes, segments: int) -> Ids | None:
+    def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
         if segments:
             earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            ids = np.asarray(self.engine.encode(prompt_of(msgspec.json.decode(task), self.topology.data)), np.int32)
+            prompt = prompt_of(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
+            ids = np.asarray(self.engine.encode(prompt), np.int32)
         except Exception as problem:
             self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
             return None
         limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
-            why = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
-            self._drop(slot, word, Fate.LONG, why)
+            text = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+            self._drop(slot, word, Fate.LONG, text)
             return None
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids

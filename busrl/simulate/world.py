@@ -1,16 +1,12 @@
-"""One simulated run: the event queue, the virtual clock, and who is woken by what.
+"""One simulated run: the event queue, the virtual clock, and which part looks when.
 
-Drives the objects that the live roles drive (GroupScanner, Admission, the policy, LearnerPlan with its trigger and
-staleness) over a ring in memory. What takes time comes from `Times`, what comes out of it from `Answers`. Knows
-nothing of files, tables or the command line.
+Drives the objects of the live roles (GroupScanner, Admission, the policy, LearnerPlan) over a ring in memory. Durations
+come from `Times`, samples from `Answers`. Knows nothing of files, tables or the command line.
 
 - The clock never goes back; same topology, times, answers and seed: same run, event for event.
-- The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as their
-  live counterparts do after a doorbell.
-- Rewards are delivered on a grid of `grid_s` (0: each at its own time). It bounds the looks of a large run; the live
-  rewards come in batches too.
-- A trace may be repeated for ever, so groups that train nothing would be made for ever too: after so many in a row that
-  it is no chance the run ends with the reason.
+- The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as live.
+- Rewards are delivered on a grid of `grid_s` (0: each at its own time), which bounds the looks of a large run.
+- A trace may repeat for ever, and so may groups that train nothing: too many in a row end the run with the reason.
 """
 
 from __future__ import annotations
@@ -61,17 +57,8 @@ class World:
     """A run of `steps` optimiser steps; `run` plays it to the end."""
 
     def __init__(
-        self,
-        topology: Topology,
-        times: Times,
-        answers: Answers,
-        *,
-        actors: int,
-        steps: int,
-        seed: int = 0,
-        oracle: bool = False,
-        segment_length: int | None = None,
-        grid_s: float | None = None,
+        self, topology: Topology, times: Times, answers: Answers, *, actors: int, steps: int, seed: int = 0,
+        oracle: bool = False, segment_length: int | None = None, grid_s: float | None = None,
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
@@ -217,7 +204,7 @@ class World:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        taken = self.ring.take(self.actors.room(index))
+        taken = self.ring.take(self.actors.rows - self.actors.all[index].active)
         joining, prefill, known, queued = [], 0, set[int](), self.counts.queued
         for slot in taken:
             draw, member = self._of[slot]
@@ -386,7 +373,7 @@ class World:
 
     def _publish(self) -> None:
         self.scheduler.version_step = self.learner.step
-        self.actors.publish(self.now)
+        self.actors.published.append(self.now)
         self._schedule_look(self.now)
 
     def _default_grid(self) -> float:

@@ -110,17 +110,9 @@ def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[
     return [sorted(part, key=by_length.__getitem__) for part in parts]
 
 
-@dataclass(frozen=True)
-class Padded:
-    """A right-padded rectangle of whole samples. Causal attention never looks right, so the padding needs no mask."""
-
-    ids: Tensor  # [samples, longest], 0 in the padding
-    rows: Tensor  # of each generated token: its sample,
-    columns: Tensor  # and the position that predicts it
-
-
-def pad(samples: Sequence[Sample]) -> Padded:
-    """The rectangle and, per generated token, the place of its logits."""
+def pad(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids of whole samples, right-padded with 0, [samples, longest]; and, per generated token, its row and the
+    column that predicts it. Causal attention never looks right, so the padding needs no mask."""
     prompts = np.array([len(sample.prompt_ids) for sample in samples])
     responses = np.array([len(sample.token_ids) for sample in samples])
     lengths = prompts + responses
@@ -128,7 +120,7 @@ def pad(samples: Sequence[Sample]) -> Padded:
     pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids)]
     ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate(pieces)
     rows, columns = predicting_positions(prompts, responses)
-    return Padded(torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns))
+    return torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns)
 
 
 def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:

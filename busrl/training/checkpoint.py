@@ -73,9 +73,9 @@ def _take_the_place(temporary: Path, final: Path) -> None:
     finish_replacements(final.parent)
 
 
-def _delete(path: Path, name: str) -> None:
+def _delete(path: Path) -> None:
     """Rename it first, so that no half of it is ever seen under its name."""
-    aside = path.parent / f"{TEMPORARY}old-{name}"
+    aside = path.parent / f"{TEMPORARY}old-{path.name}"
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
     if aside.is_dir() and not aside.is_symlink():
@@ -136,18 +136,10 @@ class Checkpoint:
 
 
 def save(
-    root: Path,
-    step: int,
-    *,
-    model: Any,
-    optimizer_state: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    named: Mapping[str, Any] | None = None,
-    source: Path | None = None,
-    extras: Callable[[Path], None] | None = None,
-    keep_last: int = 2,
-    moved: Callable[[], None] = lambda: None,
-    where: torch.device | None = None,
+    root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
+    named: Mapping[str, Any] | None = None, source: Path | None = None,
+    extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2,
+    moved: Callable[[], None] = lambda: None, where: torch.device | None = None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
@@ -166,11 +158,10 @@ def save(
         moved()
         (directory / RANDOM).write_text(json.dumps(_random(where)))
         (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
-        if extras is not None:
-            extras(directory)
+        extras(directory)
         (directory / FILES).write_text(json.dumps(_listing(directory, moved), indent=1))
     for old in checkpoints_of(root)[keep_last:]:
-        _delete(old, old.name)
+        _delete(old)
     return Checkpoint(final, step, {**meta, "step": step})
 
 

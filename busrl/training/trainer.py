@@ -58,11 +58,10 @@ class TrainerSettings(LossSettings):
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [experiments], model.dtype and segments.loss."""
-        mastered = {name: getattr(topology.experiments, name) for name in ("dmmpt", "dmmpt_tau", "dmmpt_sigma")}
-        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"} - set(mastered)
-        values = {name: getattr(topology.learner, name) for name in names}
-        ratio_one = topology.segments.loss == "pois"
-        return cls(compute_dtype=topology.model.dtype, ratio_one=ratio_one, **values, **mastered)
+        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
+        tables = {name: topology.experiments if name.startswith("dmmpt") else topology.learner for name in names}
+        values = {name: getattr(table, name) for name, table in tables.items()}
+        return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
 
 
 @dataclass(frozen=True)
@@ -163,29 +162,11 @@ def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def selected(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of the target and entropy in nats, one of each per row."""
-    result: tuple[Tensor, Tensor] = _Selected.apply(logits, targets)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Selected(torch.autograd.Function):
-    """One log-softmax for both results; keeps it alone for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        every = torch.log_softmax(logits, -1)
-        ctx.save_for_backward(every, targets)
-        # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
+    """Log-probability of the target, and entropy in nats (without gradient), one of each per row."""
+    every = torch.log_softmax(logits, -1)
+    with torch.no_grad():  # a token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would
         entropy = -(every.exp() * every.clamp(min=-1e4)).sum(-1)
-        ctx.mark_non_differentiable(entropy)
-        return every.gather(-1, targets[:, None])[:, 0], entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        every, targets = ctx.saved_tensors
-        gradient = gradients[0][:, None]
-        out = every.exp().mul_(-gradient)
-        return out.scatter_add_(-1, targets[:, None], gradient), None
+    return every.gather(-1, targets[:, None])[:, 0], entropy
 
 
 # -- memory of the C library ------------------------------------------------------
@@ -217,10 +198,7 @@ class Trainer:
     """One model, one optimiser, one accumulator (the parameters' `.grad`)."""
 
     def __init__(
-        self,
-        model: Any,
-        settings: TrainerSettings,
-        forward: Forward | None = None,
+        self, model: Any, settings: TrainerSettings, forward: Forward | None = None,
         named: Callable[[Any], dict[str, Tensor]] = named_weights,
     ) -> None:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
@@ -256,10 +234,8 @@ class Trainer:
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
         """
         if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
-            raise ValueError(
-                f"{len(samples)} samples need as many advantages and proximal rows, got {len(advantages)}"
-                + (f" and {len(proximal)}" if proximal is not None else "")
-            )
+            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
+            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self._micro_batch(
                 [samples[i] for i in part], [advantages[i] for i in part],
@@ -278,7 +254,11 @@ class Trainer:
         trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
         loss = losses.per_token(self.loss, trained, self.settings)
         if self.skip_mastered:
-            loss = loss.masked_fill(self._find_mastered(inputs, flat, entropy), 0)
+            tau, sigma = self.settings.dmmpt_tau, self.settings.dmmpt_sigma
+            rows = inputs.advantages, flat.rows, flat.lengths
+            mastered = losses.mastered(logprobs, entropy, *rows, tau, sigma, flat.mask)
+            loss = loss.masked_fill(mastered, 0)
+            self._mastered += mastered.sum()
         total = loss.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
@@ -297,14 +277,6 @@ class Trainer:
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
             ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
         )
-
-    def _find_mastered(self, inputs: losses.LossInputs, flat: Flat, entropy: Tensor) -> Tensor:
-        found = losses.mastered(
-            inputs.trainer_logprobs, entropy, inputs.advantages, flat.rows, flat.lengths, self.settings.dmmpt_tau,
-            self.settings.dmmpt_sigma, flat.mask,
-        )
-        self._mastered += found.sum()
-        return found
 
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         with self._autocast():

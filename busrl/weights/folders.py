@@ -19,7 +19,6 @@ that the learner passes in. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -40,6 +39,7 @@ from busrl.errors import (
 )
 from busrl.files import FULL, fault_in, listing
 from busrl.private import exposed
+from busrl.ring import OfdLock
 from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
 from busrl.weights.tensors import fingerprint
 
@@ -162,7 +162,8 @@ class FolderSender(Sender):
     def __init__(self, root: Path, write: Write, *, kind: str, kept: int, base: str = "") -> None:
         self.root = root
         self._write, self._kind, self._kept, self._base = write, kind, kept, base
-        self._lock = -1
+        private(root)
+        self._lock = OfdLock(str(root / LOCK))
         self._open()
         self._inherited = bool(versions(root))  # of an earlier learner, perhaps of another run
 
@@ -198,28 +199,14 @@ class FolderSender(Sender):
             remove(found.path)
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
     def _open(self) -> None:
         """Make the directory and take its lock, again if somebody removed them."""
         private(self.root)
-        path = self.root / LOCK
-        if self._lock >= 0:
-            if path.exists() and os.fstat(self._lock).st_ino == path.stat().st_ino:
-                return
-            self.close()
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-            os.close(lock)
-            raise RunInUse(f"{self.root}: another learner (pid {holder}) publishes there; end it first") from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        self._lock = lock
+        if not self._lock.try_acquire():
+            holder = self._lock.holder() or "unknown"
+            raise RunInUse(f"{self.root}: another learner (pid {holder}) publishes there; end it first")
 
     def _full(self, version: int, problem: OSError) -> DiskFull | SharedMemoryFull:
         free = shutil.disk_usage(self.root).free

@@ -39,10 +39,10 @@ def test_a_cut_holds_every_sample_once_within_the_budget_or_alone(shapes: Any, b
 @given(shapes=shapes)
 def test_each_generated_token_is_a_target_once_and_no_prompt_token_ever(shapes: Any) -> None:
     samples = [sample(i, p, t, g) for i, (p, t, g) in enumerate(shapes)]
-    padded = batch.pad(samples)
+    ids, rows, columns = batch.pad(samples)
     expected = [(i, len(s.prompt_ids) - 1 + t) for i, s in enumerate(samples) for t in range(len(s.token_ids))]
-    assert list(zip(padded.rows.tolist(), padded.columns.tolist(), strict=True)) == expected
-    targets = padded.ids[padded.rows, padded.columns + 1].tolist()
+    assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == expected
+    targets = ids[rows, columns + 1].tolist()
     assert targets == [token for s in samples for token in s.token_ids.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""The rows that members of a group share, and the derivative of the log-probability."""
+"""The rows that members of a group share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.training.forward import attention, plan_of
-from busrl.training.trainer import selected
 
 
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-def test_the_derivative_of_the_log_probability_is_the_numerical_one() -> None:
-    assert torch.autograd.gradcheck(lambda logits: selected(logits, torch.tensor([0, 3, 2]))[0], (random(3, 4),))
 
 
 class Shape:

@@ -333,7 +333,7 @@ def make(topology: Topology, process: str) -> ServedEngine:
         topology.openai,
         tokens,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         vocabulary=vocabulary_size(folder),
         eos_ids=tokens.eos_ids,
         update_s=topology.limits.ready_s,

@@ -552,7 +552,7 @@ def make(topology: Topology, process: str) -> TorchEngine:
     return TorchEngine.load(
         topology.model.path,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         dtype=topology.model.dtype,
         device=choose_device(topology.device_of(process)),
         chat=topology.data.template == "chat",

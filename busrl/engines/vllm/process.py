@@ -65,14 +65,14 @@ class Start:
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
-        own, generation = topology.vllm, topology.generation
+        own = topology.vllm
         # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
             model=topology.model.path,
             dtype=topology.model.dtype,
-            capacity=generation.max_batch,
-            max_length=own.max_model_len or topology.max_prompt_tokens + generation.max_new_tokens,
+            capacity=topology.generation.max_batch,
+            max_length=own.max_model_len or topology.longest,
             own=own,
             seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0,

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -112,7 +113,7 @@ class Control:
         """From the line of metrics.jsonl; a replay has none, and takes them from record and training."""
         found, tokens, masked = stats.diagnostics, stats.tokens, stats.old_tokens
         numbers: dict[str, float | None] = {
-            "reward": row.get("reward", _mean([sample.reward for sample in record.samples])),
+            "reward": row.get("reward", fmean(sample.reward for sample in record.samples)),
             "probe": self._score(record.step), "entropy": found.entropy, "clip": found.clip_low + found.clip_high,
             "k3": found.k3, "ess": found.ess, "masked": masked / max(1, masked + tokens),
             "grad_norm": None if stats.skipped else stats.grad_norm,
@@ -133,13 +134,11 @@ class Control:
             self.probe.append(sample)
 
     def _score(self, step: int) -> float | None:
-        if self.controller is None or not self.controller.probe_is_due(step):
-            self.probe_s = 0.0
-            return None
-        begun = time.perf_counter()
-        self._probe_entropy = self.training.entropy(self.probe)
-        self.probe_s = time.perf_counter() - begun
-        return self._probe_entropy
+        begun, due = time.perf_counter(), self.controller is not None and self.controller.probe_is_due(step)
+        if due:
+            self._probe_entropy = self.training.entropy(self.probe)
+        self.probe_s = time.perf_counter() - begun if due else 0.0
+        return self._probe_entropy if due else None
 
     def numbers(self) -> dict[str, float]:
         """What is in force, the controller's state, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
@@ -198,7 +197,3 @@ def _idle_train(row: Mapping[str, Any]) -> float | None:
     """Share of the step's seconds in which the learner waited."""
     seconds = float(row.get("seconds") or 0.0)
     return min(1.0, sum(row["wait_s"].values()) / seconds) if seconds > 0 else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -94,11 +94,11 @@ def claim_groups(
     try:
         records = make_records(ring, owned, own)
         if (found := fault(records)) is not None:
-            raise Malformed(found[0], f"sample {records[found[0]].uid}: {found[1]}")
+            raise Malformed(*found)
     except Malformed as problem:
         ring.drop(*owned.pop(problem.position), Fate.MALFORMED)
         give_back(ring, owned)
-        return problem
+        return Malformed(problem.position, f"sample {own['uid'][problem.position]}: {problem}")
     held = iter(zip(owned, records))
     return [Claimed(*zip(*(next(held) for _ in group))) for group in groups]
 
@@ -110,8 +110,7 @@ def make_records(ring: Ring, owned: Owned, own: Lines) -> list[SampleRecord]:
     for position, (values, (payload, segments)) in enumerate(zip(fields, _payloads(ring, owned))):
         counts = [len(part) // 4 for part in payload[1:]]
         if not counts[0] == counts[1] == counts[2] > 0:
-            text = "{} tokens, {} log-probs, {} versions".format(*counts)
-            raise Malformed(position, f"sample {values[0]}: {text}")
+            raise Malformed(position, "{} tokens, {} log-probs, {} versions".format(*counts))
         found: dict[str, Any] = dict(zip((*FIELDS, *TENSORS), (*values, *payload)))
         records.append(SampleRecord(**found, segments=segments))
     return records
@@ -135,11 +134,10 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
         parts = [[read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
         prompt = read_prompt_ids(ring, slot).tobytes()
     except UNREADABLE as problem:
-        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {problem}") from None
+        raise Malformed(position, str(problem)) from None
     sizes = [[len(part) for part in name] for name in parts]
     if segments > 1 and not (sizes[0] == sizes[1] == sizes[2] and all(sizes[0])):
-        text = "its segments have {} tokens, {} log-probs, {} versions".format(*sizes)
-        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {text}")
+        raise Malformed(position, "its segments have {} tokens, {} log-probs, {} versions".format(*sizes))
     return (prompt, *(np.concatenate(name).tobytes() for name in parts)), sizes[0] if segments > 1 else []
 
 

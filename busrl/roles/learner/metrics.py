@@ -200,13 +200,8 @@ class StepMetrics:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(
-        self,
-        record: Record,
-        stats: StepStats,
-        samples: Iterable[Mapping[str, object]],
-        version: int,
-        published_s: float,
-        more: Mapping[str, Any],
+        self, record: Record, stats: StepStats, samples: Iterable[Mapping[str, object]], version: int,
+        published_s: float, more: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
         now, line = time.monotonic(), _line_of(record)

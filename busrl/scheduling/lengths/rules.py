@@ -1,10 +1,8 @@
 """`rules`: prompt length, digits, weighted words, the task's tag and the limit. Needs no data and learns nothing.
 
-Its words come from a user's table or from the package's own `keywords.toml`. Knows nothing of users' files: whoever
-reads one gives `check` the tables, and gets a place for each finding.
+Its words come from a user's table, which `check` reads and finds the faults of, or from the package's `keywords.toml`.
 
-- A weight is a finite number of tokens of at most LARGEST either way; a word is not blank; none is there twice in
-  different cases.
+- A weight is a finite number of tokens of at most LARGEST either way; no word is blank, or there twice in two cases.
 - A word counts once, however often it is said; one that stands in the prompt only as part of a longer one does not
   count beside it. Of a very long prompt the beginning and the end are searched.
 """

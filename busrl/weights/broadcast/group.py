@@ -15,7 +15,6 @@ of which engines are members.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -29,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 
@@ -74,7 +74,7 @@ class ControlConnection:
 
     def send(self, message: Message) -> None:
         """Send a line; a peer that reads nothing for SEND_PATIENCE_S counts as gone."""
-        left = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        left = memoryview(msgspec.json.encode(message) + b"\n")
         deadline = time.monotonic() + SEND_PATIENCE_S
         while left:
             try:
@@ -101,7 +101,7 @@ class ControlConnection:
         *lines, self._rest = self._rest.split(b"\n")
         if self._ended and not lines:
             raise ConnectionError("its connection closed")
-        return [_parsed(line) for line in lines]
+        return [msgspec.json.decode(line, type=Message) for line in lines]
 
     def close(self) -> None:
         self.socket.close()
@@ -159,7 +159,7 @@ class ControlServer:
             else:
                 try:
                     received += [(one, message) for message in one.read()]
-                except (OSError, ValueError):
+                except (OSError, ValueError, RecursionError):
                     self.disconnect(one)
                     received.append((one, None))
         return received
@@ -185,16 +185,6 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
     return [by_number[number] for number, _ in poller.poll(max(0, round(timeout_s * 1000)))]
 
 
-def _parsed(line: bytes) -> Message:
-    try:
-        message = json.loads(line)
-    except RecursionError:
-        raise ValueError("a line is nested too deeply") from None
-    if not isinstance(message, dict):
-        raise ValueError("a line is no object")
-    return message
-
-
 # -- process groups --------------------------------------------------------------------------------------------
 
 
@@ -216,7 +206,6 @@ class Group:
     """A connected process group."""
 
     def __init__(self, process_group: Any, store: Any, rendezvous: Rendezvous) -> None:
-        self.epoch = rendezvous.epoch
         self._group, self._store = process_group, store
         self._timeout, self._between_devices = timedelta(seconds=rendezvous.timeout_s), rendezvous.backend != "gloo"
         self._works: list[Any] = []

@@ -227,20 +227,15 @@ class BroadcastReceiver(TensorReceiver):
             self.state, self._epoch = ReceiveState.OUTSIDE, 0
             self._manifest = None
             while not self._stopping and self.state is not ReceiveState.REPLACED:
-                message = self._next(connection)
-                if message is not None:
-                    self._act(connection, message)
+                if not self._messages:
+                    self._read(connection, READ_S)
+                self._adopt_group(connection)
+                if self._messages:
+                    self._act(connection, self._messages.popleft())
             if self._stopping:
                 connection.send({"say": "leave"})
         finally:
             connection.close()
-
-    def _next(self, connection: ControlConnection) -> Message | None:
-        """The next message, or None after a while or when a group was formed."""
-        if not self._messages:
-            self._read(connection, READ_S)
-        self._adopt_group(connection)
-        return self._messages.popleft() if self._messages else None
 
     def _act(self, connection: ControlConnection, message: Message) -> None:
         say = message.get("say")
