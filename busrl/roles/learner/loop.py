@@ -334,7 +334,7 @@ class Learner(Actor):
         """How the lengths that were trained compare with those that were drawn; a warning when they begin to differ."""
         for group in groups:
             self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], Fate.TRAINED.letter)
-        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
+        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1).tolist()])
         if warning := self.skew.warning(figures):
             self.warn("learner", warning, kind="length skew")
         return figures
