@@ -36,6 +36,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.states import Fate
 
+Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
 EOS, LENGTH = 1, 2
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
 TICK_S = 0.5
@@ -194,9 +195,7 @@ class FairClock:
     the looking process was late itself. `time`: their sum."""
 
     def __init__(self, tick_s: float, now: float) -> None:
-        self._longest_s = 2 * tick_s
-        self._last = now
-        self.time = 0.0
+        self._longest_s, self._last, self.time = 2 * tick_s, now, 0.0
 
     def passed(self, now: float) -> float:
         """The seconds since the last call that count."""
@@ -308,7 +307,7 @@ class Desk:
             return self._claim(worker, message)
         if isinstance(message, g.RemoteExtend):
             return [_answer(message, "done", lost=self._renew(worker, message.holding))]
-        if isinstance(message, (g.RemoteGenerated, g.RemoteRewarded, g.RemoteFail)):
+        if isinstance(message, Result):
             return [self._settle(worker, message)]
         self._remove(worker, self.book.give_back)
         return [_answer(message, "done")]
@@ -370,8 +369,7 @@ class Desk:
         if message.role not in FATES:
             raise Refused(f"role {message.role!r}: it must be rollout or reward")
         if not _NAME.fullmatch(name):
-            rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
-            raise Refused(f"sender {name!r}: {rule}")
+            raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
         if name in self.reserved:
             raise Refused(f"{name!r} is a process of this run: choose another name")
         if biggest > self.max_bytes:
@@ -446,7 +444,7 @@ class Desk:
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _settle(self, worker: Worker, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail) -> m.Message:
+    def _settle(self, worker: Worker, message: Result) -> m.Message:
         """End a claim as its worker says, or answer why not."""
         task, lease = message.task, self.leases.get(message.task)
         if lease is None:
@@ -465,9 +463,7 @@ class Desk:
         self.tally.add(worker.name, event)
         return _answer(message, "done", task=task)
 
-    def _commit(
-        self, worker: Worker, claim: Claim, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
-    ) -> str:
+    def _commit(self, worker: Worker, claim: Claim, message: Result) -> str:
         """Move the ledger by a result; returns the word for the tally."""
         if isinstance(message, g.RemoteFail):
             return self._fail(worker, claim, message)

@@ -128,7 +128,7 @@ Add: TypeAlias = Callable[..., argparse.Action]
 
 
 def _group(verbs: Verbs, name: str, text: str) -> Verbs:
-    """A verb with verbs of its own."""
+    """A verb that has verbs."""
     made: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
     return made.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -211,14 +211,15 @@ def _add_keys(verbs: Verbs) -> None:
 
     add = verb("init", "make the key directory and the broker's pair")
     add("--replace", action="store_true", help="a new pair for the broker; clients need their files again")
-    add = verb("add", "let a client in", "Prints the file that the client needs: its pair and the broker's public key.")
+    more = "Prints the file that the client needs: its pair and the broker's public key."
+    add = verb("add", "allow a client to connect", more)
     add("name", metavar="NAME")
     add("--public", default="", metavar="KEY", help="its public key, if it made its pair itself")
     verb("list", "show who may connect")
     verb("show", "show the broker's public key, or that of a client")("name", metavar="NAME", nargs="?", default="")
     more = "It cannot connect again; a connection that it has lasts until the process `bus` ends."
     verb("remove", "take a client off the list and delete its file", more)("name", metavar="NAME")
-    text = "connect to a broker with a client's file and say whether it lets us in"
+    text = "connect to a broker with a client's file and say whether it accepts us"
     add = _verb(verbs, "try", "keys:try_to_connect", text)
     add("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, as in bus.endpoint")
     add("file", metavar="FILE", type=Path, help="the file that `busrl keys add` printed")

@@ -1,11 +1,11 @@
 """`busrl ring inspect RUN_DIR --uid UID`: all that a run keeps of one sample, from its files and its ring.
 
 Reads fates, draws.log, errors.jsonl, the write-ahead log, checkpoints, train.jsonl, samples.jsonl, validation.log,
-open.bin and, if there is one, the ring; changes nothing, and works while the run goes on, after it, and after it was
+open.bin and, if there is one, the ring; changes nothing, and works while the run lasts, after it, and after it was
 killed. Knows nothing of the processes that wrote them.
 
 - Every line is what one place says about the uid. Places that say nothing are left out, except where that is the news.
-- Nobody writes down who worked on a sample and when, once it has left its slot without an accident.
+- Which process worked on a sample, and when, is not kept once it has left its slot without an accident.
 """
 
 from __future__ import annotations
@@ -185,16 +185,16 @@ class Sample:
     def _train_log(self) -> Iterator[str]:
         """Each training of it once: a step that was trained again after a restart stands in the file again."""
         replayed: Counter[tuple[int, int]] = Counter()
-        told: list[tuple[tuple[int, int], str, bool]] = []
+        found: list[tuple[tuple[int, int], str, bool]] = []
         for line, stands in standing(list(json_lines(self.paths.train_log))):
             for attempt in [attempt for uid, attempt, _ in line["samples"] if uid == self.uid]:
                 key = (line["step"], attempt)
                 replayed[key] += not stands
                 version, cause = line["version"], line["cause"]
                 text = f"  step      {line['step']} (version {version}, {cause}) trained its attempt {attempt}"
-                told.append((key, text, stands))
-        kept = {key for key, _, stands in told if stands}
-        for key, text, stands in told:
+                found.append((key, text, stands))
+        kept = {key for key, _, stands in found if stands}
+        for key, text, stands in found:
             if stands:
                 yield text + (f"; replayed {replayed[key]}×, counted once" if replayed[key] else "")
             elif key not in kept:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,9 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> Task:
 def write(path: str | Path, tasks: Sequence[Task]) -> None:
     """Write a trace; `read` gives equal tasks back."""
     with open(path, "wb") as file:
-        file.writelines(msgspec.json.encode(_line(task)) + b"\n" for task in tasks)
-
-
-def _line(task: Task) -> dict[str, Any]:
-    line: dict[str, Any] = {"prompt": task.prompt, "answer": task.answer, "tag": task.tag, "lengths": task.lengths}
-    if task.rewards:
-        line["rewards"] = task.rewards
-    if task.arrival_s is not None:
-        line["arrival_s"] = task.arrival_s
-    return line
+        for task in tasks:
+            line = {key: value for key, value in asdict(task).items() if value not in ((), None)}
+            file.write(msgspec.json.encode(line) + b"\n")
 
 
 def _numbers(record: dict[str, object], name: str, place: str) -> list[Any]:

@@ -66,7 +66,9 @@ class Outlet:
     def write(self, text: str) -> None:
         """Hand text on; what does not fit is counted."""
         if self._fd < 0:
-            self._write_directly(text)
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(text)
+                self._stream.flush()
             return
         with self._changed:
             if self._size + len(text) > MOST_WAITING:
@@ -132,13 +134,6 @@ class Outlet:
                 if problem.errno != errno.ENOSPC:  # a file may have room again
                     os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
                 return
-
-    def _write_directly(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
 class Display:

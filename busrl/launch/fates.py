@@ -30,8 +30,7 @@ import numpy.typing as npt
 from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import UserError
 from busrl.ledger import openbin
-from busrl.ledger.trained import TrainedSet, newest_checkpoint
-from busrl.ledger.wal import Wal
+from busrl.ledger.trained import TrainedSet, add_logged, newest_checkpoint
 from busrl.paths import RunPaths
 from busrl.ring import Ring, State
 from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate
@@ -87,12 +86,7 @@ def put_back(paths: RunPaths) -> PutBack:
 def trained_uids(paths: RunPaths) -> TrainedSet:
     """Everything trained in the history that survives: the newest checkpoint and the log."""
     newest = newest_checkpoint(paths)
-    history = TrainedSet.load(newest / "trained.bin") if newest else TrainedSet()
-    if paths.wal.is_dir():
-        with Wal(paths.wal) as wal:
-            for record in wal.records():
-                history.add(sample.uid for sample in record.samples)
-    return history
+    return add_logged(TrainedSet.load(newest / "trained.bin") if newest else TrainedSet(), paths.wal)
 
 
 def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:

@@ -80,19 +80,15 @@ def _end(wanted: Callable[[str], bool], limit_s: float) -> list[int]:
 
 def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
     """Whether there was such a process."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not wanted(mark_of(pid)):
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+        try:
+            if wanted(mark_of(pid)):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def mark_of(pid: int) -> str:
@@ -119,14 +115,12 @@ def end_group(descriptor: int, leader: int, began: int) -> None:
 
 def _hold(held: dict[tuple[int, int], int], leader: int, began: int) -> None:
     """Keep the pidfd of a leader, if that is still the process that began then."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(leader)
-    except OSError:
-        return
-    if born(leader) == began:
-        held[leader, began] = descriptor
-    else:
-        os.close(descriptor)
+        if born(leader) == began:
+            held[leader, began] = descriptor
+        else:
+            os.close(descriptor)
 
 
 class Guardian:

@@ -22,16 +22,15 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
 import numpy as np
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.config import ProcessName, Topology, machine
+from busrl.config import ProcessName, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
-from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
@@ -39,10 +38,9 @@ from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
-from busrl.launch.rundir import OpenRun, made_prompts, remove_runtime_dir, unlink_segments
+from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
 from busrl.launch.supervisor import Child, ForeignProcesses, Phase, Shutdown
-from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
@@ -149,17 +147,6 @@ def _abandon(run: OpenRun) -> int:
     held = sum(count for state, count in run.ring.stats().occupancy.items() if state != "FREE")
     run.release()
     return held
-
-
-def audit_run(root: Path, topology: Topology) -> AuditReport | str:
-    """The audit of a run that has ended, or why there is none; finds the prompt file of a tiny task where it was made.
-
-    Whatever happened to the run's files, a run has a summary.
-    """
-    try:
-        return audit(root, prompts=made_prompts(topology))
-    except (OSError, BusrlError) as problem:
-        return str(problem)
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------

@@ -373,7 +373,14 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
     paths = RunPaths.of(run_dir)
     if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
-    _make_directories(paths)
+    for directory in (paths.root, paths.logs, paths.checkpoints):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {paths.root}: {directory} cannot be made a directory: {error.strerror}; give a path that "
+                "is free, or a directory that you may write to"
+            ) from None
     lock = take_lock(paths)
     try:
         start = compare(paths, topology, _read_json(paths.topology), resume)
@@ -396,21 +403,9 @@ def belongs_to_another(root: Path) -> str:
 
 
 def _user(uid: int) -> str:
-    try:
+    with suppress(KeyError):
         return f"{pwd.getpwuid(uid).pw_name}, user {uid}"
-    except KeyError:
-        return f"user {uid}"
-
-
-def _make_directories(paths: RunPaths) -> None:
-    for directory in (paths.root, paths.logs, paths.checkpoints):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--run-dir {paths.root}: {directory} cannot be made a directory: {error.strerror}; give a path that "
-                "is free, or a directory that you may write to"
-            ) from None
+    return f"user {uid}"
 
 
 def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
@@ -429,7 +424,15 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
                 f"{paths.root}: another launch is running there (pid {holder}); watch it with "
                 f"`busrl status {paths.root}`, or choose another run directory"
             )
-        _wait_for_children(paths, lock, timeout_s)
+        # They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us.
+        end_left_behind(paths.key)
+        try:
+            lock.acquire(timeout_s)
+        except LockTimeout:
+            raise RunInUse(
+                f"{paths.root}: the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold "
+                f"run.lock after {timeout_s:g} s; find them with `fuser {paths.lock('run')}` and end them"
+            ) from None
     lock.inheritable = True
     end_left_behind(paths.key)  # foreign programs hold no lock
     return lock
@@ -452,18 +455,6 @@ def _holders(name: str) -> list[int]:
     """Processes of this user that have a file of this name open, as the kernel shows it."""
     others = [int(one) for one in os.listdir("/proc") if one.isdigit() and one != str(os.getpid())]
     return [pid for pid in others if Path(name) in files_of(pid)]
-
-
-def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None:
-    """They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us."""
-    end_left_behind(paths.key)
-    try:
-        lock.acquire(timeout_s)
-    except LockTimeout:
-        raise RunInUse(
-            f"{paths.root}: the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold "
-            f"run.lock after {timeout_s:g} s; find them with `fuser {paths.lock('run')}` and end them"
-        ) from None
 
 
 def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:

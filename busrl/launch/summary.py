@@ -1,6 +1,6 @@
 """What `launch` keeps account of: progress, CPU and residence times, its event log, and `summary.json` at the end.
 
-Talks to /proc, `errors.jsonl`, `supervisor.json` and `summary.json`. Is given messages, the ring's records and the
+Talks to /proc, `errors.jsonl` and `supervisor.json`. Is given messages, the ring's records and the
 children; decides nothing.
 
 - Processes of busrl file their own warnings before they publish them, so only those of others are filed here. A sender
@@ -120,15 +120,15 @@ class Usage:
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per process: cpu_s in all, and the shares of the training time; None where nothing was trained."""
-        span, told = self._ended - self._began if self._began else 0.0, {}
+        span, shares = self._ended - self._began if self._began else 0.0, {}
         for name, used in self._sums().items():
             cpu, busy = (used - self._before.get(name, NOTHING)) / span if span > 0 else (None, None)
-            told[name] = {
+            shares[name] = {
                 "cpu_s": round(float(used[0]), 2),
                 "cpu_share": None if cpu is None else round(float(cpu), 4),
                 "busy_share": None if busy is None else round(min(1.0, float(busy)), 4),
             }
-        return told
+        return shares
 
     def _sums(self) -> dict[str, Seconds]:
         """Of each name over all of its lives."""

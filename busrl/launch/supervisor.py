@@ -87,6 +87,10 @@ SERVED_S = 3.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 KILLS_FOR_ONE = 3
 KILLED = "signal SIGKILL"
+KILLED_BY_OTHERS = (
+    f" ({KILLS_FOR_ONE} times SIGKILL from outside counting as one): the kernel may have killed it for want of memory "
+    "(see `dmesg`), or somebody did; free memory, then start the run again"
+)
 DEATHS_WITHOUT_PAUSE = 5  # after ready, without work; then pauses
 
 
@@ -106,11 +110,14 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Death:
-    """What a death means: what to tell the person, and whether the run gives up because of it."""
+    """What a death means: what to tell the person, and why the run gives up because of it, if it does."""
 
     text: str
-    gives_up: bool
-    why: str = ""  # it gives up
+    why: str = ""
+
+    @property
+    def gives_up(self) -> bool:
+        return bool(self.why)
 
 
 @dataclass
@@ -203,7 +210,7 @@ class Child:
         before, self.pid = self.phase, 0
         if before is Phase.STOPPING:
             self.phase = Phase.GONE
-            return Death(text, gives_up=False)
+            return Death(text)
         if hopeless:
             return self._given_up(text, "to start it again would change nothing")
         self.phase = Phase.BACKOFF
@@ -221,20 +228,21 @@ class Child:
             return self._given_up(text, why)
         pause = self._pause_s(self.idle_deaths - DEATHS_WITHOUT_PAUSE) if allowed else 0.0
         self.restarts, self.due = self.restarts + 1, now + pause
-        return Death(f"{text}; starting it again{f' in {pause:g} s' if pause else ''}", gives_up=False)
+        return Death(f"{text}; starting it again{f' in {pause:g} s' if pause else ''}")
 
     def _died_early(self, text: str, now: float, by_others: bool) -> Death:
         self.early_deaths += 1 / KILLS_FOR_ONE if by_others else 1
         allowed, counted = max(1, self.limits.restart_attempts), round(self.early_deaths, 2)
         if counted >= allowed:
-            return self._given_up(text, f"it died {counted:g} times in a row before it was ready{_of_kills(by_others)}")
+            why = f"it died {counted:g} times in a row before it was ready{KILLED_BY_OTHERS if by_others else ''}"
+            return self._given_up(text, why)
         self.restarts, pause = self.restarts + 1, self._pause_s(math.ceil(counted))
         self.due, attempt = now + pause, math.floor(counted) + 1
-        return Death(f"{text}; starting it again in {pause:g} s (attempt {attempt} of {allowed})", False)
+        return Death(f"{text}; starting it again in {pause:g} s (attempt {attempt} of {allowed})")
 
     def _given_up(self, text: str, why: str) -> Death:
         self.phase = Phase.GONE
-        return Death(f"{text}; giving up: {why}", gives_up=True, why=why)
+        return Death(f"{text}; giving up: {why}", why)
 
     @staticmethod
     def _pause_s(deaths: int) -> float:
@@ -259,15 +267,6 @@ class Child:
         self.phase, self.pid = Phase.GONE, 0
 
 
-def _of_kills(by_others: bool) -> str:
-    if not by_others:
-        return ""
-    return (
-        f" ({KILLS_FOR_ONE} times SIGKILL from outside counting as one): the kernel may have killed it for want of "
-        "memory (see `dmesg`), or somebody did; free memory, then start the run again"
-    )
-
-
 # -- foreign processes -------------------------------------------------------------------------------------------------
 
 class ForeignProcesses:
@@ -281,19 +280,17 @@ class ForeignProcesses:
         """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
         theirs = [one for one in entries if not one.remote and one.label in self._names]
         here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
-        self._known = {key: self._known.get(key) or self._new(one) for key, one in here.items()}
+        for key in here.keys() - self._known.keys():
+            self._known[key] = child = Child(here[key].label, self._limits)
+            child.started(here[key].pid, 0.0)
+            child.became_ready()
+        self._known = {key: self._known[key] for key in here}
         condemned = []
         for key, child in self._known.items():
             one = here[key]
             if (why := child.looked(one, passed_s)) and is_titled(one.pid, one.label):
                 condemned.append((one.pid, f"{why}; this launch did not start it, and it holds a lock of the run"))
         return condemned
-
-    def _new(self, process: Process) -> Child:
-        child = Child(process.label, self._limits)
-        child.started(process.pid, 0.0)
-        child.became_ready()
-        return child
 
 
 def is_titled(pid: int, name: str) -> bool:

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -326,18 +327,21 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
-    """The trained set of the checkpoint before `folder`, and the uids of the records after it, up to a step."""
-    older = [one for one in _checkpoints(paths) if one.name != folder.name]
-    found, start = TrainedSet(), 0
-    if older:
-        try:
-            found, start = TrainedSet.load(older[0] / NAME), step_of(older[0])
-        except (FileCorrupt, OSError):
-            return TrainedSet()
-    if paths.wal.is_dir():
-        with Wal(paths.wal) as wal:
-            for record in wal.records(after=start):
-                found.add(sample.uid for sample in record.samples if record.step <= step)
+    """The trained set of the checkpoint before `folder`, and the samples of the records up to a step."""
+    older = next((one for one in _checkpoints(paths) if one.name != folder.name), None)
+    try:
+        found = TrainedSet.load(older / NAME) if older else TrainedSet()
+    except (FileCorrupt, OSError):
+        return TrainedSet()
+    return add_logged(found, paths.wal, step)
+
+
+def add_logged(found: TrainedSet, log: Path, until: int = sys.maxsize) -> TrainedSet:
+    """The set, with the samples of the log's records up to a step."""
+    if log.is_dir():
+        with Wal(log) as wal:
+            for record in wal.records():
+                found.add(sample.uid for sample in record.samples if record.step <= until)
     return found
 
 

@@ -66,11 +66,8 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    return [_mean([value for value in values[a:b] if math.isfinite(value)]) for a, b in itertools.pairwise(cuts)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    finite = ([value for value in values[a:b] if math.isfinite(value)] for a, b in itertools.pairwise(cuts))
+    return [sum(some) / len(some) if some else math.nan for some in finite]
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
@@ -224,8 +221,8 @@ def staleness(run: RunState) -> str:
 def policy(run: RunState) -> str:
     """What the newest steps say of the policy and of what was thrown away; "" before the first."""
     known = run.steps.policy(run.idle)
-    told = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
-    return " · ".join(f"{name} {value:{form}}" for name, value, form in told)
+    parts = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
 
 
 def idle(run: RunState) -> str:
@@ -312,11 +309,11 @@ def facts(run: RunState, now: float) -> list[str]:
     if run.state != "ended":
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
-    return out + [f"  {name:<9} {words}" for name, words in told(run, now).items()]
+    return out + [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
 
 
-def told(run: RunState, now: float) -> dict[str, str]:
-    """What every full view tells of the next step, the policy and the samples, by its label."""
+def labelled(run: RunState, now: float) -> dict[str, str]:
+    """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
         "policy": policy(run), "idle": idle(run), "sample": safe(run.sample), "staleness": staleness(run),

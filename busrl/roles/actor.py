@@ -98,12 +98,11 @@ class Actor:
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
-    tick_s: ClassVar[float] = 0.05
+    tick_s: float = 0.05
     _activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
 
     def __init__(self, run_dir: str, name: str) -> None:
-        self.name = name
-        self.worker_id = name.replace("/", "-")
+        self.name, self.worker_id = name, name.replace("/", "-")
         self.paths = RunPaths.of(run_dir)
         self.topology = Topology.from_json(self.paths.topology.read_text())
         self.stopping = ""
@@ -161,10 +160,8 @@ class Actor:
 
     @contextlib.contextmanager
     def activity(self, name: str, deadline_s: float) -> Iterator[None]:
-        """Declare a long piece of work: the supervisor accepts silence for `deadline_s` seconds.
-
-        An activity inside another replaces it while it lasts; then the time of the outer one starts again.
-        """
+        """Declare a long piece of work: the supervisor accepts silence for `deadline_s` seconds. An activity inside
+        another replaces it while it lasts; then the time of the outer one starts again."""
         self._activities = (*self._activities, (name, deadline_s))
         self.ring.activity(name, deadline_s)
         try:
@@ -184,9 +181,7 @@ class Actor:
         trace: str = "",
     ) -> None:
         """Log, publish and file an event that a person should see; repeats of one kind become one line with a count.
-
-        `uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback.
-        """
+        `uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback."""
         kind = kind or re.sub(r"[0-9]+", "#", text)
         if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
             self._publish_warning(where, text, severity, trace, uids)

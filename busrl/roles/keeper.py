@@ -259,7 +259,7 @@ class Keeper(Actor):
     role = "keeper"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
-    tick_s: ClassVar[float] = 0.1
+    tick_s = 0.1
 
     def setup(self) -> None:
         self._next_look = self._next_save = 0.0

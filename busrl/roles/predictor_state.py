@@ -80,8 +80,7 @@ class PredictorState:
         predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
         self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
         self._saved_at = 0  # answers that the saved state knows
-        self._last_save = -math.inf
-        self._cost_s = 0.0
+        self._last_save, self._cost_s = -math.inf, 0.0
         self._before = -1  # the step for whose checkpoint was saved last
 
     def restore(self) -> bool:

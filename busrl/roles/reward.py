@@ -34,8 +34,7 @@ class RewardLoad:
     """How busy the reward functions are, and what that costs when samples wait. Pure: time comes from the caller."""
 
     def __init__(self, workers: int, processes: int, step_samples: int, now: float) -> None:
-        self.workers, self.processes = workers, processes
-        self.step_samples = step_samples
+        self.workers, self.processes, self.step_samples = workers, processes, step_samples
         self.busy_s = 0.0
         self._window_s, self._since, self._busy, self._judged = WINDOW_S, now, 0.0, 0
 

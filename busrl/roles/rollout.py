@@ -202,7 +202,7 @@ class Rollout(Actor):
         self.segments = SegmentCuts.of(self.topology)
         self.waves = self.segments.waves
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
+            self.tick_s = WAVE_TICK_S  # a wave begins without a transition that could wake us
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)

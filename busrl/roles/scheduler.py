@@ -36,7 +36,7 @@ from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, kept_back, not_ahead
+from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
@@ -90,7 +90,7 @@ class DispatchFeed:
 
     def offer(self, view: GroupView, groups: int, arrived: int) -> None:
         """Supply the policy with the draws within its horizon that have arrived: those below `arrived`."""
-        draws = view.unopened_draws(self.policy.horizon + groups)
+        draws = view.unopened(self.policy.horizon + groups)
         missing = self.policy.missing(draw for draw in draws if draw < arrived)
         if missing:
             self.policy.offer(self._candidates(missing))
@@ -151,7 +151,7 @@ class Scheduler(Actor):
             self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
         self.waves = waves_of(limits)
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # everybody waits for the next wave
+            self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
@@ -265,7 +265,7 @@ class Scheduler(Actor):
             next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
             step=self.ring.header(HeaderWord.STEP),
             free=view.free_slots,
-            reserve=kept_back(self.topology.derived.val_reserve, validating),
+            reserve=max(0, self.topology.derived.val_reserve - validating),
             wave_over=self.waves is not None and self.waves.over(lines, self.ring.header(HeaderWord.NEXT_ADMISSION)),
         )
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)

@@ -240,7 +240,7 @@ class Decision:
 
 
 class Controller:
-    """`observe` after every step. `knobs` are what the rules say; only in mode `act` does anybody follow them."""
+    """`observe` after every step. `knobs` are what the rules say; the learner follows them in mode `act` alone."""
 
     def __init__(self, settings: ControlSettings) -> None:
         self.settings = settings

@@ -1,8 +1,7 @@
 """What every open group is up to: recomputed from the ring's lines and the fate bytes at each scan.
 
-Is given two arrays. A group is a draw of the loader; its members' uids are
-`(draw x 2 + try) x G + member`, try 1 being the one re-roll of a member that ended by accident. Knows nothing of
-policies, triggers or how the arrays came about.
+A group is a draw of the loader; its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of
+a member that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
 
 - Everything is recomputed from ring and fates. What a scanner keeps (low and high water, admission indices of groups
   whose lines are all gone) are hints: losing them costs time or order, never a sample.
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,19 +131,14 @@ class GroupView:
         return [int(slot) for slot in per_member if slot >= 0]
 
     def oldest_unresolved(self) -> int | None:
-        """The draw admitted first among those not resolved: the group that everybody may be waiting for."""
+        """The draw admitted first among those not resolved: the group that all may wait for."""
         waiting = np.flatnonzero(~self.resolved & (self.admission != UNKNOWN))
         if not len(waiting):
             return None
         return int(self.draws[waiting[np.argmin(self.admission[waiting])]])
 
-    def unopened(self, count: int) -> list[int]:
+    def unopened(self, count: int) -> Ints:
         """The next `count` draws of the loader that have no fate yet, in order."""
-        found: list[int] = self.unopened_draws(count).tolist()
-        return found
-
-    def unopened_draws(self, count: int) -> Ints:
-        """`unopened` as an array: with a horizon of 100,000 draws a list would cost more than all the rest."""
         found = self._unopened[:count]
         if not len(found):
             return np.arange(self._high, self._high + count)
@@ -323,16 +318,10 @@ def _any_byte(rows: Bytes) -> Bools:
 
 def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
     """Members whose uids follow each other, as the first of them and how many: what one dispatch can put."""
-    first, count = None, 0
-    for one in todo:
-        if first is not None and one[:3] == (first.uid + count, first.draw, first.attempt):
-            count += 1
-            continue
-        if first is not None:
-            yield first, count
-        first, count = one, 1
-    if first is not None:
-        yield first, count
+    runs = groupby(enumerate(todo), lambda pair: (pair[1].uid - pair[0], pair[1].draw, pair[1].attempt))
+    for _, run in runs:
+        first, *rest = (one for _, one in run)
+        yield first, 1 + len(rest)
 
 
 def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:

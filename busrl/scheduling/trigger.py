@@ -1,8 +1,7 @@
 """The learner's decisions: what to set aside, what to claim, whether to fire, or what it waits for. Pure.
 
-Joins groups, window, trigger and staleness. Given a view of the groups, what is already claimed for the coming step,
-the step number and a clock value, `LearnerPlan` returns actions; the learner role carries them out and asks again.
-Knows nothing of slots' contents, files or tensors.
+From a view of the groups, what is claimed for the coming step, the step number and a clock value, `LearnerPlan` makes
+actions; the learner role carries them out and asks again. Knows nothing of slots' contents, files or tensors.
 
 - A group is claimed at most once: claimed draws come in with every call, and are never among the actions again.
 - A step holds at most n_min groups (set-aside ones counted in where the trigger counts every ended group), plus those
@@ -165,15 +164,12 @@ class Fire:
 class Wait:
     """Nothing fires. `reason`: admission (nothing in flight) | groups | window | round | staleness.
 
-    `group` is the draw that is waited for, `admission` its index; `ready` counts the groups that are held up by it.
-    Without a `group` nothing is on its way: a learner that has unpublished groups must publish now, as they may be what
-    stops admission.
+    `group` is the draw that is waited for. Without one nothing is on its way: a learner must publish now, as its
+    unpublished groups may stop admission.
     """
 
     reason: str
     group: int | None = None
-    admission: int | None = None
-    ready: int = 0
 
 
 Action = SetAside | Claim | Fire | Wait
@@ -186,16 +182,8 @@ class LearnerPlan:
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
 
     def decide(
-        self,
-        view: GroupView,
-        claimed: Sequence[int],
-        *,
-        step: int,
-        now: float,
-        next_admission: int = 0,
-        draining: bool = False,
-        aside: int = 0,
-        wave_over: bool | None = None,
+        self, view: GroupView, claimed: Sequence[int], *, step: int, now: float, next_admission: int = 0,
+        draining: bool = False, aside: int = 0, wave_over: bool | None = None,
     ) -> list[Action]:
         """Actions to carry out in this order; the last one is a Fire or a Wait.
 
@@ -220,8 +208,6 @@ class LearnerPlan:
             cause = None
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
 
-    # -- groups -------------------------------------------------------------------------------------------------
-
     def _set_aside(self, view: GroupView, claimed: Collection[int], step: int) -> tuple[list[SetAside], Bools]:
         """What is dropped now, and the mask of groups that stay in play: open, not claimed, with an index."""
         active = (view.admission != UNKNOWN) & ~np.isin(view.draws, np.fromiter(claimed, np.int64, len(claimed)))
@@ -233,7 +219,7 @@ class LearnerPlan:
     def _choose(self, seen: _Seen, claimed: int, counted: int, step: int) -> tuple[list[int], int | None]:
         """Groups to add to the step, and the one that the step would leave too old, if any (both as draws)."""
         limit = self.limits.B if self.limits.sync else max(0 if claimed else 1, self.trigger.n_min - counted)
-        window = seen.look(self.limits.W, limit)
+        window = look(seen.admission, seen.ready, self.limits.W, limit)
         late = self.staleness.would_outlive(seen.oldest_step, step)
         urgent = window.inside[late[window.inside]]
         chosen = list(dict.fromkeys([*window.chosen.tolist(), *urgent.tolist()]))
@@ -241,8 +227,6 @@ class LearnerPlan:
         rest = np.flatnonzero(late)
         blocker = int(seen.draws[rest[np.argmin(seen.admission[rest])]]) if len(rest) else None
         return [int(seen.draws[i]) for i in chosen], blocker
-
-    # -- actions ------------------------------------------------------------------------------------------------
 
     def _claims(
         self, cause: Cause | None, claimed: Sequence[int], fresh: list[int], seen: _Seen, blocker: int | None
@@ -256,14 +240,12 @@ class LearnerPlan:
 
     def _wait(self, seen: _Seen, groups: int, blocker: int | None) -> Wait:
         if blocker is not None and groups >= self.trigger.n_min:
-            return seen.wait("staleness", blocker, groups)
-        window = seen.look(self.limits.W, self.limits.B)
+            return Wait("staleness", blocker)
+        window = look(seen.admission, seen.ready, self.limits.W, self.limits.B)
         if window.anchor is None:
-            return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission", ready=groups)
-        anchor = int(seen.draws[window.anchor])
-        if window.waiting:
-            return seen.wait("window", anchor, window.waiting)
-        return seen.wait("round" if self.limits.sync else "groups", anchor, groups)
+            return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission")
+        reason = "window" if window.waiting else "round" if self.limits.sync else "groups"
+        return Wait(reason, int(seen.draws[window.anchor]))
 
 
 def _fate(view: GroupView, i: int) -> str:
@@ -275,19 +257,13 @@ def _fate(view: GroupView, i: int) -> str:
 
 
 class _Seen:
-    """The groups in play, without those set aside or claimed. Ready: resolved, usable, not flat, and in nobody's hands
-    (a dead learner's claims come back by reaping)."""
+    """The groups in play, without those set aside or claimed. Ready: resolved, usable, not flat, and claimed by no
+    learner (a dead one's claims come back by reaping)."""
 
     def __init__(self, view: GroupView, active: Bools) -> None:
         at = np.flatnonzero(active)
         self.draws, self.admission, self.oldest_step = view.draws[at], view.admission[at], view.oldest_step[at]
         self.ready: Bools = (view.usable & ~view.flat & (view.training == 0))[at]
-
-    def look(self, width: int, limit: int) -> Window:
-        return look(self.admission, self.ready, width, limit)
-
-    def wait(self, reason: str, draw: int, ready: int) -> Wait:
-        return Wait(reason, draw, int(self.admission[np.flatnonzero(self.draws == draw)[0]]), ready)
 
 
 def publication_is_due(unpublished: int, step: int, *, n_min: int, admitted: int, publish_every: int) -> bool:

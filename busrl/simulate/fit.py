@@ -18,9 +18,8 @@ beside a topology; changes nothing. Knows nothing of events or tables.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -55,8 +54,7 @@ GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares fit: the numbers, what they give for each observation, and by how much single observations are
-    off (mean over mean)."""
+    """A least-squares fit: the numbers, what they give for each observation, and their mean error over the mean."""
 
     values: tuple[float, ...]
     expected: Floats
@@ -139,10 +137,7 @@ def _actors(paths: RunPaths, paces: Sequence[tuple[str, dict[str, Any]]]) -> tup
     by = np.array(names)
     factors = [at_work[by == name].sum() / max(1e-12, line.expected[by == name].sum()) for name in dict.fromkeys(names)]
     values = {
-        "step_s": line.values[0],
-        "row_s": line.values[1],
-        "sequence_s": line.values[2],
-        "prefill_token_s": 0.0,
+        "step_s": line.values[0], "row_s": line.values[1], "sequence_s": line.values[2], "prefill_token_s": 0.0,
         "weights_s": sum(row["weights_s"] for _, row in paces) / max(1, sum(row["updates"] for _, row in paces)),
         "busy_share": float(min(1.0, sum(row["step_s"] for row in rows) / at_work.sum())),
         "speed_spread": float(np.std(np.log(factors))),  # of measured over expected time, by process
@@ -171,11 +166,8 @@ def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) ->
     rest = np.maximum(0.0, busy - np.maximum(passes, floor_s * tokens))
     line = nonnegative(np.array([[1.0, row["groups_ended"] - row["groups"]] for row in rows], np.float64), rest)
     values = {
-        "learner_step_s": line.values[0],
-        "learner_token_s": token_s,
-        "learner_group_s": line.values[1],
-        "learner_spread": 0.0,
-        "publish_s": publish,
+        "learner_step_s": line.values[0], "learner_token_s": token_s, "learner_group_s": line.values[1],
+        "learner_spread": 0.0, "publish_s": publish,
         "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
     }
     error = float(np.abs(line.expected + token_s * tokens - busy).mean() / max(1e-12, busy.mean()))
@@ -256,8 +248,7 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
 
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The whole lines of a file that grew, each with these keys; none if there is no file. Lines about groups without a
-    step are left out."""
+    """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -349,11 +340,20 @@ def times_of(
     topology: Topology, written: Collection[str] = (), fitted: Times | None = None, measured: FitFile | None = None
 ) -> Times:
     """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
-    own = dataclasses.asdict(topology.simulate)
-    values, sources = {name: float(own[name]) for name in TIMES}, dict.fromkeys(TIMES, STATED)
-    for source, known in reversed([*_known(topology, written, fitted, measured)]):
-        values.update(known)
-        sources.update(dict.fromkeys(known, source))
+    own, default = topology.simulate, Simulate()
+    known: list[tuple[str, Mapping[str, float]]] = [(STATED, {name: float(getattr(own, name)) for name in TIMES})]
+    if fitted is not None:
+        known.append((next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}))
+    elif topology.scripted:
+        known.append((MOCK, scripted(topology)))
+    elif measured is not None:
+        known.append((measured.source, measured.times))
+    changed = (name for name in TIMES if f"simulate.{name}" in written or getattr(own, name) != getattr(default, name))
+    known.append((SET, {name: float(getattr(own, name)) for name in changed}))
+    values, sources = dict[str, float](), dict[str, str]()
+    for source, times in known:  # what counts more comes later
+        values.update(times)
+        sources.update(dict.fromkeys(times, source))
     floor = topology.mock.learner_s_per_token
     if floor > values["learner_token_s"] and sources["learner_token_s"] != SET:
         values["learner_token_s"], sources["learner_token_s"] = floor, MOCK
@@ -362,32 +362,12 @@ def times_of(
     return Times().with_source(sources, **values)
 
 
-def _known(
-    topology: Topology, written: Collection[str], fitted: Times | None, measured: FitFile | None
-) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Every source with what it knows, the one that counts most first."""
-    own, default = dataclasses.asdict(topology.simulate), dataclasses.asdict(Simulate())
-    given = {name: float(own[name]) for name in TIMES if f"simulate.{name}" in written or own[name] != default[name]}
-    yield SET, given
-    if fitted is not None:
-        yield next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}
-        return
-    if topology.scripted:
-        yield MOCK, scripted(topology)
-    elif measured is not None:
-        yield measured.source, measured.times
-
-
 def scripted(topology: Topology) -> dict[str, float]:
     """What [mock] says of engines. A scripted engine counts its deadlines on, so joining and new weights cost it
     nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
     mock = topology.mock
     return {
-        "step_s": mock.token_s,
-        "row_s": mock.per_sequence_s,
-        "prefill_token_s": mock.prefill_s_per_token,
-        "sequence_s": 0.0,
-        "weights_s": 0.0,
-        "speed_spread": 0.0,
+        "step_s": mock.token_s, "row_s": mock.per_sequence_s, "prefill_token_s": mock.prefill_s_per_token,
+        "sequence_s": 0.0, "weights_s": 0.0, "speed_spread": 0.0,
         "step_spread": mock.jitter * float((SLICE_S / (3 * PACE_S)) ** 0.5),
     }

@@ -133,19 +133,12 @@ def _generated(topology: Topology, train: Path, seed: int) -> tuple[Answers, str
 def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:
     """What the topology does to answers of these lengths, one group each: cut, or repeated."""
     size, limit = topology.groups.size, topology.generation.max_new_tokens
-    cut = sum(_times(one, size, i) for one in lengths for i, length in enumerate(one[:size]) if length > limit)
+    cut = sum(one[member % len(one)] > limit for one in lengths for member in range(size))
     short = sum(len(one) < size for one in lengths)
-    said = []
-    if cut:
-        said.append(f"{cut} of {size * len(lengths)} answers cut by generation.max_new_tokens = {limit}")
+    text = f"; {cut} of {size * len(lengths)} answers cut by generation.max_new_tokens = {limit}" if cut else ""
     if short:
-        said.append(f"{short} of {len(lengths)} groups have fewer lengths than groups.size = {size}: they repeat")
-    return "".join(f"; {text}" for text in said)
-
-
-def _times(one: Sequence[int], size: int, i: int) -> int:
-    """How many members of a group of `size` get length i of `one`."""
-    return -(-(size - i) // len(one))
+        text += f"; {short} of {len(lengths)} groups have fewer lengths than groups.size = {size}: they repeat"
+    return text
 
 
 def notes(given: Iterable[tuple[str, str]]) -> list[str]:
@@ -174,35 +167,27 @@ class Setting:
     answers_note: str
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says; None or "" where it says nothing."""
-
-    trace: Path | None = None
-    actors: int | None = None
-    steps: int | None = None
-    seed: int | None = None
-
-
 def make(
-    topology: Topology, asked: Asked, fitted: Fitted | None = None, written: Collection[str] = frozenset()
+    topology: Topology, fitted: Fitted | None = None, written: Collection[str] = frozenset(), *,
+    trace: Path | None = None, actors: int | None = None, steps: int | None = None, seed: int | None = None,
 ) -> Setting:
-    """The setting of one simulated run; `UserError` for what cannot be. `written`: keys that the topology gives."""
+    """The setting of one simulated run; `UserError` for what cannot be. `written`: keys that the topology gives; the
+    rest: what the command line says, None where it says nothing."""
     if topology.learner.controller.mode == "act":
         raise UserError(
             'learner.controller.mode = "act": the controller follows the entropy of the policy, and a simulation '
             "trains none; add --set learner.controller.mode=off"
         )
-    seed = topology.run.seed if asked.seed is None else asked.seed
+    seed = topology.run.seed if seed is None else seed
     if seed < 0:
         raise UserError(f"--seed {seed}: must be >= 0; give another")
-    steps = min(STEPS, topology.run.max_steps) if asked.steps is None else asked.steps
+    steps = min(STEPS, topology.run.max_steps) if steps is None else steps
     if steps < 1:
         raise UserError(f"--steps {steps}: must be >= 1; leave it out for the first {STEPS}")
     known = fit.fit_file(topology)
     times = fit.times_of(topology, written, None if fitted is None else fitted.times, known)
-    answers, note = answers_of(topology, asked.trace, fitted, known, seed)
-    return Setting(times, answers, actors_of(topology, asked.actors), steps, seed, note)
+    answers, note = answers_of(topology, trace, fitted, known, seed)
+    return Setting(times, answers, actors_of(topology, actors), steps, seed, note)
 
 
 def actors_of(topology: Topology, asked: int | None) -> int:

@@ -78,9 +78,8 @@ Bytes = npt.NDArray[np.uint8]
 class Segment:
     """A mapping of the file; `inode` tells whether its name leads to another file by now."""
 
-    def __init__(self, path: Path, descriptor: int, writable: bool) -> None:
+    def __init__(self, descriptor: int, writable: bool) -> None:
         status = os.fstat(descriptor)
-        self.path = path
         self.inode = status.st_ino
         self._file = os.dup(descriptor)  # the locks are of this open file
         self._writable = writable
@@ -152,7 +151,7 @@ def attach_segment(path: Path, writable: bool = False) -> Segment | None:
         head = np.frombuffer(os.pread(descriptor, 24, 0).ljust(24, b"\0"), np.uint64)
         if (head[0], head[1], head[2]) != (MAGIC, LAYOUT, os.fstat(descriptor).st_size):
             return None
-        return Segment(path, descriptor, writable)
+        return Segment(descriptor, writable)
     finally:
         os.close(descriptor)
 
@@ -171,7 +170,7 @@ def create_segment(path: Path, manifest: Manifest, log_bytes: int = 0) -> Segmen
         words[W_LOG_BYTES : W_LOGS + 2] = (log_bytes, logs, logs + _round_up(log_bytes))
         os.pwrite(descriptor, words.tobytes(), 0)
         os.pwrite(descriptor, text, HEADER)
-        return Segment(path, descriptor, writable=True)
+        return Segment(descriptor, writable=True)
 
 
 def _allocate(descriptor: int, path: Path, size: int) -> None:

@@ -48,8 +48,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "trigger": "admission groups limits", "pool": "groups lengths", "dispatch": "groups lengths pool",
     },
     "scheduling.lengths": {
-        "base": "", "rules": "base", "learned": "base", "history": "base learned", "guard": "base rules",
-        "blend": "base history learned rules",
+        "base": "", "rules": "base", "learned": "base", "history": "base learned rules",
+        "guard": "base rules",
     },
     "weights": {
         "base": "", "tensors": "", "sparse": "tensors", "folders": "base tensors", "shared": "base",

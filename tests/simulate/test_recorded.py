@@ -14,7 +14,7 @@ from busrl.launch.summary import ResidenceTimes
 from busrl.quickstart import ensure
 from busrl.roles import rollout
 from busrl.simulate.fit import fit
-from busrl.simulate.settings import Asked, make
+from busrl.simulate.settings import make
 from busrl.simulate.world import World
 
 
@@ -72,7 +72,7 @@ def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     assert sum(map(sum, (group.lengths for group in fitted.groups))) > 0
     assert 0 < fitted.times.step_s + fitted.times.row_s < 1
     assert 0 < fitted.times.reward_s < 5
-    setting = make(fitted.topology, Asked(), fitted)
+    setting = make(fitted.topology, fitted)
     found = World(fitted.topology, setting.times, setting.answers, actors=1, steps=12).run()
     # No figure of speed is compared here: the machine is busy with other tests. Lengths must be those of the run.
     measured = sum(row["length_ended"] * row["samples_ended"] for row in rows) / trained

@@ -10,6 +10,7 @@ reports as findings, and continues with what it can.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -424,11 +425,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def read_put_backs(path: Path) -> int:
     """How many samples draws.log put back, each time counted."""
-    data = read_bytes(path) or b""
     total = 0
-    for line in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
+    for line in _lines(path):
+        with contextlib.suppress(msgspec.DecodeError):
             total += len(msgspec.json.decode(line, type=DrawsLine).uids)
-        except msgspec.DecodeError:
-            continue
     return total

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -51,7 +51,7 @@ PACE_SLICE_S = 0.5  # between two signs of progress
 class Learner(Actor):
     role = "learner"
     singleton = True
-    tick_s: ClassVar[float] = 0.02
+    tick_s = 0.02
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
@@ -334,7 +334,7 @@ class Learner(Actor):
         """How the lengths that were trained compare with those that were drawn; a warning when they begin to differ."""
         for group in groups:
             self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], Fate.TRAINED.letter)
-        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
+        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1).tolist()])
         if warning := self.skew.warning(figures):
             self.warn("learner", warning, kind="length skew")
         return figures

@@ -206,7 +206,6 @@ class Group:
     """A connected process group."""
 
     def __init__(self, process_group: Any, store: Any, rendezvous: Rendezvous) -> None:
-        self.epoch = rendezvous.epoch
         self._group, self._store = process_group, store
         self._timeout, self._between_devices = timedelta(seconds=rendezvous.timeout_s), rendezvous.backend != "gloo"
         self._works: list[Any] = []

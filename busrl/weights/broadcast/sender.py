@@ -360,9 +360,9 @@ class BroadcastSender(Sender):
         except OSError as problem:
             self._lose(member, f"does not read its messages ({problem})")
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, say: str, **more: object) -> None:
         for member in list(self._members.values()):
-            self._send_to(member, message)
+            self._send_to(member, {"say": say, "epoch": self.epoch, **more})
 
     # -- the sending thread: an epoch -------------------------------------------------------------------------
 
@@ -420,8 +420,7 @@ class BroadcastSender(Sender):
         """Form the group; returns early if a member is lost meanwhile."""
         store, where = open_store(HOST, self._phase_s)
         rendezvous = Rendezvous(self.epoch, 0, size, where, self._phase_s, self._backend, self._device)
-        self._send_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._phase_s,
-                        "backend": self._backend})
+        self._send_all("connect", store=where, timeout_s=self._phase_s, backend=self._backend)
         setup = GroupSetup(rendezvous, self._server.waker.wake, store)
         limit_s = 1.5 * self._phase_s  # the first group between devices makes their contexts too
         limit_s = limit_s if self._backend == "gloo" else max(limit_s, DEVICE_CONNECT_S)
@@ -442,7 +441,10 @@ class BroadcastSender(Sender):
         self._enter(Phase.SENDING)
         spans, n = pieces(len(transfer.data), self._bucket), 0
         try:
-            self._send_all(self._announcement(transfer, group))
+            self._send_all(
+                "send", version=transfer.version, step=transfer.step, base=transfer.base, nbytes=len(transfer.data),
+                bucket=self._bucket, sums=list(transfer.sums),
+            )
             for n, (start, end) in enumerate(spans):
                 self._buffer.wait_for(transfer, end, self._phase_s)
                 self._reached(f"bucket {n}")
@@ -451,22 +453,16 @@ class BroadcastSender(Sender):
             digest = self._buffer.digest(transfer)
         except RuntimeError as problem:
             where = f"bucket {n} of {len(spans)} of version {transfer.version} after {time.monotonic() - begun:.1f} s"
-            self._give_up_group(f"epoch {group.epoch} broke in {where}: {first_line(str(problem))}")
+            self._give_up_group(f"epoch {self.epoch} broke in {where}: {first_line(str(problem))}")
             return
         finally:
             self._buffer.sent()
         self._commit(transfer, digest)
 
-    def _announcement(self, transfer: Transfer, group: Group) -> Message:
-        return {
-            "say": "send", "epoch": group.epoch, "version": transfer.version, "step": transfer.step,
-            "base": transfer.base, "nbytes": len(transfer.data), "bucket": self._bucket, "sums": list(transfer.sums),
-        }
-
     def _commit(self, transfer: Transfer, digest: int) -> None:
         """Wait until all members have confirmed the version."""
         self._enter(Phase.COMMITTING)
-        self._send_all({"say": "commit", "epoch": self.epoch, "version": transfer.version, "digest": digest})
+        self._send_all("commit", version=transfer.version, digest=digest)
         self._all_in_time(
             time.monotonic(), lambda: [member for member in self._members.values() if member.have < transfer.version]
         )
