@@ -19,7 +19,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,28 +128,16 @@ def missing(kind: str) -> str:
 
     if kind == "cpu":
         return ""
-    if kind == "npu" and (why := _load_npu()):
-        return why
+    if kind == "npu":
+        try:
+            importlib.import_module("torch_npu")  # it adds the kind to torch
+        except ImportError as problem:
+            return f"torch_npu cannot be imported ({problem}); pip install 'busrl[npu]' for your CANN version"
+        except Exception as problem:  # the CANN libraries below it are missing or of another version
+            return f"torch_npu does not start ({type(problem).__name__}: {problem}); source CANN's set_env.sh first"
     module = getattr(torch, kind, None)
     if module is not None and module.is_available():
         return ""
-    return _why_not(kind)
-
-
-def _load_npu() -> str:
-    """Import torch_npu, which adds the kind to torch; why that failed, empty if it did not."""
-    try:
-        importlib.import_module("torch_npu")
-    except ImportError as problem:
-        return f"torch_npu cannot be imported ({problem}); pip install 'busrl[npu]' for your CANN version"
-    except Exception as problem:  # the CANN libraries below it are missing or of another version
-        return f"torch_npu does not start ({type(problem).__name__}: {problem}); source CANN's set_env.sh first"
-    return ""
-
-
-def _why_not(kind: str) -> str:
-    import torch
-
     hidden = os.environ.get(VISIBLE[kind])
     if hidden is not None and not hidden.strip():
         return f"{VISIBLE[kind]} is empty, so this process sees no {kind} device"
@@ -158,11 +145,6 @@ def _why_not(kind: str) -> str:
         return f"this torch ({torch.__version__}) was built without CUDA; install one that was built with it"
     seen = f" ({VISIBLE[kind]} = {hidden})" if hidden else ""
     return f"torch finds no {kind} device{seen}; is there one, and does its driver answer?"
-
-
-def name_of(device: torch.device) -> str:
-    """The model of the device: "NVIDIA H200", "CPU"."""
-    return "CPU" if device.type == "cpu" else str(_module(device).get_device_name(device))
 
 
 class Stopwatch:
@@ -245,16 +227,7 @@ def _waiting_raises() -> Iterator[None]:
             os.environ.update(before)
 
 
-# -- streams and memory ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a device: `free` of `total` for all processes, `used` by this process's tensors."""
-
-    free: int
-    total: int
-    used: int
+# -- streams ---------------------------------------------------------------------------------------------------
 
 
 def own_stream(device: str) -> None:
@@ -281,27 +254,10 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def memory(device: torch.device) -> Memory:
-    """The memory of the device; on a CPU that of the host."""
-    if device.type == "cpu":
-        total, free = _host_memory()
-        return Memory(free, total, 0)
-    module = _module(device)
-    free, total = module.mem_get_info(device)
-    return Memory(int(free), int(total), int(module.memory_allocated(device)))
-
-
 def empty_cache(device: torch.device) -> None:
     """Return cached memory to the device, so that another process can have it."""
     if device.type != "cpu":
         _module(device).empty_cache()
-
-
-def _host_memory() -> tuple[int, int]:
-    found = {}
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if ":" in line}
-    return found.get("MemTotal", 0), found.get("MemAvailable", 0)
 
 
 def _module(device: torch.device) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import ClassVar
 
 
@@ -262,11 +263,7 @@ class LedgerError(BugError):
     """The ledger contradicts itself: a sample lost, or trained twice."""
 
 
-class ProtocolError(BugError):
-    """A message of our own that our own codec refuses. Foreign bytes never raise: they are counted and dropped."""
-
-
-class MessageTooLarge(ProtocolError):
+class MessageTooLarge(BugError):
     """A message over the topology's limit was to be sent; the message names its topic and both sizes."""
 
 
@@ -310,17 +307,9 @@ def cause(problem: BaseException) -> str:
 
 
 def _place(problem: BaseException) -> str:
-    frames, trace = [], problem.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        frames.append((code.co_filename, f" ({code.co_filename}:{trace.tb_lineno}, in {code.co_name})"))
-        trace = trace.tb_next
-    own = [text for file, text in frames if not _is_library(file)] or [text for _, text in frames]
-    return own[-1] if own else ""
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(LIBRARIES) or "site-packages" in file
+    frames = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in walk_tb(problem.__traceback__)]
+    own = [one for one in frames if not one[0].startswith(LIBRARIES) and "site-packages" not in one[0]] or frames
+    return " ({}:{}, in {})".format(*own[-1]) if own else ""
 
 
 def first_line(text: str, width: int = 200) -> str:

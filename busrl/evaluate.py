@@ -68,10 +68,6 @@ class Found:
     length: float
     cut_share: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
 
 class Evaluation:
     """`run` once: rows by their place in the round. The engine lives in this process, or where it puts itself."""

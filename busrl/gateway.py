@@ -3,12 +3,11 @@
 Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`busrl.roles.keeper` has it on a ring, tests in memory)
 and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
 
-**The wire is the bus itself**, not a socket of the keeper's own. A remote worker needs PUB and SUB to the broker anyway
-(HELLO, HEARTBEAT, STOP, doorbells), so it needs nothing more; broker and keeper may be killed at any time without a
-session to set up again; and what secures the bus secures this. PUB/SUB loses messages: so every request may be sent
-again, and every answer is a function of the ledger, not of a conversation.
+**The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
+may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
+request may be sent again, and every answer is a function of the ledger, not of a conversation.
 
-Invariants (ledger, section 3), held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
+Invariants, held by `tests/gateway` under loss, doubling, reordering and death of the keeper:
 - A claim is named for ever by (slot, seq, uid). Only the name that holds it can settle it, and only once; after that
   a copy is answered "already" (from `recent`, or from `last_commit_seq` by a later keeper), never done again.
 - What a worker holds stands in the ledger. `Desk` remembers only clocks and conveniences, so a keeper that is killed
@@ -37,6 +36,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.states import Fate
 
+Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
 EOS, LENGTH = 1, 2
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
 TICK_S = 0.5
@@ -54,7 +54,11 @@ _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
 
 class Refused(Exception):
-    """A request breaks a rule, or the ledger has no room for it. The message says what to change."""
+    """A request breaks a rule, or the ledger has no room for it: the code of the answer, and what to change."""
+
+    def __init__(self, text: str, code: str = "refused") -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class ClaimGone(Exception):
@@ -191,9 +195,7 @@ class FairClock:
     the looking process was late itself. `time`: their sum."""
 
     def __init__(self, tick_s: float, now: float) -> None:
-        self._longest_s = 2 * tick_s
-        self._last = now
-        self.time = 0.0
+        self._longest_s, self._last, self.time = 2 * tick_s, now, 0.0
 
     def passed(self, now: float) -> float:
         """The seconds since the last call that count."""
@@ -261,24 +263,20 @@ class Lease:
     until: float
 
 
-@dataclass(frozen=True)
-class GatewaySettings:
-    """What the topology says. `welcome` holds what is the same for all; `biggest` bytes a task may have;
-    `most_members` leaves the run its own entries in the process table; `reserved` are names of the run's processes."""
-
-    welcome: g.GatewayWelcome
-    biggest: int
-    most_members: int
-    reserved: frozenset[str]
-
-
 class Desk:
-    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end."""
+    """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
 
-    def __init__(self, book: RemoteLedger, settings: GatewaySettings, tally: Tally, now: float) -> None:
-        self.book, self.settings, self.tally = book, settings, tally
-        self.clock = FairClock(TICK_S, now)
-        self.lease_s, self.max_bytes = settings.welcome.lease_s, settings.welcome.max_message_bytes
+    `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
+    own entries in the process table; `reserved` are the names of the run's processes.
+    """
+
+    def __init__(
+        self, book: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
+        most_members: int, reserved: frozenset[str],
+    ) -> None:
+        self.book, self.tally, self.clock, self.welcome = book, tally, FairClock(TICK_S, now), welcome
+        self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
+        self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
         self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
         entries = {entry[0]: Worker(*entry) for entry in book.members()}
@@ -289,6 +287,13 @@ class Desk:
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
         """Do what a request asks; the answers go to its sender."""
         self.clock.passed(now)
+        try:
+            return self._handle(message)
+        except Refused as problem:
+            self.tally.add(message.sender, problem.code, text=str(problem))
+            return [_answer(message, problem.code, f"{message.sender}: {problem}", getattr(message, "task", ""))]
+
+    def _handle(self, message: g.Remote) -> list[m.Message]:
         worker = self.workers.get(message.sender)
         if worker is not None and message.life < worker.life:
             return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
@@ -302,7 +307,7 @@ class Desk:
             return self._claim(worker, message)
         if isinstance(message, g.RemoteExtend):
             return [_answer(message, "done", lost=self._renew(worker, message.holding))]
-        if isinstance(message, (g.RemoteGenerated, g.RemoteRewarded, g.RemoteFail)):
+        if isinstance(message, Result):
             return [self._settle(worker, message)]
         self._remove(worker, self.book.give_back)
         return [_answer(message, "done")]
@@ -339,44 +344,37 @@ class Desk:
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
-        code, problem = self._refusal(message)
-        if problem:
-            return self._refuse(message, code, problem)
+        self._check(message)
         if worker is not None and (message.life > worker.life or message.role != worker.role):
             self._remove(worker, self.book.expire)  # its work ended with it, as in any death
             worker = None
-        try:
-            worker = worker or self._enter(message)
-        except Refused as full:
-            return self._refuse(message, "full", str(full))
+        worker = worker or self._enter(message)
         self._seen(worker)
         return msgspec.structs.replace(
-            self.settings.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
+            self.welcome, life=message.life, req=message.req, index=worker.index, max_capacity=MOST_HELD
         )
 
     def _enter(self, message: g.RemoteJoin) -> Worker:
-        most = self.settings.most_members
+        most = self.most_members
         if len(self.workers) >= most:
-            raise Refused(f"the process table has {most} entries for workers from outside; raise ring.processes")
+            text = f"the process table has {most} entries for workers from outside; raise ring.processes"
+            raise Refused(text, "full")
         index = self.book.enter(message.role, message.sender, message.life)
         worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
         self.tally.add(worker.name, "joined")
         return worker
 
-    def _refusal(self, message: g.RemoteJoin) -> tuple[str, str]:
-        """Code and text of why nobody may join like this; two empty strings if it may."""
-        name, biggest = message.sender, self.settings.biggest
+    def _check(self, message: g.RemoteJoin) -> None:
+        name, biggest = message.sender, self.biggest
         if message.role not in FATES:
-            return "refused", f"role {message.role!r}: it must be rollout or reward"
+            raise Refused(f"role {message.role!r}: it must be rollout or reward")
         if not _NAME.fullmatch(name):
-            rule = "a worker's name has 1 to 39 letters, digits, dots, dashes or underscores"
-            return "refused", f"sender {name!r}: {rule}"
-        if name in self.settings.reserved:
-            return "refused", f"{name!r} is a process of this run: choose another name"
+            raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
+        if name in self.reserved:
+            raise Refused(f"{name!r} is a process of this run: choose another name")
         if biggest > self.max_bytes:
             rule = f"a task may have {biggest} bytes, a message {self.max_bytes}"
-            return "too_large", f"{rule}: set bus.max_message_bytes to {biggest} or more"
-        return "", ""
+            raise Refused(f"{rule}: set bus.max_message_bytes to {biggest} or more", "too_large")
 
     def _seen(self, worker: Worker) -> None:
         worker.seen = self.clock.time
@@ -446,17 +444,15 @@ class Desk:
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _settle(self, worker: Worker, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail) -> m.Message:
+    def _settle(self, worker: Worker, message: Result) -> m.Message:
         """End a claim as its worker says, or answer why not."""
         task, lease = message.task, self.leases.get(message.task)
         if lease is None:
             return self._settled_before(message, task)
         if lease.worker is not worker:
-            return self._refuse(message, "not_yours", f"task {task} is held by {lease.worker.name}", task)
+            raise Refused(f"task {task} is held by {lease.worker.name}", "not_yours")
         try:
             event = self._commit(worker, lease.claim, message)
-        except Refused as problem:
-            return self._refuse(message, "refused", str(problem), task)
         except ClaimGone:
             self._release(lease)
             return _answer(message, "late", task=task)
@@ -467,9 +463,7 @@ class Desk:
         self.tally.add(worker.name, event)
         return _answer(message, "done", task=task)
 
-    def _commit(
-        self, worker: Worker, claim: Claim, message: g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
-    ) -> str:
+    def _commit(self, worker: Worker, claim: Claim, message: Result) -> str:
         """Move the ledger by a result; returns the word for the tally."""
         if isinstance(message, g.RemoteFail):
             return self._fail(worker, claim, message)
@@ -499,17 +493,13 @@ class Desk:
     def _settled_before(self, message: g.Remote, task: str) -> m.Message:
         by, claim = self._recent.get(task), _TASK.fullmatch(task)
         if by is not None and by != message.sender:
-            return self._refuse(message, "not_yours", f"task {task} was {by}'s", task)
+            raise Refused(f"task {task} was {by}'s", "not_yours")
         if claim is None:
-            return self._refuse(message, "refused", f"task {task!r}: no claim has such a name (slot.seq.uid)", task)
+            raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
         if by is not None or self.book.committed(*map(int, claim.groups())):
             return _answer(message, "already", task=task)
         self.tally.add(message.sender, "late")
         return _answer(message, "late", "this claim has ended: its lease was over, or it was handed back", task)
-
-    def _refuse(self, message: g.Remote, code: str, text: str, task: str = "") -> m.Message:
-        self.tally.add(message.sender, code, text=text)
-        return _answer(message, code, f"{message.sender}: {text}", task)
 
 
 def _answer(message: g.Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> m.Message:

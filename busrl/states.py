@@ -54,20 +54,27 @@ class Fate(IntEnum):
     aside by rule never is.
     """
 
-    NONE = 0
-    DISPATCHED = ord("D")
-    TRAINED = ord("T")
-    VALIDATED = ord("V")
-    FLAT = ord("f")
-    OLD = ord("o")
-    INCOMPLETE = ord("i")
-    ENDED = ord("e")
-    LONG = ord("l")
-    POISON = ord("P")
-    REWARD_RAISED = ord("R")
-    REWARD_HUNG = ord("H")
-    MALFORMED = ord("M")
-    UNRENDERED = ord("X")
+    NONE = 0, "none"
+    DISPATCHED = ord("D"), "dispatched"
+    TRAINED = ord("T"), "trained"
+    VALIDATED = ord("V"), "validated"
+    FLAT = ord("f"), "flat group"
+    OLD = ord("o"), "too old"
+    INCOMPLETE = ord("i"), "incomplete group"
+    ENDED = ord("e"), "run ended"
+    LONG = ord("l"), "prompt too long"
+    POISON = ord("P"), "poison"
+    REWARD_RAISED = ord("R"), "reward raised"
+    REWARD_HUNG = ord("H"), "reward hung"
+    MALFORMED = ord("M"), "malformed"
+    UNRENDERED = ord("X"), "prompt not rendered"
+
+    words: str
+
+    def __new__(cls, code: int, words: str) -> Fate:
+        fate = int.__new__(cls, code)
+        fate._value_, fate.words = code, words
+        return fate
 
     @property
     def letter(self) -> str:
@@ -75,22 +82,7 @@ class Fate(IntEnum):
         return chr(self.value) if self.value else ""
 
 
-FATE_NAMES: Final[dict[int, str]] = {
-    Fate.NONE: "none",
-    Fate.DISPATCHED: "dispatched",
-    Fate.TRAINED: "trained",
-    Fate.VALIDATED: "validated",
-    Fate.FLAT: "flat group",
-    Fate.OLD: "too old",
-    Fate.INCOMPLETE: "incomplete group",
-    Fate.ENDED: "run ended",
-    Fate.LONG: "prompt too long",
-    Fate.POISON: "poison",
-    Fate.REWARD_RAISED: "reward raised",
-    Fate.REWARD_HUNG: "reward hung",
-    Fate.MALFORMED: "malformed",
-    Fate.UNRENDERED: "prompt not rendered",
-}
+FATE_NAMES: Final[dict[int, str]] = {fate: fate.words for fate in Fate}
 RULES: Final[frozenset[int]] = frozenset({Fate.FLAT, Fate.OLD, Fate.INCOMPLETE, Fate.ENDED, Fate.LONG})
 ACCIDENTS: Final[frozenset[int]] = frozenset(
     {Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.UNRENDERED}

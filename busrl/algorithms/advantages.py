@@ -23,7 +23,7 @@ AdvantageEstimator = Callable[[Sequence[float], Sequence[int]], Tensor | Sequenc
 def group_std(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
     """(R - mean) / (std + 1e-6), with n - 1 under the root; in float64, one value per sample."""
     centred = group_mean(rewards)
-    return centred / (_spread(torch.tensor(list(rewards), dtype=torch.float64)) + EPS)
+    return centred / (centred.std(correction=1) + EPS)
 
 
 def group_mean(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
@@ -32,10 +32,6 @@ def group_mean(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
         raise ValueError(f"a group of {len(rewards)} has no advantage: rewards are compared with each other; needs 2")
     values = torch.tensor(list(rewards), dtype=torch.float64)
     return values - values.mean()
-
-
-def _spread(values: Tensor) -> Tensor:
-    return values.std(correction=1)
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {"group_std": group_std, "group_mean": group_mean}

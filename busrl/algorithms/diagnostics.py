@@ -37,11 +37,7 @@ class Diagnostics:
 
 
 def sums(
-    inputs: losses.LossInputs,
-    loss: Tensor,
-    entropy: Tensor,
-    current: Tensor | None,
-    settings: losses.LossSettings,
+    inputs: losses.LossInputs, loss: Tensor, entropy: Tensor, current: Tensor | None, settings: losses.LossSettings,
     begun: Tensor | None = None,
 ) -> Tensor:
     """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained,

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 from zmq.utils import z85
@@ -31,6 +31,9 @@ from busrl import keys
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Endpoint, configure
 from busrl.bus.security import bind, prepare, tcp_pair
 from busrl.errors import BadEndpoint, BrokerRunning, BrokerStuck, BusNotReady, InsecureDirectory
+
+if TYPE_CHECKING:
+    from busrl.ring import OfdLock
 
 # -- tcp with keys -----
 
@@ -145,18 +148,10 @@ ROUND_TRIPS = 4
 IPC: Final = "ipc://"
 
 
-class Lock(Protocol):
-    """What the broker needs of a lock (the ring's OfdLock is one)."""
-
-    def try_acquire(self) -> bool: ...
-    def holder(self) -> int | None: ...
-    def release(self) -> None: ...
-
-
 def run_broker(
     frontend: str,
     backend: str,
-    lock: Lock,
+    lock: OfdLock,
     stop: threading.Event,
     *,
     tap: str = "",
@@ -231,7 +226,9 @@ class Proxy:
                 # Publishers send what somebody has subscribed to. The tap shows the whole bus, whoever listens.
                 self._sockets[0].send(EVERYTHING)
         except BaseException:
-            self._close()  # not context.destroy: the listener's thread must close its socket itself
+            for socket in self._sockets:
+                socket.close(0)
+            self._end()  # not context.destroy: the listener's thread must close its socket itself
             raise
         self._thread = threading.Thread(target=self._serve, name="proxy", daemon=True)
 
@@ -268,9 +265,7 @@ class Proxy:
             for socket in self._sockets:
                 socket.close(0)
 
-    def _close(self) -> None:
-        for socket in self._sockets:
-            socket.close(0)
+    def _end(self) -> None:
         self._context.term()
         if self._listener is not None:
             self._listener.close()
@@ -280,7 +275,5 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._context.term()  # ends zmq.proxy with ContextTerminated; returns when the thread has closed the sockets
+        self._end()  # zmq.proxy ends with ContextTerminated, and its thread closes the sockets
         self._thread.join()
-        if self._listener is not None:
-            self._listener.close()

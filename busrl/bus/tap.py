@@ -5,7 +5,7 @@ as well. Knows nothing of runs or files.
 
 - It subscribes to everything, but at the tap, not on the bus: no publisher notices it.
 - It never sends. Its queue is short, so what it does not read in time is dropped for it alone; the senders' own
-  numbers show how many those were (`missed`).
+  numbers show how many those were (`gaps.missed`).
 - `reopen` gives up what is queued, for a listener that prefers what is sent now.
 """
 
@@ -49,29 +49,16 @@ class TapMessage(NamedTuple):
 _decode: Final = msgspec.msgpack.Decoder(Envelope).decode
 
 
-def envelope_of(body: bytes) -> Envelope | None:
-    """The envelope in a message's bytes, None if they are no message."""
-    try:
-        return _decode(body)
-    except (ValueError, RecursionError, MemoryError):
-        return None
-
-
 class Tap:
-    """`take` what has come, `wait` for more; `missed`, `malformed`, `received` and `bytes` are counted."""
+    """`take` what has come, `wait` for more; `gaps` and `malformed` count what was lost and what was none."""
 
     def __init__(self, endpoint: str, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         check_endpoint(endpoint)
         self.endpoint, self._max_bytes = endpoint, max_bytes
-        self.received = self.bytes = self.malformed = self.reopened = 0
+        self.malformed = 0
         self.gaps = Gaps()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._open()
-
-    @property
-    def missed(self) -> int:
-        """Messages that were sent while this listened and did not reach it."""
-        return self.gaps.missed
 
     def take(self, limit: int = 4096) -> list[TapMessage]:
         """What is here already, at most `limit` messages."""
@@ -97,7 +84,6 @@ class Tap:
         """Drop what is queued for us here and at the other end, and listen on from now."""
         self._socket.close(0)
         self._socket = self._open()
-        self.reopened += 1
 
     def close(self) -> None:
         """Leave; idempotent."""
@@ -112,13 +98,12 @@ class Tap:
         return socket
 
     def _seen(self, topic: bytes, body: bytes) -> TapMessage:
-        envelope = envelope_of(body)
-        self.received += 1
-        self.bytes += len(body)
-        if envelope is None:
+        try:
+            envelope = _decode(body)
+        except (ValueError, RecursionError, MemoryError):
             self.malformed += 1
-        else:
-            self.gaps.seen(topic, envelope)
-            if envelope.last_seqs:
-                self.gaps.tail(envelope, envelope.last_seqs)
+            return TapMessage(topic, body, None)
+        self.gaps.seen(topic, envelope)
+        if envelope.last_seqs:
+            self.gaps.tail(envelope, envelope.last_seqs)
         return TapMessage(topic, body, envelope)

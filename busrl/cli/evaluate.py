@@ -13,8 +13,8 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,29 +31,20 @@ STEP = re.compile(r"global_step_([0-9]+)")
 SHOWN = 3  # kinds of failures that are printed
 
 
-@dataclass(frozen=True)
-class Target:
-    """The topology with the model to measure, the step that its weights are of, and where the rows go."""
-
-    topology: Topology
-    step: int
-    out: Path
-
-
 def evaluate(options: argparse.Namespace) -> int:
     """Measure and print; 1 if no sample got a reward."""
     from busrl.evaluate import Asked, Evaluation, write_rows
 
-    target = find(options.target, options.checkpoint, options.overrides)
-    topology = materialise(target.topology)
+    named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
+    topology = materialise(_with_model(named, folder))
     config = topology.validation
     asked = Asked(
         _prompts(topology, options.data),
         options.samples or config.samples,
         config.temperature if options.temperature is None else options.temperature,
-        target.step,
+        step,
     )
-    out = options.out or target.out
+    out = options.out or out
     with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)
         open(out, "ab").close()
@@ -63,7 +54,7 @@ def evaluate(options: argparse.Namespace) -> int:
         write_rows(out, rows)
     found = evaluation.found()
     if options.json:
-        print(json.dumps({"model": topology.model.path, **found.to_json(), "rows": str(out)}))
+        print(json.dumps({"model": topology.model.path, **dataclasses.asdict(found), "rows": str(out)}))
     else:
         print("\n".join(_lines(topology, asked.prompts, found, rows, time.monotonic() - begun, out)))
     return 0 if found.samples else 1
@@ -77,21 +68,22 @@ def _writing(out: Path) -> Iterator[None]:
         raise UserError(f"{out}: the rows cannot be written there ({problem.strerror}); give --out FILE") from problem
 
 
-def find(named: Path, checkpoint: str, overrides: list[str]) -> Target:
-    """What the command line means; UserError if there is no such checkpoint."""
+def find(named: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, int, str, Path]:
+    """What the command line means: the topology, the step and the folder of the weights to measure, and where the rows
+    go; UserError if there is no such checkpoint."""
     paths = RunPaths.of(named)
     if not named.is_dir():
         topology = load(named, overrides)
         step, folder = _folder(checkpoint) if checkpoint else (0, topology.model.path)
         out = Path("evaluated") / f"{topology.run.name}{f'-{Path(checkpoint).name}' if checkpoint else ''}.jsonl"
-        return Target(_with_model(topology, folder), step, out)
+        return topology, step, folder, out
     if not paths.topology.is_file():
         raise UserError(f"{named}: no topology.json in it; give a topology file, or the directory of a run")
     if overrides:
         raise UserError(f"--set changes a topology file, and {named} is a run with its own; give a file instead")
     topology = recorded(paths.topology)
     step, folder = _of_run(paths, topology, checkpoint)
-    return Target(_with_model(topology, folder), step, paths.root / "evaluated" / f"step_{step}.jsonl")
+    return topology, step, folder, paths.root / "evaluated" / f"step_{step}.jsonl"
 
 
 def _of_run(paths: RunPaths, topology: Topology, checkpoint: str) -> tuple[int, str]:
@@ -141,15 +133,9 @@ def _lines(topology: Topology, prompts: str, found: Found, rows: list[Row], seco
         f"  {found.length:.1f} tokens per answer, {found.cut_share:.0%} cut at {topology.generation.max_new_tokens}; "
         f"{seconds:.1f} s",
     ]
-    kinds: dict[str, int] = {}
-    for row in rows:
-        if row.error:
-            kind = row.error.split("\n", 1)[0]
-            kinds[kind] = kinds.get(kind, 0) + 1
-    if kinds:
+    if kinds := Counter(row.error.split("\n", 1)[0] for row in rows if row.error):
         lines.append(f"  {found.failed} samples without a reward are not in the mean:")
-        most = sorted(kinds.items(), key=lambda one: -one[1])[:SHOWN]
-        lines += [f"    {count}× {kind[:300]}" for kind, count in most]
+        lines += [f"    {count}× {kind[:300]}" for kind, count in kinds.most_common(SHOWN)]
     return [*lines, f"  rows: {out}"]
 
 

@@ -35,9 +35,9 @@ def add(options: argparse.Namespace) -> int:
     directory = _directory(options)
     file = keys.add(directory, options.name, options.public)
     if file is None:
-        print(f"{options.name} is let in; it also needs the broker's key {keys.server_pair(directory).public}")
+        print(f"{options.name} is allowed; it also needs the broker's key {keys.server_pair(directory).public}")
     else:
-        print(f"{options.name} is let in; copy this file to it, over a way that you trust, and keep it secret:\n{file}")
+        print(f"{options.name} is allowed; copy this file to it by a way that you trust, and keep it secret:\n{file}")
     return 0
 
 
@@ -50,7 +50,7 @@ def show_all(options: argparse.Namespace) -> int:
         file = keys.client_file(directory, name)
         print(f"  {name:<24} {public}  {file if file.exists() else 'its pair was made elsewhere'}")
     for problem in keys.broken(directory):
-        print(f"  lets nobody in: {problem}")
+        print(f"  accepts no client: {problem}")
     return 0
 
 
@@ -92,5 +92,5 @@ def try_to_connect(options: argparse.Namespace) -> int:
         endpoint.ready(options.wait)
         now = time.monotonic()
     trip_ms = (now - connected) * 1e3
-    print(f"{options.endpoint}: let in after {connected - begun:.3f} s; a round trip takes {trip_ms:.2f} ms")
+    print(f"{options.endpoint}: accepted after {connected - begun:.3f} s; a round trip takes {trip_ms:.2f} ms")
     return 0

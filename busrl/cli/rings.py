@@ -3,8 +3,8 @@
 Maps rings read-only and asks the ring for proof of life. Removes files only in `clean`. Knows nothing of runs beyond
 the names that `paths` gives; `sample.py` shows what is known of one sample.
 
-- `clean` refuses while a launch has the ring or a registered process lives: what it wrote would be lost without
-  anybody noticing.
+- `clean` refuses while a launch has the ring or a registered process lives: what it wrote would be lost
+  unnoticed.
 - A ring that cannot be read may be in use by another version of busrl, so it takes --force too.
 """
 
@@ -14,17 +14,17 @@ import argparse
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from busrl.cli.sample import history
-from busrl.errors import RunInUse, UserError
+from busrl.errors import RingError, RunInUse, UserError
 from busrl.launch.rundir import unlink_segments
 from busrl.monitor.sources import newest_run
 from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
-from busrl.ring import UID_NONE, WORKING, Ring, RingError, RingGuard, State
+from busrl.ring import UID_NONE, WORKING, Ring, RingGuard, State
 from busrl.states import VALIDATE_BIT
 
 SUFFIX = ".ring"
@@ -35,8 +35,9 @@ def show_all(_options: argparse.Namespace) -> int:
     names = ring_names()
     if not names:
         print(f"no rings of user {os.getuid()} in {SHM}")
+    unused = "nobody uses it: `busrl launch` in its run directory continues, `busrl ring clean` removes it"
     for name in names:
-        print(printable(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {_describe(name)}"))
+        print(printable(f"{name}  {(SHM / name).stat().st_size / (1 << 20):8.1f} MiB  {users(name) or unused}"))
     return 0
 
 
@@ -53,8 +54,8 @@ def inspect(options: argparse.Namespace) -> int:
         words = ("step", "version", "version_step", "next_admission", "unpublished_groups", "hold", "run_state")
         print("  " + ", ".join(f"{word} {ring.header(word)}" for word in words))
         print("  slots: " + ", ".join(f"{count} {state}" for state, count in states(ring).items()))
-        _show(render_slots(ring) or ["  no sample in any slot"])
-        _show(render_processes(processes(ring)) or ["  no processes"])
+        _show(render_slots(ring))
+        _show(render_processes(ring))
     finally:
         ring.close()
     return 0
@@ -67,23 +68,20 @@ def _show(lines: Iterable[str]) -> None:
 
 def clean(options: argparse.Namespace) -> int:
     """Remove the ring, the weights and the sockets of a run; with `all`, of every run that nobody uses."""
-    target, force = options.ring, options.force
-    if target != "all":
-        name = ring_name(target)
-        if living := _removed(name, force):
-            raise RunInUse(f"{name}: {living}; stop the run first (`busrl stop RUN_DIR`), or use --force")
-        return 0
-    for name in ring_names():
-        if living := _removed(name, force):
+    every = options.ring == "all"
+    for name in ring_names() if every else [ring_name(options.ring)]:
+        if living := _removed(name, options.force):
+            if not every:
+                raise RunInUse(f"{name}: {living}; stop the run first (`busrl stop RUN_DIR`), or use --force")
             print(printable(f"{name}: kept, {living}"))
     return 0
 
 
 def _removed(name: str, force: bool) -> str:
-    """Remove what nobody uses; who keeps it from being removed, in words."""
+    """Unlink what a run that nobody uses has outside its directory; who uses it, in words, else."""
     try:
         guard = RingGuard(SHM / name)
-    except OSError as error:  # somebody else was quicker, or it is not ours to open
+    except OSError as error:  # gone already, or not ours to open
         return "" if isinstance(error, FileNotFoundError) else f"it cannot be opened: {error.strerror}"
     try:
         if not guard.try_take() and not force:
@@ -91,7 +89,10 @@ def _removed(name: str, force: bool) -> str:
         if not force and (living := users(name)):
             return living
         if guard.has_name():
-            remove(name)
+            unlink_segments(name)
+            sockets = RunPaths(Path("/")).runtime_dir.parent / name.removesuffix(SUFFIX).rpartition(".")[2]
+            shutil.rmtree(sockets, ignore_errors=True)
+            print(f"{name}: removed")
         return ""
     finally:
         guard.release()
@@ -111,31 +112,22 @@ def ring_name(target: str) -> str:
 
 
 def users(name: str) -> str:
-    """Who keeps a ring from being removed, in words; empty if nobody does."""
+    """Which processes use a ring, in words; empty if none does."""
     try:
         ring = Ring.attach(name, read_only=True)
     except RingError as error:
         return f"it cannot be read ({error}), so another version of busrl may use it"
     try:
-        living = [f"{row['label']} (pid {row['pid']})" for row in processes(ring) if row["alive"] and not row["remote"]]
+        here = (one for one in ring.processes() if not one.remote and not ring.is_dead(one.index))
+        living = [f"{one.label} (pid {one.pid})" for one in here]
     finally:
         ring.close()
     return f"in use by {', '.join(living)}" if living else ""
 
 
-def remove(name: str) -> None:
-    """Unlink what a run has outside its directory."""
-    unlink_segments(name)
-    sockets = RunPaths(Path("/")).runtime_dir.parent / name.removesuffix(SUFFIX).rpartition(".")[2]
-    shutil.rmtree(sockets, ignore_errors=True)
-    print(f"{name}: removed")
-
-
 def states(ring: Ring) -> dict[str, int]:
     """Slots by state, empty states left out."""
-    counts: dict[int, int] = {}
-    for state in map(int, ring.lines()["state"]):
-        counts[state] = counts.get(state, 0) + 1
+    counts = Counter(map(int, ring.lines()["state"]))
     known = {int(state): state.name for state in State}
     return {known.get(state, f"in no state ({state})"): counts[state] for state in sorted(counts)}
 
@@ -145,7 +137,7 @@ def render_slots(ring: Ring) -> list[str]:
     lines, now = ring.lines(), time.monotonic_ns()
     held = lines[(lines["state"] != State.FREE) & (lines["uid"] != UID_NONE)]
     if not len(held):
-        return []
+        return ["  no sample in any slot"]
     owners = {process.index: process.label for process in ring.processes()}
     table = [f"  {'state':<12}{'owner':<14}{'slots':>6}{'oldest':>10}  its uid"]
     for state, owner in sorted({(int(line["state"]), int(line["owner"])) for line in held}):
@@ -159,38 +151,13 @@ def render_slots(ring: Ring) -> list[str]:
     return table
 
 
-def processes(ring: Ring) -> list[dict[str, Any]]:
-    """Registered processes as plain data; `busy` is the share of time spent working, None where it is not known."""
-    rows = []
-    for process in ring.processes():
-        total = process.busy_ns + process.idle_ns
-        rows.append(
-            {
-                "label": process.label, "role": process.role, "pid": process.pid, "activity": process.activity,
-                "alive": not ring.is_dead(process.index), "state": process.state,
-                "busy": process.busy_ns / total if process.idle_ns else None,
-                "samples": process.samples, "tokens": process.tokens, "version": process.version,
-                "remote": process.remote,
-            }
-        )
-    return rows
-
-
-def render_processes(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of processes."""
-    if not rows:
-        return []
+def render_processes(ring: Ring) -> list[str]:
+    """The table of registered processes; busy is the share of time spent working."""
     lines = [f"  {'process':<14}{'pid':>8}  {'state':<10}{'busy':>6}  {'samples':>9}  {'version':>7}  activity"]
-    for row in rows:
-        state = row["state"] if row["alive"] else "dead"
-        busy = "-" if row["busy"] is None else f"{row['busy']:.0%}"
+    for one in ring.processes():
+        state = "dead" if ring.is_dead(one.index) else one.state
+        busy = f"{one.busy_ns / (one.busy_ns + one.idle_ns):.0%}" if one.idle_ns else "-"
         lines.append(
-            f"  {row['label']:<14}{row['pid']:>8}  {state:<10}{busy:>6}  {row['samples']:>9,}  "
-            f"{row['version']:>7}  {row['activity']}"
+            f"  {one.label:<14}{one.pid:>8}  {state:<10}{busy:>6}  {one.samples:>9,}  {one.version:>7}  {one.activity}"
         )
-    return lines
-
-
-def _describe(name: str) -> str:
-    living = users(name)
-    return living or "nobody uses it: `busrl launch` in its run directory continues, `busrl ring clean` removes it"
+    return lines if len(lines) > 1 else ["  no processes"]

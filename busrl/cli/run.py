@@ -45,8 +45,7 @@ def launch(options: argparse.Namespace) -> int:
         explain.require_memory(topology)
     for text in explain.warnings(topology):
         print(f"warning: {text}", file=sys.stderr)
-    explain.require_cores(topology)
-    explain.require_disk(topology, directory)
+    explain.require_cores_and_disk(topology, directory)
     return launching.launch(topology, directory, resume=options.resume != "never")
 
 
@@ -55,8 +54,7 @@ def check(options: argparse.Namespace) -> int:
     topology = load(options.topology, options.overrides)
     print(explain.report(topology, options.verbose), end="", flush=True)
     explain.require_memory(topology)
-    explain.require_cores(topology)
-    explain.require_disk(topology, Path("runs"))
+    explain.require_cores_and_disk(topology, Path("runs"))
     return 0
 
 
@@ -76,13 +74,8 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """End a run in order and wait until it has ended."""
-    return stop_run(options.run_dir, options.wait)
-
-
-def stop_run(run_dir: Path, wait_s: float) -> int:
-    """0 when the run has ended; NoSuchRun if there is nothing to stop, PeerTimeout if it does not end."""
-    paths = RunPaths.of(run_dir)
+    """End a run in order and wait until it has ended; NoSuchRun if there is none, PeerTimeout if it does not end."""
+    paths = RunPaths.of(options.run_dir)
     pid = launch_pid(paths)
     if pid is None:
         print(f"{paths.root}: no process runs it; nothing to stop")
@@ -102,7 +95,7 @@ def stop_run(run_dir: Path, wait_s: float) -> int:
             whose = belongs_to_another(paths.root) or "it belongs to another user"
             raise UserError(f"{paths.root}: {whose}, and only they (or root) can stop process {pid}") from None
         print(f"{paths.root}: asked process {pid} to stop", flush=True)
-        _await(descriptor, pid, paths, wait_s)
+        _await(descriptor, pid, paths, options.wait)
     finally:
         os.close(descriptor)
     print(f"{paths.root}: ended")

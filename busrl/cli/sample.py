@@ -1,11 +1,11 @@
 """`busrl ring inspect RUN_DIR --uid UID`: all that a run keeps of one sample, from its files and its ring.
 
 Reads fates, draws.log, errors.jsonl, the write-ahead log, checkpoints, train.jsonl, samples.jsonl, validation.log,
-open.bin and, if there is one, the ring; changes nothing, and works while the run goes on, after it, and after it was
+open.bin and, if there is one, the ring; changes nothing, and works while the run lasts, after it, and after it was
 killed. Knows nothing of the processes that wrote them.
 
 - Every line is what one place says about the uid. Places that say nothing are left out, except where that is the news.
-- Nobody writes down who worked on a sample and when, once it has left its slot without an accident.
+- Which process worked on a sample, and when, is not kept once it has left its slot without an accident.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import numpy as np
 
 from busrl.config import recorded
 from busrl.data import JsonlStream
-from busrl.errors import BusrlError, NoSuchRun, RingNotFound, UserError
+from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, UserError
+from busrl.files import json_lines
 from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, frames
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
-from busrl.ring import UID_NONE, Fates, NoSuchTensor, Ring, RingError, State
+from busrl.ring import UID_NONE, Fates, Ring, State
 from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name
 
 SHOWN = 200  # characters of a text
@@ -52,45 +53,42 @@ def number(text: str) -> int:
 
 
 class Sample:
-    """One uid of one run."""
+    """One uid of one run: uid = (draw x 2 + try) x G + member, or a row of the validation's fates."""
 
     def __init__(self, paths: RunPaths, uid: int) -> None:
         self.paths, self.uid = paths, uid
         self.topology = recorded(paths.topology)
         self.validates = bool(uid & VALIDATE_BIT)
         self.row = uid & ~VALIDATE_BIT
-        self.fate = self._fate(paths.validate_fates if self.validates else paths.fates)
+        self.name = f"v{self.row}" if self.validates else str(uid)
+        self.draw, self.again = divmod(uid // self.topology.groups.size, 2)
+        path = paths.validate_fates if self.validates else paths.fates
+        self.fates = Fates(str(path), read_only=True).view() if path.exists() else np.empty(0, np.uint8)
+        self.fate = int(self.fates[self.row]) if self.row < len(self.fates) else int(Fate.NONE)
 
     def text(self) -> str:
         slots = list(self._ring())
-        found = [*slots, *self._files()]
+        found, place = [*slots, *self._files()], self._place()
         if not found and self.fate == Fate.NONE:
+            known = np.flatnonzero(self.fates)
+            highest = f"{'v' if self.validates else ''}{known[-1]}" if len(known) else ""
+            rest = f"the highest uid of this run is {highest}" if highest else "nothing was dispatched yet"
             raise UserError(
-                f"--uid {self._name()}: {self.paths.root} knows no such sample, {self._who()}: it was never "
-                f"dispatched; {self._highest()}"
+                f"--uid {self.name}: {self.paths.root} knows no such sample, {place}: it was never dispatched; {rest}"
             )
-        lines = [f"sample {self._name()} of {self.paths.root}", f"  who       {self._who()}", *self._prompt()]
-        lines.append(f"  fate      {fate_name(self.fate)}{self._kind()}")
+        kind = " (an accident)" if self.fate in ACCIDENTS else " (set aside by rule)" if self.fate in RULES else ""
+        lines = [f"sample {self.name} of {self.paths.root}", f"  who       {place}", *self._prompt()]
+        lines.append(f"  fate      {fate_name(self.fate)}{kind}")
         if self.fate == Fate.DISPATCHED and not slots:
             lines.append("  slot      none: with the run stopped the next start generates it again")
         return "\n".join([*lines, *found, *self._relatives()])
 
-    # -- who it is ----------------------------------------------------------------------------------------------
-
-    def _name(self) -> str:
-        return f"v{self.row}" if self.validates else str(self.uid)
-
-    def _who(self) -> str:
+    def _place(self) -> str:
         if self.validates:
             samples = max(1, self.topology.derived.val_samples)
             return f"validation round {self.row // samples}, sample {self.row % samples}"
-        draw, again, member = self._place()
-        return f"draw {draw}, try {again}, member {member} of {self.topology.groups.size}"
-
-    def _place(self) -> tuple[int, int, int]:
-        """Draw, try, member: uid = (draw x 2 + try) x G + member."""
-        rest, member = divmod(self.uid, self.topology.groups.size)
-        return rest // 2, rest % 2, member
+        size = self.topology.groups.size
+        return f"draw {self.draw}, try {self.again}, member {self.uid % size} of {size}"
 
     def _prompt(self) -> Iterator[str]:
         data = self.topology.data
@@ -98,48 +96,26 @@ class Sample:
         try:
             with JsonlStream(path, self.topology.run.seed, data.shuffle and not self.validates, data.prompt_key) as one:
                 samples = max(1, self.topology.derived.val_samples)
-                draw = self.row % samples % len(one) if self.validates else self._place()[0]
+                draw = self.row % samples % len(one) if self.validates else self.draw
                 item = one.item(draw)
                 text = short(item.line.decode(errors="replace"))
                 yield f"  prompt    {path}:{item.index + 1} (crc {item.crc:08x}) {text}"
         except (BusrlError, OSError) as error:
             yield f"  prompt    cannot be read: {error}"
 
-    def _fate(self, path: Path) -> int:
-        if not path.exists():
-            return int(Fate.NONE)
-        table = Fates(str(path), read_only=True)
-        try:
-            return table.get(self.row) if self.row < len(table) else int(Fate.NONE)
-        finally:
-            table.close()
-
-    def _kind(self) -> str:
-        if self.fate in ACCIDENTS:
-            return " (an accident)"
-        return " (set aside by rule)" if self.fate in RULES else ""
-
-    def _highest(self) -> str:
-        path = self.paths.validate_fates if self.validates else self.paths.fates
-        known = np.flatnonzero(Fates(str(path), read_only=True).view()) if path.exists() else np.empty(0, np.int64)
-        mark = "v" if self.validates else ""
-        return f"the highest uid of this run is {mark}{known[-1]}" if len(known) else "nothing was dispatched yet"
-
     def _relatives(self) -> Iterator[str]:
         """A member that ended by accident is rolled again once."""
         if self.validates:
             return
-        size, again = self.topology.groups.size, self._place()[1]
-        other = self.uid - size if again else self.uid + size
+        size = self.topology.groups.size
+        other = self.uid - size if self.again else self.uid + size
         fate = Sample(self.paths, other).fate if other >= 0 else Fate.NONE
-        if again:
+        if self.again:
             yield f"  parent    uid {other}, which ended as {fate_name(fate)}; this is its re-roll"
         elif fate:
             yield f"  re-roll   uid {other}: {fate_name(fate)}"
         elif self.fate in ACCIDENTS:
             yield f"  re-roll   uid {other} is not dispatched yet"
-
-    # -- where it is --------------------------------------------------------------------------------------------
 
     def _ring(self) -> Iterator[str]:
         try:
@@ -209,16 +185,16 @@ class Sample:
     def _train_log(self) -> Iterator[str]:
         """Each training of it once: a step that was trained again after a restart stands in the file again."""
         replayed: Counter[tuple[int, int]] = Counter()
-        told: list[tuple[tuple[int, int], str, bool]] = []
-        for line, stands in standing(list(rows(self.paths.train_log))):
+        found: list[tuple[tuple[int, int], str, bool]] = []
+        for line, stands in standing(list(json_lines(self.paths.train_log))):
             for attempt in [attempt for uid, attempt, _ in line["samples"] if uid == self.uid]:
                 key = (line["step"], attempt)
                 replayed[key] += not stands
                 version, cause = line["version"], line["cause"]
                 text = f"  step      {line['step']} (version {version}, {cause}) trained its attempt {attempt}"
-                told.append((key, text, stands))
-        kept = {key for key, _, stands in told if stands}
-        for key, text, stands in told:
+                found.append((key, text, stands))
+        kept = {key for key, _, stands in found if stands}
+        for key, text, stands in found:
             if stands:
                 yield text + (f"; replayed {replayed[key]}×, counted once" if replayed[key] else "")
             elif key not in kept:
@@ -227,20 +203,20 @@ class Sample:
     def _warnings(self) -> Iterator[str]:
         """Lines of errors.jsonl about it: those that name it, and texts of programs that give no names."""
         named = re.compile(rf"\bsample {self.uid}\b")
-        for row in rows(self.paths.errors):
+        for row in json_lines(self.paths.errors):
             uids, text = row.get("uids"), str(row.get("text", ""))
             if self.uid in uids if isinstance(uids, list) else named.search(text):
                 when = clock(float(row.get("time", 0.0)))
                 yield f"  told      {when}: {row.get('process')} {row.get('severity')}: {short(text)}"
 
     def _excerpt(self) -> Iterator[str]:
-        for line in rows(self.paths.samples):
+        for line in json_lines(self.paths.samples):
             if line["uid"] == self.uid:
                 made = f"reward {line['reward']:g}, versions {line['versions']}"
                 yield f"  answer    {short(line['completion'])} ({made})"
 
     def _validation(self) -> Iterator[str]:
-        for line in rows(self.paths.root / "validation.log"):
+        for line in json_lines(self.paths.root / "validation.log"):
             if line["uid"] == self.uid:
                 yield (
                     f"  validated round {line['round']}: reward {line['reward']:g}, {line['tokens']} tokens, versions "
@@ -272,18 +248,6 @@ def owner_name(ring: Ring, index: int) -> str:
     if entry is None:
         return f"process {index}" if index else ""
     return f"{entry.label} (pid {entry.pid}{', dead' if ring.is_dead(index) else ''})"
-
-
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSONL file that somebody may be writing."""
-    if not path.exists():
-        return
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    for line in whole.splitlines():
-        try:
-            yield msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:  # half a line of a writer that was killed, before it was cut
-            continue
 
 
 def standing(lines: list[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:

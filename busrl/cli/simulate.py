@@ -22,7 +22,7 @@ from busrl.simulate import report
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Fitted, fit
 from busrl.simulate.report import Axis, Point, axis, points, svg
-from busrl.simulate.settings import Asked, Setting, make, notes
+from busrl.simulate.settings import Setting, make, notes
 from busrl.simulate.world import World
 
 PATIENCE_S = 10.0
@@ -39,12 +39,12 @@ def simulate(options: argparse.Namespace) -> int:
     if options.topology is None:
         raise UserError("busrl simulate: give a topology file, or --generate FILE to write a trace")
     axes = [axis(text) for text in options.sweep]
-    if options.actors is not None and any(one.key == "simulate.actors" for one in axes):
+    if options.actors is not None and any(key == "simulate.actors" for key, _ in axes):
         raise UserError("--actors and --sweep simulate.actors contradict each other; remove --actors")
     fitted = fit(options.fit) if options.fit else None
-    asked = Asked(options.trace, options.actors, options.steps, options.seed)
+    asked = {name: getattr(options, name) for name in ("trace", "actors", "steps", "seed")}
     found = points(options.topology, options.overrides, axes)
-    settings = [(point, make(point.topology, asked, fitted, point.written)) for point in found]
+    settings = [(point, make(point.topology, fitted, point.written, **asked)) for point in found]
     if not axes:
         return _one(*settings[0], fitted, options.json)
     return _sweep(settings, axes, fitted, options)
@@ -157,7 +157,7 @@ def _beyond(fitted: Fitted | None, rows: Sequence[tuple[tuple[str, ...], Figures
 def _sweep(
     settings: Sequence[tuple[Point, Setting]], axes: Sequence[Axis], fitted: Fitted | None, options: argparse.Namespace
 ) -> int:
-    keys = [one.key for one in axes]
+    keys = [key for key, _ in axes]
     done: list[tuple[Point, Setting, Figures]] = []
     for point, setting in settings:
         done.append((point, setting, _play(point, setting)))

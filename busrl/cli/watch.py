@@ -19,13 +19,14 @@ from types import FrameType
 
 from busrl.errors import NoSuchRun, UserError
 from busrl.monitor import screen
-from busrl.monitor.recording import Bounds, Recorder, Recording, summary
+from busrl.monitor.recording import Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
 from busrl.monitor.snapshot import snapshot
-from busrl.monitor.sources import Target, Watcher, find
+from busrl.monitor.sources import Watcher, find
 from busrl.monitor.status import status as status_of
 from busrl.monitor.text import duration
+from busrl.paths import RunPaths
 
 LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
 
@@ -52,12 +53,12 @@ def monitor(options: argparse.Namespace) -> int:
         watcher.close()
 
 
-def _once(watcher: Watcher, target: Target, as_json: bool, seconds: float | None) -> int:
-    patience = seconds if seconds is not None else LISTEN_S if target.paths else REPLAY_S
+def _once(watcher: Watcher, target: RunPaths | str, as_json: bool, seconds: float | None) -> int:
+    patience = seconds if seconds is not None else REPLAY_S if isinstance(target, str) else LISTEN_S
     screen.settle(watcher, patience)
-    if target.paths is None and not watcher.run.traffic.total.count and not watcher.run.replay:
+    if isinstance(target, str) and not watcher.run.traffic.total.count and not watcher.run.replay:
         raise NoSuchRun(
-            f"{target.endpoint}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
+            f"{target}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
         )
     data = snapshot(watcher.run, time.monotonic(), time.time()) if as_json else None
@@ -84,12 +85,12 @@ NICE = 15  # less than a run's, more than a monitor's: what it is too late for i
 def record(options: argparse.Namespace) -> int:
     """Record until Ctrl-C, a limit or the end of the run; 0 whichever comes, since the file is whole."""
     target, out, seconds = find(options.run_dir), options.out, options.seconds
-    if target.paths is None:
+    if isinstance(target, str):
         raise UserError(f"{options.run_dir}: a run directory is recorded, not an endpoint")
-    recorder = Recorder(target.paths, out, Bounds(math.inf if seconds is None else seconds, options.limit * MIB))
+    recorder = Recorder(target, out, math.inf if seconds is None else seconds, options.limit * MIB)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _frame: recorder.stop(f"asked to by {signal.Signals(got).name}"))
-    print(f"recording {target.paths.root} to {out}; Ctrl-C ends it", flush=True)
+    print(f"recording {target.root} to {out}; Ctrl-C ends it", flush=True)
     give_way(NICE)
     end = recorder.run()
     missed = f", {end.missed:,} missed" if end.missed else ", none missed"

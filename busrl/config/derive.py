@@ -11,9 +11,10 @@ in. Uses the formulas of `scheduling.limits` and the sizes of the ring's layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from busrl.config import rules
-from busrl.config.files import Looked
+from busrl.config.files import FileFacts
 from busrl.config.rules import Finding, batch_varies, count, due, range_of, thresholds, wants_rounds
 from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.scheduling.admission import Staleness
@@ -42,7 +43,7 @@ LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # 
 PAGE = 4096
 
 
-def resolve(topology: Topology, looked: Looked) -> tuple[Derived, list[Finding]]:
+def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding]]:
     """Everything that is computed from more than one key, and what is wrong with explicit values."""
     found: list[Finding] = []
     bounds = _limits(topology, found)
@@ -50,15 +51,15 @@ def resolve(topology: Topology, looked: Looked) -> tuple[Derived, list[Finding]]
     val_samples = topology.validation.samples if rounds else 0
     val_reserve = min(val_samples, in_flight(topology))
     slots, slots_text = _slots(topology, bounds, val_reserve, found)
-    slot_bytes, bytes_text = _slot_bytes(topology, looked, found)
-    found.extend(_sums(topology, bounds, slots, looked))
+    slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
+    found.extend(_sums(topology, bounds, slots, facts))
     derived = Derived(
         limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
-        slot_bytes=slot_bytes, task_bytes=looked.task_bytes,
-        prompt_tokens=looked.prompt_tokens, prompt_text=looked.prompt_text, trial=looked.trial.lines,
-        train_prompts=looked.train_prompts, validation_prompts=looked.validation_prompts if rounds else 0,
+        slot_bytes=slot_bytes, task_bytes=facts.task_bytes,
+        prompt_tokens=facts.prompt_tokens, prompt_text=facts.prompt_text, trial=facts.trial.lines,
+        train_prompts=facts.train_prompts, validation_prompts=facts.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
         explain=(
             *bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology), slots_text,
@@ -102,27 +103,18 @@ def _order(topology: Topology) -> str:
 def _slots(topology: Topology, bounds: AdmissionLimits, reserve: int, found: list[Finding]) -> tuple[int, str]:
     needed = bounds.train_slots + reserve
     text = f"G x B + validation reserve = {bounds.group_size} x {bounds.B} + {reserve} = {needed}"
-    given = topology.ring.slots
+    short = Finding(("ring.slots",), "fewer than the groups in flight need", "", depends=SLOTS_FROM)
+    return _at_least(needed, topology.ring.slots, text, short, found)
+
+
+def _at_least(needed: int, given: int | str, text: str, short: Finding, found: list[Finding]) -> tuple[int, str]:
+    """The value of a key that may be "auto", and its sum as text; `short` is what is wrong with one below `needed`."""
+    key = short.keys[0]
     if not isinstance(given, int):
-        return needed, f"ring.slots = {text}"
+        return needed, f"{key} = {text}"
     if given < needed:
-        rule = f"fewer than the groups in flight need: {text}"
-        found.append(Finding(("ring.slots",), rule, f'set it to {needed} or more, or "auto"', depends=SLOTS_FROM))
-    return given, f"ring.slots = {given} (auto: {text})"
-
-
-def slot_parts(topology: Topology, looked: Looked) -> list[tuple[str, int]]:
-    """What lies in one slot, in bytes, before alignment."""
-    tokens = topology.generation.max_new_tokens
-    text = min(looked.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
-    return [
-        ("longest line", looked.task_bytes),
-        ("prompt ids", 4 * topology.max_prompt_tokens),
-        (f"{tokens} tokens x {PER_TOKEN}", PER_TOKEN * tokens),
-        ("text", text),
-        ("reward parts", REWARD_BYTES),
-        ("alignment", ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (most_segments(topology) - 1))),
-    ]
+        found.append(replace(short, rule=f"{short.rule}: {text}", remedy=f'set it to {needed} or more, or "auto"'))
+    return given, f"{key} = {given} (auto: {text})"
 
 
 def _segments(topology: Topology) -> Iterator[str]:
@@ -134,42 +126,38 @@ def _segments(topology: Topology) -> Iterator[str]:
         yield f"segments: an answer of up to {limit} tokens in at most {own.max_segments} {how}; loss = {own.loss}"
 
 
-def most_segments(topology: Topology) -> int:
-    """Segments that an answer may have; 1 with segments off."""
-    return topology.segments.max_segments if topology.segments.on else 1
+def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> tuple[int, str]:
+    tokens, segments = topology.generation.max_new_tokens, topology.segments.max_segments if topology.segments.on else 1
+    parts = {
+        "longest line": facts.task_bytes,
+        "prompt ids": 4 * topology.max_prompt_tokens,
+        f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
+        "text": min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR)),
+        "reward parts": REWARD_BYTES,
+        "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
+    }
+    needed = _up(sum(parts.values()), 256)
+    text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
+    short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
+    return _at_least(needed, topology.ring.slot_bytes, text, short, found)
 
 
-def _slot_bytes(topology: Topology, looked: Looked, found: list[Finding]) -> tuple[int, str]:
-    parts = slot_parts(topology, looked)
-    needed = _up(sum(size for _, size in parts), 256)
-    text = " + ".join(f"{size} ({name})" for name, size in parts) + f" = {needed} after rounding up to 256"
-    given = topology.ring.slot_bytes
-    if not isinstance(given, int):
-        return needed, f"ring.slot_bytes = {text}"
-    if given < needed:
-        rule = f"smaller than the longest sample: {text}"
-        found.append(Finding(("ring.slot_bytes",), rule, f'set it to {needed} or more, or "auto"', depends=BYTES_FROM))
-    return given, f"ring.slot_bytes = {given} (auto: {text})"
-
-
-def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, looked: Looked) -> Iterator[Finding]:
-    generation, every = topology.generation, topology.publish_every
-    most = bounds.n_hi
+def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
+    every, most = topology.publish_every, bounds.n_hi
     if every * most > bounds.B:
         name = "n_min" if most == bounds.n_min else "n_hi"
         rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
         rare = every > topology.learner.publish_every
         keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
         yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
-    longest = topology.max_prompt_tokens + generation.max_new_tokens
-    if looked.context and longest > looked.context:
-        rule = f"prompt and completion have {longest} tokens, the model takes {looked.context}"
+    if facts.context and topology.longest > facts.context:
+        rule = f"prompt and completion have {topology.longest} tokens, the model takes {facts.context}"
         keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")
         yield Finding(keys, rule, "lower one of them", depends=("model.path",))
     room = topology.bus.max_message_bytes - 1024
-    if looked.task_bytes > room:
-        rule = f"the longest prompt line ({looked.task_bytes} bytes) and 1024 bytes of fields do not fit"
-        remedy = f"set it to {looked.task_bytes + 1024} or more"
+    if facts.task_bytes > room:
+        rule = f"the longest prompt line ({facts.task_bytes} bytes) and 1024 bytes of fields do not fit"
+        remedy = f"set it to {facts.task_bytes + 1024} or more"
         yield Finding(("bus.max_message_bytes",), rule, remedy, depends=BYTES_FROM)
     if in_flight(topology) > slots:
         rule = f"the engines have {in_flight(topology)} rows for {slots} slots, so some rows stay empty"

@@ -16,40 +16,38 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.config import machine, trial
-from busrl.config.machine import Cost, model_at
+from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
 from busrl.config.schema import ADAPTERS, TINY, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
 FOR_PEOPLE = ("explain", "trial", "warnings")  # of the derived values, those that no process reads
+MORE = "how slots, memory and limits follow from this: --verbose"
 NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process reads, and what stands elsewhere
 
 
 def report(topology: Topology, verbose: bool = True) -> str:
     """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
-    parts = (_head, _warnings, _first, _data, _model, _processes, *((_bus, _sums, _sizes) if verbose else (_more,)))
-    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part(topology)))) + "\n"
+    parts = (_head, _warnings, _first, _data, _model, _processes, *((_bus, _sums, _sizes) if verbose else ()))
+    found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
+    return "\n\n".join([*found, *([] if verbose else [MORE])]) + "\n"
 
 
 def require_memory(topology: Topology) -> None:
     """A SharedMemoryFull with the sum, if /dev/shm cannot hold this run."""
-    needed, free = sum(size for _, size in shared_memory(topology)), machine.shm_free()
-    if needed > free:
-        text = " + ".join(f"{name} {_mib(size)}" for name, size in shared_memory(topology))
+    parts, free = shared_memory(topology), machine.shm_free()
+    if (needed := sum(size for _, size in parts)) > free:
+        text = " + ".join(f"{name} {_mib(size)}" for name, size in parts)
         raise SharedMemoryFull(
             f"{machine.SHM} has {_mib(free)} free, the run needs {text} = {_mib(needed)}: enlarge it (mount -o remount,"
             f"size=... {machine.SHM}; docker run --shm-size), `busrl ring clean` old runs, or lower ring.slots"
         )
 
 
-def require_cores(topology: Topology) -> None:
-    """A UserError if an entry names cores that this machine does not give us."""
+def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
+    """A UserError for cores that are named and not there, a DiskFull if what is published does not fit into run_dir."""
     machine.require_cores(topology, machine.cores())
-
-
-def require_disk(topology: Topology, run_dir: Path) -> None:
-    """A DiskFull with the sum, if what is published into the run directory does not fit there."""
     machine.require_disk(topology, model_at(topology.model.path), run_dir)
 
 
@@ -59,11 +57,12 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     With sparse updates each buffer has half of its size beside it, for the changes that follow it.
     """
     found = [("ring", topology.derived.ring_bytes)]
-    parameters = _facts(topology).parameters
+    parameters = machine.model_facts(model_at(topology.model.path)).parameters
     if topology.weights.transport == "shm" and parameters:
         buffers = 3 if topology.weights.sparse.enabled else 2
         found.append(("weights", buffers * parameters * machine.BYTES_OF[topology.model.dtype]))
-    if topology.weights.transport in ADAPTERS and (cost := _cost(topology)) is not None and cost.version:
+    cost = machine.weight_cost(topology, model_at(topology.model.path))
+    if topology.weights.transport in ADAPTERS and cost is not None and cost.version:
         found.append(("adapters", cost.total))
     return found
 
@@ -123,10 +122,6 @@ def _first(t: Topology) -> Iterator[str]:
     yield from t.derived.trial or trial.try_first(t).lines
 
 
-def _more(_: Topology) -> Iterator[str]:
-    yield "how slots, memory and limits follow from this: --verbose"
-
-
 def _processes(t: Topology) -> Iterator[str]:
     yield f"{'process':<12} {'engine':<8} {'device':<8} {'threads':>7}  command"
     for process in t.processes():
@@ -183,7 +178,7 @@ def _blocks(t: Topology) -> Iterator[str]:
     if t.weights.transport != "broadcast":
         return
     yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
-    size = _facts(t).parameters * machine.BYTES_OF[t.model.dtype]
+    size = machine.model_facts(model_at(t.model.path)).parameters * machine.BYTES_OF[t.model.dtype]
     if not size:
         yield "  size unknown until the model is there"
         return
@@ -193,7 +188,7 @@ def _blocks(t: Topology) -> Iterator[str]:
 
 def _versions(t: Topology) -> Iterator[str]:
     """What published folders cost, where versions are folders."""
-    cost = _cost(t)
+    cost = machine.weight_cost(t, model_at(t.model.path))
     if cost is None:
         return
     where = f"in {machine.SHM}" if t.weights.transport in ADAPTERS else "in the run directory"
@@ -203,10 +198,6 @@ def _versions(t: Topology) -> Iterator[str]:
         return
     yield f"  {_mib(cost.version)} each, {cost.kept} are kept"
     yield f"  with the one being written and those that engines hold at most {cost.most}: {_mib(cost.total)}"
-
-
-def _cost(t: Topology) -> Cost | None:
-    return machine.weight_cost(t, model_at(t.model.path))
 
 
 def _data(t: Topology) -> Iterator[str]:
@@ -237,64 +228,56 @@ def _model(t: Topology) -> Iterator[str]:
         yield f"  {t.model.path}: " + (f"made, {folder}" if folder else "made on first use")
     else:
         yield f"  {t.model.path}"
-    facts = _facts(t)
+    facts = machine.model_facts(model_at(t.model.path))
     if facts.kind:
         size = f"{facts.parameters / 1e6:.2f} M parameters" if facts.parameters else "size unknown"
         yield f"  {facts.kind}: {facts.layers} layers, width {facts.hidden}, vocabulary {facts.vocabulary}, {size}"
         yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
 
 
-def _facts(t: Topology) -> machine.ModelFacts:
-    folder = model_at(t.model.path)
-    return machine.model_facts(folder) if folder else machine.ModelFacts("", 0, 0, 0, 0, 0)
-
-
 def warnings(t: Topology) -> list[str]:
     """What deserves a warning before a start: the findings of the loader, and what this machine lacks."""
-    found = list(t.derived.warnings)
+    return [*t.derived.warnings, *_lacking(t), *_doubts(t)]
+
+
+def _lacking(t: Topology) -> Iterator[str]:
+    """What this machine or this environment lacks."""
     computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
     threads = sum(entry.threads * entry.count for entry in computing)
     if threads > (there := len(machine.cores())):
-        text = f"rollouts and learner have {threads} threads for {there} cores; lower threads or count"
-        found.append(f"[[process]]: {text}")
-    if text := _missing_key(t):
-        found.append(text)
-    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
-        found.append(f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups")
-    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
-        text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
-        found.append(f"run.max_steps: {text}, and the run ends by name there")
-    if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
-        found.append(f"bus.endpoint: no client may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`")
-    if count(t, "rollout") == 0:
-        found.append("[[process]]: no rollout is started here; the run waits until one joins")
-    outside = any(entry.count == 0 or entry.command for entry in t.process)
-    if outside and t.task_message_bytes > t.bus.max_message_bytes:
-        text = f"workers without a mapping cannot join: a message with a sample may have {t.task_message_bytes} bytes"
-        found.append(f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}")
-    if text := trial.ends(t):
-        found.append(text)
+        yield f"[[process]]: rollouts and learner have {threads} threads for {there} cores; lower threads or count"
+    name = t.openai.api_key_env
+    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
+    if name and not all(entry.env.get(name) or os.environ.get(name) for entry in asking):
+        yield f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
     for kind in sorted({t.device_of(one.name) for one in t.processes() if has_model(one.spec)} - {"auto"}):
         if not device.likely(kind):
             text = f"this machine has no {kind} device, or its torch was not built for one: a start here would end"
-            found.append(f'model.device = "{kind}": {text}; "auto" takes what there is')
-    return found
+            yield f'model.device = "{kind}": {text}; "auto" takes what there is'
+
+
+def _doubts(t: Topology) -> Iterator[str]:
+    """What may end a run, or keep it from beginning."""
+    if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
+        yield f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups"
+    if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
+        text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
+        yield f"run.max_steps: {text}, and the run ends by name there"
+    if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
+        yield f"bus.endpoint: no client may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`"
+    if count(t, "rollout") == 0:
+        yield "[[process]]: no rollout is started here; the run waits until one joins"
+    outside = any(entry.count == 0 or entry.command for entry in t.process)
+    if outside and t.task_message_bytes > t.bus.max_message_bytes:
+        text = f"workers without a mapping cannot join: a message with a sample may have {t.task_message_bytes} bytes"
+        yield f"bus.max_message_bytes = {t.bus.max_message_bytes}: {text}"
+    if text := trial.ends(t):
+        yield text
 
 
 def _warnings(t: Topology) -> Iterator[str]:
     if found := warnings(t):
-        yield "warnings"
-        for text in found:
-            yield f"  {text}"
-
-
-def _missing_key(t: Topology) -> str:
-    """The key of an endpoint that this environment has not; that of `launch` may be another."""
-    name = t.openai.api_key_env
-    asking = [entry for entry in t.process if entry.role == "rollout" and entry.engine == "openai"]
-    if not name or all(entry.env.get(name) or os.environ.get(name) for entry in asking):
-        return ""
-    return f"openai.api_key_env: ${name} is not set in this environment; the run ends at once where it is not set"
+        yield from ("warnings", *(f"  {text}" for text in found))
 
 
 def _mib(size: int) -> str:

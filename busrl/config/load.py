@@ -1,9 +1,9 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
 Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing is
-created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `sketch`, which asks for nothing that
-a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces `tiny:` names by the
-paths of what they stand for, made on first use.
+created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which asks
+for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces `tiny:`
+names by the paths of what they stand for, made on first use.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from busrl import device
 from busrl.config import engine_rules, files, machine, rules
 from busrl.config.derive import resolve
-from busrl.config.reader import KeyPath, Reader, Source, read, show
+from busrl.config.reader import KeyPath, Reader, Source, read
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
@@ -43,14 +42,6 @@ CHECKS: tuple[rules.Check, ...] = (*rules.CHECKS, *engine_rules.CHECKS, machine.
 PLAYED_OF_PROCESS = ("role", "count")
 
 
-@dataclass(frozen=True)
-class Sketch:
-    """A topology that is only to be simulated. `written`: the dotted keys that the file or an override gives."""
-
-    topology: Topology
-    written: frozenset[str]
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
     """The checked topology; a TopologyError with every problem otherwise."""
     return _load(read(Path(path), overrides), overrides)
@@ -67,28 +58,28 @@ def recorded(path: Path) -> Topology:
         ) from None
 
 
-def sketch(path: str | Path, overrides: Sequence[str] = ()) -> Sketch:
-    """The same without the rules about machine, model and engines, and without a look at the files of a real run."""
+def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
+    """The same without the rules about machine, model and engines, and without a look at the files of a real run; and
+    the dotted keys that the file or an override gives."""
     source = read(Path(path), overrides)
-    topology = _load(source, overrides, sketched=True)
-    written = (".".join(map(str, key)) for key in (*source.lines, *source.overridden))
-    return Sketch(topology, frozenset(written))
+    topology = _load(source, overrides, simulated=True)
+    return topology, frozenset(".".join(map(str, key)) for key in (*source.lines, *source.overridden))
 
 
-def _load(source: Source, overrides: Sequence[str], *, sketched: bool = False) -> Topology:
+def _load(source: Source, overrides: Sequence[str], *, simulated: bool = False) -> Topology:
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
-    looked, broken = files.look(draft, bad | REAL_FILES if sketched else bad)
-    problems.extend(_placed(source, draft, item) for item in broken)
-    bad |= {item.key for item in broken}
-    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=looked.prompt_tokens))
-    derived, sums = resolve(draft, looked)
+    facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
+    problems.extend(_problem(source, draft, finding) for finding in broken)
+    bad |= {finding.keys[0] for finding in broken}
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=facts.prompt_tokens))
+    derived, sums = resolve(draft, facts)
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
-    asked = [one for one in every if not (sketched and any(map(_real, one.keys)))]
+    asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
-    problems.extend([] if sketched else _too_long(draft, sums))
+    problems.extend([] if simulated else _too_long(draft, sums))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
@@ -186,23 +177,12 @@ def _depends(keys: Iterable[str], bad: set[str]) -> bool:
 
 
 def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
-    return Problem(_place(source, finding.keys), finding.shown(draft), finding.rule, finding.remedy)
-
-
-def _placed(source: Source, draft: Topology, item: files.KeyProblem) -> Problem:
-    """A problem of a file as it stands; one of the key that names the file gets the key's place and value."""
-    if item.problem.place:
-        return item.problem
-    value = f"{item.key} = {show(rules.lookup(draft, item.key))}"
-    return dataclasses.replace(item.problem, place=source.place(_path(item.key)), value=value)
-
-
-def _place(source: Source, keys: Sequence[str]) -> str:
-    """The place of the first key that is written down; a default has none."""
-    for key in keys:
-        if _path(key) in source.lines or _path(key) in source.overridden:
-            return source.place(_path(key))
-    return source.place(_path(keys[0]))
+    """The finding with a place: its own, or that of the first of its keys that is written down."""
+    if finding.place:
+        return Problem(finding.place, finding.value, finding.rule, finding.remedy)
+    written = (key for key in finding.keys if _path(key) in source.lines or _path(key) in source.overridden)
+    place = source.place(_path(next(written, finding.keys[0])))
+    return Problem(place, finding.shown(draft), finding.rule, finding.remedy)
 
 
 def _path(key: str) -> KeyPath:
@@ -226,11 +206,11 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
 
 def materialise(topology: Topology) -> Topology:
     """The same topology with every `tiny:` name replaced by the path of what it stands for."""
-    model, data, validation = topology.model, topology.data, topology.validation
-    if model.path.startswith(TINY):
-        model = dataclasses.replace(model, path=str(machine.maker().ensure(model.path).model))
-    if data.train.startswith(TINY):
-        data = dataclasses.replace(data, train=str(machine.maker().ensure(data.train).train))
-    if validation.data.startswith(TINY):
-        validation = dataclasses.replace(validation, data=str(machine.maker().ensure(validation.data).validation))
-    return dataclasses.replace(topology, model=model, data=data, validation=validation)
+    places = (("model", "path", "model"), ("data", "train", "train"), ("validation", "data", "validation"))
+    for section, key, made in places:
+        table = getattr(topology, section)
+        if (name := getattr(table, key)).startswith(TINY):
+            path = str(getattr(machine.maker().ensure(name), made))
+            changed: dict[str, Any] = {section: dataclasses.replace(table, **{key: path})}
+            topology = dataclasses.replace(topology, **changed)
+    return topology

@@ -19,10 +19,10 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from busrl.config.engine_rules import parse_cores, rollouts, vllm_entries
 from busrl.config.rules import Finding
@@ -35,44 +35,15 @@ from busrl.errors import DiskFull, UserError
 MAKER = "busrl.quickstart"  # the module that makes what a name beginning with TINY stands for; imported for these alone
 
 
-class Task(Protocol):
-    """What is known of such a name before it is made."""
-
-    train_prompts: int
-    validation_prompts: int
-    max_prompt_tokens: int
+def maker() -> Any:
+    """The module, loaded when the first such name is met: its RECIPES by name, `paths` of one, None if it is not made
+    yet, and `ensure`, which makes one that is not there."""
+    return importlib.import_module(MAKER)
 
 
-class Made(Protocol):
-    """Where it lies once it is made: a model folder and two prompt files."""
-
-    model: Path
-    train: Path
-    validation: Path
-
-
-class Maker(Protocol):
-    """What the module offers: its names, where a task lies, and a task that is made now if it is not there."""
-
-    RECIPES: Mapping[str, Task]
-
-    def paths(self, name: str) -> Made | None: ...
-    def ensure(self, name: str) -> Made: ...
-
-
-def maker() -> Maker:
-    """The module, loaded when the first such name is met."""
-    return cast(Maker, importlib.import_module(MAKER))
-
-
-def task_of(name: str) -> Task | None:
-    """The task of that name, None if there is none."""
-    return maker().RECIPES.get(name)
-
-
-def made(name: str) -> Made | None:
-    """Where the task lies, None if it is not made yet, or unknown."""
-    return maker().paths(name) if task_of(name) else None
+def made(name: str) -> Any:
+    """Paths of the model folder and the two prompt files of a task; None if it is not made yet, or unknown."""
+    return maker().paths(name) if name in maker().RECIPES else None
 
 
 def model_at(path: str) -> Path | None:
@@ -80,11 +51,12 @@ def model_at(path: str) -> Path | None:
     if not path.startswith(TINY):
         return Path(path)
     there = made(path)
-    return there.model if there else None
+    return Path(there.model) if there else None
 
 
 # -- a model folder, and the memory of this machine -----
 
+Shapes = dict[str, tuple[int, ...]]
 SHM = "/dev/shm"
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -116,10 +88,12 @@ def cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def model_facts(folder: Path) -> ModelFacts:
-    """Read config.json and the headers of the weights."""
+def model_facts(folder: Path | None) -> ModelFacts:
+    """Read config.json and the headers of the weights; nothing of a task's that is not made yet."""
+    if folder is None:
+        return ModelFacts("", 0, 0, 0, 0, 0)
     config = read_config(folder)
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text = _nested(config) or config
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
     return ModelFacts(
         kind=str(kinds[0]),
@@ -127,19 +101,21 @@ def model_facts(folder: Path) -> ModelFacts:
         layers=whole(text, *LAYERS),
         vocabulary=whole(text, "vocab_size"),
         context=context_of(config),
-        parameters=sum(elements(shape) for shape in tensor_shapes(folder).values()),
+        parameters=count_of(tensor_shapes(folder)),
     )
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the language model of several."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else {}
 
 
 def context_of(config: dict[str, Any]) -> int:
     """The longest sequence that a model takes, 0 if its config does not say."""
-    nested = config.get("text_config")
-    for part in (config, nested if isinstance(nested, dict) else {}):
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-            value = part.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return 0
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    values = (part.get(name) for part in (config, _nested(config)) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def read_json(path: Path) -> Any:
@@ -187,8 +163,7 @@ def vocabulary_size(folder: Path) -> int:
 def _parts(folder: Path) -> list[dict[str, Any]]:
     """The places of a model folder that name token ids."""
     config = read_config(folder)
-    nested = config.get("text_config")
-    return [config, nested if isinstance(nested, dict) else {}, read_config(folder, "generation_config.json")]
+    return [config, _nested(config), read_config(folder, "generation_config.json")]
 
 
 def _ids(value: Any) -> list[int]:
@@ -201,7 +176,7 @@ def whole(config: Any, *names: str) -> int:
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path) -> Shapes:
     """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
     return {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in _shapes(path)}
 
@@ -218,9 +193,9 @@ def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(entry["shape"])) for name, entry in entries if isinstance(entry, dict) and "shape" in entry]
 
 
-def elements(shape: tuple[int, ...]) -> int:
-    """How many numbers a tensor of that shape has."""
-    return math.prod(shape)
+def count_of(shapes: Shapes) -> int:
+    """How many numbers these tensors have."""
+    return sum(map(math.prod, shapes.values()))
 
 
 # -- cores -----
@@ -250,7 +225,6 @@ def _named_cores(t: Topology) -> frozenset[int]:
 # -- published versions -----
 
 
-Shapes = Mapping[str, tuple[int, ...]]
 ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
 UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
 SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
@@ -301,7 +275,7 @@ def weight_cost(t: Topology, model: Path | None) -> Cost | None:
         size = sum(ADAPTER_BYTES * t.lora.rank * (rows + columns) for rows, columns in parts) if parts else 0
         size += SMALL_FILES if size else 0
     else:
-        size = sum(elements(shape) for shape in shapes.values()) * BYTES_OF[t.model.dtype]
+        size = count_of(shapes) * BYTES_OF[t.model.dtype]
     kept, engines = kept_versions(t), sum(entry.count for _, entry in rollouts(t))
     return Cost(size, kept, kept + 1 + engines * held_versions(t))
 
@@ -320,18 +294,19 @@ def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
 
 def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
     """Shapes of the weights that get an adapter, as far as names and shapes tell."""
-    found = []
-    for name, shape in shapes.items():
-        *_, layer, kind = ("", *name.split("."))
-        if kind == "weight" and len(shape) == 2 and (layer in targets if targets else not _outer(layer)):
-            found.append((shape[0], shape[1]))
-    return found
+    matrices = ((name.split(".")[-2], shape) for name, shape in shapes.items() if _is_matrix(name, shape))
+    asked = (shape for layer, shape in matrices if (layer in targets if targets else not _outer(layer)))
+    return [(rows, columns) for rows, columns in asked]
 
 
 def weight_layers(shapes: Shapes) -> set[str]:
     """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, no embeddings."""
-    matrices = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")}
+    matrices = {name.split(".")[-2] for name, shape in shapes.items() if _is_matrix(name, shape)}
     return {name for name in matrices if name in HEADS or not _outer(name)}
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name.endswith(".weight")
 
 
 def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:
@@ -374,15 +349,13 @@ def parameters(t: Topology) -> int:
     """How many the model has: from its weights, or else from the widths of config.json; 0 where neither says."""
     if t.model.path.startswith(TINY):
         return TINY_PARAMETERS
-    folder = Path(t.model.path)
-    counted = sum(elements(shape) for shape in tensor_shapes(folder).values())
-    return max(counted, estimate(read_config(folder)))  # of a folder whose weights are elsewhere, or a part
+    folder = Path(t.model.path)  # its weights may be elsewhere, or only a part of them here
+    return max(count_of(tensor_shapes(folder)), estimate(read_config(folder)))
 
 
 def estimate(config: dict[str, Any]) -> int:
     """A decoder's parameters from its widths: embeddings, attention and a gated feed-forward of each layer."""
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
+    text = _nested(config) or config
     width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
     heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")

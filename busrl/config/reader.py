@@ -39,154 +39,102 @@ parse_toml = tomllib.loads  # raises a ValueError
 KeyPath = tuple["str | int", ...]
 
 
+# A string of four kinds, a comment, a run of other characters, a mark or the end of a line.
+TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"""(?!")' r"|'''.*?'''(?!')" r'|"(?:\\.|[^"\\])*"' r"|'[^']*'"
+    r"""|\#[^\n]*|[^\s"'\#=.,\[\]{}]+|[^ \t\r]""",
+    re.DOTALL,
+)
+
+
 def positions(text: str) -> dict[KeyPath, int]:
     """Line numbers, from 1, of all keys and tables of an accepted TOML text."""
-    scanner = _Scanner(text.replace("\r\n", "\n"))
-    scanner.document()
-    return scanner.lines
+    return _Lines(text.replace("\r\n", "\n")).found
 
 
-class _Scanner:
-    """A cursor over a text that a TOML parser has accepted, and the lines found so far.
+class _Lines:
+    """Walks the tokens of a text that a TOML parser has accepted, and notes where keys, tables and elements stand.
 
-    Lenient for that reason: it only has to know where keys, strings, arrays and inline tables begin and end. A path is
-    a tuple of key names and array indices, ("process", 1, "count").
+    A path is a tuple of key names and array indices, ("process", 1, "count").
     """
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.lines: dict[KeyPath, int] = {}
+        self.found: dict[KeyPath, int] = {}
         self._arrays: dict[KeyPath, int] = {}  # path of an array of tables -> index of its newest element
-
-    def document(self) -> None:
+        self._tokens, self._at, line = list[tuple[str, int]](), 0, 1
+        for token in TOKEN.findall(f"{text}\n"):
+            if token[0] != "#":
+                self._tokens.append((token, line))
+            line += token.count("\n")
         prefix: KeyPath = ()
-        while self._skip_blank():
-            if self.text[self.at] == "[":
+        while mark := self._peek():
+            if mark == "[":
                 prefix = self._header()
             else:
                 self._assignment(prefix)
 
-    def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
-
     def _peek(self) -> str:
-        return self.text[self.at : self.at + 1]
+        """The next token that is no end of a line, empty at the end of the text."""
+        while self._at < len(self._tokens) and self._tokens[self._at][0] == "\n":
+            self._at += 1
+        return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
 
-    def _skip_blank(self) -> bool:
-        """Past white space, newlines and comments; False at the end."""
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            elif char in " \t\r\n":
-                self.at += 1
-            else:
-                return True
-        return False
+    def _take(self) -> tuple[str, int]:
+        self._at += 1
+        return self._tokens[self._at - 1]
 
-    def _spaces(self) -> None:
-        while self._peek() and self._peek() in " \t":
-            self.at += 1
+    def _keys(self) -> list[str]:
+        """A dotted key."""
+        names: list[str] = []
+        while not names or self._tokens[self._at][0] == ".":
+            self._at += bool(names)
+            name = self._take()[0]
+            names.append(name[1:-1] if name[0] in "\"'" else name)
+        return names
 
     def _header(self) -> KeyPath:
-        line, double = self._line(), self.text.startswith("[[", self.at)
-        self.at += 2 if double else 1
-        keys = self._keys()
-        self.at += 2 if double else 1
-        path = (*self._walk((), keys[:-1]), keys[-1])
-        self.lines.setdefault(path, line)
+        _, line = self._take()
+        double = self._peek() == "["
+        self._at += double
+        path: KeyPath = ()
+        for name in self._keys():
+            if path in self._arrays:  # an array of tables on the way means its newest element
+                path += (self._arrays[path],)
+            path += (name,)
+        self._at += 1 + double
+        self.found.setdefault(path, line)
         if double:
             self._arrays[path] = self._arrays.get(path, -1) + 1
             path += (self._arrays[path],)
-            self.lines[path] = line
+            self.found[path] = line
         return path
 
-    def _walk(self, prefix: KeyPath, keys: list[str]) -> KeyPath:
-        """The path of a dotted name: an array of tables on the way means its newest element."""
-        for name in keys:
-            prefix += (name,)
-            if prefix in self._arrays:
-                prefix += (self._arrays[prefix],)
-        return prefix
-
-    def _keys(self) -> list[str]:
-        """A dotted key; the cursor ends on what follows it (= or a bracket)."""
-        names = []
-        while True:
-            self._spaces()
-            names.append(self._name())
-            self._spaces()
-            if self._peek() != ".":
-                return names
-            self.at += 1
-
-    def _name(self) -> str:
-        start = self.at
-        if self._peek() in ('"', "'"):
-            self._string()
-            return self.text[start + 1 : self.at - 1]
-        while self._peek() and self._peek() not in " \t.=]\n":
-            self.at += 1
-        return self.text[start : self.at]
-
     def _assignment(self, prefix: KeyPath) -> None:
-        line, start = self._line(), self.at
-        keys = self._keys()
-        if self._peek() != "=" or self.at == start:
-            raise ValueError(f"line {line}: not a key: the text was not accepted by a TOML parser")
+        line, keys = self._tokens[self._at][1], self._keys()
         for depth in range(1, len(keys) + 1):
-            self.lines.setdefault(prefix + tuple(keys[:depth]), line)
-        self.at += 1
-        self._spaces()
-        self._value(prefix + tuple(keys))
+            self.found.setdefault((*prefix, *keys[:depth]), line)
+        if self._take()[0] != "=":
+            raise ValueError(f"line {line}: not a key: the text was not accepted by a TOML parser")
+        self._value((*prefix, *keys))
 
     def _value(self, path: KeyPath) -> None:
-        char = self._peek()
-        if char in ('"', "'"):
-            self._string()
-        elif char == "[":
-            self._array(path)
-        elif char == "{":
-            self._inline_table(path)
-        else:
-            while self._peek() and self._peek() not in ",]}#\n":
-                self.at += 1
-
-    def _string(self) -> None:
-        quote = self.text[self.at]
-        fence = quote * 3 if self.text.startswith(quote * 3, self.at) else quote
-        self.at += len(fence)
-        while not self.text.startswith(fence, self.at):
-            self.at += 2 if quote == '"' and self._peek() == "\\" else 1
-            if self.at > len(self.text):
-                raise ValueError("a string does not end: the text was not accepted by a TOML parser")
-        self.at += len(fence)
-        while len(fence) == 3 and self._peek() == quote:  # a fence may be preceded by one or two quotes
-            self.at += 1
-
-    def _array(self, path: KeyPath) -> None:
-        self.at += 1
+        opening, _ = self._take()
+        if opening not in ("[", "{"):
+            while self._tokens[self._at][0] not in (",", "]", "}", "\n"):
+                self._at += 1
+            return
         index = 0
-        while self._skip_blank() and self._peek() != "]":
-            if self._peek() == ",":
-                self.at += 1
-                continue
-            element = (*path, index)
-            self.lines[element] = self._line()
-            self._value(element)
-            index += 1
-        self.at += 1
-
-    def _inline_table(self, path: KeyPath) -> None:
-        self.at += 1
-        while self._skip_blank() and self._peek() != "}":
-            if self._peek() == ",":
-                self.at += 1
-                continue
-            self._assignment(path)
-        self.at += 1
+        while (mark := self._peek()) not in ("]", "}"):
+            if mark == ",":
+                self._at += 1
+            elif opening == "{":
+                self._assignment(path)
+            else:
+                element = (*path, index)
+                self.found[element] = self._tokens[self._at][1]
+                self._value(element)
+                index += 1
+        self._at += 1
 
 
 # -- one file and its overrides as plain data -----

@@ -39,6 +39,7 @@ class Finding:
     warning: bool = False
     value: str = ""
     depends: tuple[str, ...] = ()  # further keys that the finding was computed from
+    place: str = ""  # where in the file that the key names, if it is not the key itself that is to blame
 
     def shown(self, topology: Topology) -> str:
         """The keys with their values, unless the finding brings its own text."""

@@ -75,8 +75,7 @@ class Lora:
     alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
     targets: tuple[str, ...] = key((), "last names of the linear layers that get one, for example q_proj; empty = all "
                                        "but the output head")
-    dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training",
-                         low=0, high=1, open_high=True)
+    dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training", low=0, below=1)
 
     @property
     def on(self) -> bool:
@@ -115,8 +114,8 @@ class Generation:
     """[generation]: sampling of training trajectories."""
 
     max_new_tokens: int = key(64, "a completion is cut after this many tokens", low=1, high=1 << 20)
-    temperature: float = key(1.0, "sampling temperature of training tasks", low=0, open_low=True, high=10)
-    top_p: float = key(1.0, "nucleus sampling; training needs 1.0", low=0, open_low=True, high=1)
+    temperature: float = key(1.0, "sampling temperature of training tasks", above=0, high=10)
+    top_p: float = key(1.0, "nucleus sampling; training needs 1.0", above=0, high=1)
     max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
     max_prompt_tokens: int | str = key("auto", "a longer prompt is set aside (fate l); auto = the longest of the data",
                                        words=("auto",), low=1, high=1 << 20)
@@ -157,7 +156,7 @@ class Trigger:
 
     n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
     t_max_s: float = key(math.inf, "fire after this many seconds if n_floor groups are ready; inf = never",
-                         words=("inf",), low=0, open_low=True, finite=False)
+                         words=("inf",), above=0, finite=False)
     count: str = key("usable", "what counts against n_min: groups to train on, or every ended group (flat ones too)",
                      choices=("usable", "ended"))
     n_floor: int = key(0, "fewest groups that t_max_s may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
@@ -178,21 +177,21 @@ class Controller:
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
 
-    lr: float = key(REQUIRED, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)",
-                    low=0, open_low=True, high=10)
+    lr: float = key(REQUIRED, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)", above=0,
+                    high=10)
     loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"), function=True)
     advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"),
                          function=True)
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
                                    "package.module:name or file.py:name (docs/extending.md)")
-    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, high=1, open_high=True)
+    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
     weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
-    eps: float = key(1e-8, "AdamW epsilon", low=0, open_low=True, high=1)
+    eps: float = key(1e-8, "AdamW epsilon", above=0, high=1)
     clip_low: float = key(0.2, "the ratio is clipped below at 1 - clip_low", low=0, high=1)
     clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
-    dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", low=1, open_low=True, high=1000)
-    tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", low=0, open_low=True, high=1000)
-    max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", low=0, open_low=True, high=1e6)
+    dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", above=1, high=1000)
+    tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", above=0, high=1000)
+    max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", above=0, high=1e6)
     warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
     decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))
     decay_groups: int = key(0, "groups over which it falls; 0 = to the end of the run", low=0)
@@ -222,7 +221,7 @@ class Sparse:
 
     enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
     threshold: float = key(0.1, "send all values when the changed ones would be more than this share of the bytes",
-                           low=0, open_low=True, high=1)
+                           above=0, high=1)
     key_every: int = key(32, "send all values every so many versions all the same", low=1, high=65536)
 
 
@@ -230,9 +229,8 @@ class Sparse:
 class Weights:
     """[weights]: from the learner to the engines."""
 
-    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=(
-                         "shm", "broadcast", "cuda_ipc", "lora_hotswap", "lora_restart",
-                         "checkpoint_restart"))
+    transport: str = key("shm", "how weights travel; see docs/weights.md",
+                         choices=tuple(ENGINES))
     restart_every: int = key(1, "lora_restart, checkpoint_restart: of the publications that learner.publish_every "
                                 "gives, every so many", low=1, high=1024)
     on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
@@ -244,7 +242,7 @@ class Weights:
                         choices=("wait", "drop"))
     window: int = key(0, "W: groups past the oldest that may be trained before it; 0 = 0.3 of the buffer B",
                       low=0, high=65536)
-    timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", low=0, open_low=True)
+    timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", above=0)
     checksum: bool = key(False, "engines check the bytes of each version against a digest (one more pass over them)")
     bucket_mb: int = key(16, "broadcast: MiB that are sent at once and have a deadline of their own", low=1, high=4096)
     backend: str = key("gloo", "broadcast: what carries it; gloo through the host's memory, nccl (CUDA) and hccl (NPU) "
@@ -261,8 +259,7 @@ class Reward:
     function: str = key("", "kind = python: package.module:function or file.py:function")
     extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
     answer_key: str = key("", "key of the right answer; empty = data.answer_key")
-    timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H",
-                           low=0, open_low=True)
+    timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H", above=0)
     workers: int = key(1, "child processes that call the function, per reward process", low=1, high=256)
     truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
                                  words=("reward",))
@@ -333,18 +330,15 @@ class Scheduler:
 class Limits:
     """[limits]: how long anything may take before it is named."""
 
-    ready_s: float = key(120.0, "a child must be ready after this time", low=0, open_low=True)
-    progress_s: float = key(30.0, "a process without progress for this long is killed and restarted",
-                            low=0, open_low=True)
+    ready_s: float = key(120.0, "a child must be ready after this time", above=0)
+    progress_s: float = key(30.0, "a process without progress for this long is killed and restarted", above=0)
     work_s: float = key(600.0, "the same for one piece of long work: a micro-batch, a prompt's prefill, a part of a "
-                               "checkpoint or of a publication, a result of a validation that holds the version",
-                        low=0, open_low=True)
-    stop_s: float = key(10.0, "a stopping process is killed after this time", low=0, open_low=True)
-    lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence",
-                         low=0, open_low=True, high=3600)
+                        "checkpoint or of a publication, a result of a validation that holds the version", above=0)
+    stop_s: float = key(10.0, "a stopping process is killed after this time", above=0)
+    lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence", above=0,
+                         high=3600)
     idle_groups: int | str = key("auto", "the run ends, with the cause, after so many groups in a row of which none "
-                                 "could be trained; auto = 4 x n_min, at least 32; 0 = never",
-                                 words=("auto",), low=0)
+                                 "could be trained; auto = 4 x n_min, at least 32; 0 = never", words=("auto",), low=0)
     restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
     crash_attempts: int = key(8, "deaths after ready, in a row and with no work done in between, until the run gives "
                               "up; 0 = it never does", low=0, high=1000)
@@ -374,8 +368,8 @@ class Simulate:
     checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
     length_median: int = key(0, "median answer in tokens where there is no trace; 0 = max_new_tokens / 4",
                              low=0, high=1 << 20)
-    flat_share: float = key(0.2, "share of the groups whose rewards are all equal, where a trace has no rewards",
-                            low=0, high=1, open_high=True)
+    flat_share: float = key(0.2, "share of the groups whose rewards are all equal, where a trace has no rewards", low=0,
+                            below=1)
     oracle: bool = key(False, "the policy is told the true lengths instead of predictions")
 
 
@@ -416,14 +410,13 @@ class Faults:
 class Mock:
     """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
 
-    token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token",
-                         low=0, open_low=True, high=5)
+    token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token", above=0, high=5)
     per_sequence_s: float = key(0.0, "seconds more per step for each sequence that runs at the same time",
                                 low=0, high=1)
     prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt, or of an answer that is continued",
                                      low=0, high=1)
-    jitter: float = key(0.0, "every stretch of steps takes up to this share longer or shorter, by chance",
-                        low=0, high=1, open_high=True)
+    jitter: float = key(0.0, "every stretch of steps takes up to this share longer or shorter, by chance", low=0,
+                        below=1)
     learner_s_per_token: float = key(0.0, "the learner takes at least this long per trained token, as a larger model "
                                           "would", low=0, high=0.002)
     right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
@@ -449,10 +442,10 @@ class Openai:
                       choices=("none", "vllm", "sglang"))
     api_key_env: str = key("", "environment variable that holds the key; empty = no key is sent")
     tools: str = key("", "chat: JSON file with a list of tools that every request names", path=True)
-    timeout_s: float = key(60.0, "a try that brings no token for this long has failed", low=0, open_low=True, high=3600)
+    timeout_s: float = key(60.0, "a try that brings no token for this long has failed", above=0, high=3600)
     retries: int = key(8, "a request that fails so often in a row, while others succeed, is given up", low=0, high=1000)
     patience_s: float = key(120.0, "no usable answer to any request for this long ends the process, with the reason",
-                            low=0, open_low=True, high=86400)
+                            above=0, high=86400)
 
 
 @dataclass(frozen=True)
@@ -480,7 +473,7 @@ class Vllm:
 
     tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
     gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
-                                        low=0, open_low=True, high=1)
+                                        above=0, high=1)
     kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "
                                  "accelerator what is left", words=("auto",), low=1, high=1 << 24)
     enforce_eager: str = key("auto", "no compilation and no CUDA graphs; auto = on CPU only",
@@ -489,10 +482,10 @@ class Vllm:
     max_model_len: int = key(0, "longest sequence; 0 = longest prompt and answer", low=0, high=1 << 24)
     seeded: bool = key(True, "every sample has a random stream of its own; false = one stream for all, faster with "
                              "many rows")
-    start_s: float = key(120.0, "vLLM must have started after this time", low=0, open_low=True)
-    rpc_s: float = key(20.0, "a call to vLLM without an answer for this long ends the process", low=0, open_low=True)
-    silent_s: float = key(60.0, "so does an engine at work that makes no token for this long", low=0, open_low=True)
-    stop_s: float = key(5.0, "a stopping vLLM is killed after this time", low=0, open_low=True)
+    start_s: float = key(120.0, "vLLM must have started after this time", above=0)
+    rpc_s: float = key(20.0, "a call to vLLM without an answer for this long ends the process", above=0)
+    silent_s: float = key(60.0, "so does an engine at work that makes no token for this long", above=0)
+    stop_s: float = key(5.0, "a stopping vLLM is killed after this time", above=0)
     check_parameters: int = key(50_000_000, "after the first new weights a model of at most so many parameters is "
                                 "compared with a plain forward pass; 0 = never", low=0)
     check_tolerance: float = key(0.0, "largest difference of a log-probability in it; 0 = 0.001 for float32, 0.2 for "
@@ -508,18 +501,18 @@ class Vllm:
 class ControllerRules:
     """[experiments.controller]: the thresholds of learner.controller, with measured defaults; see docs/control.md."""
 
-    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, high=1, open_high=True)
+    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, below=1)
     probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
     probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
     reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
-    high: float = key(1.3, "H / H_ref above it is high", low=0, open_low=True, high=100)
-    low: float = key(0.6, "H / H_ref below it is low", low=0, open_low=True, high=100)
+    high: float = key(1.3, "H / H_ref above it is high", above=0, high=100)
+    low: float = key(0.6, "H / H_ref below it is low", above=0, high=100)
     hysteresis: float = key(0.1, "a band is left so far inside of its threshold", low=0, high=10)
-    high_t_max_s: float = key(0.25, "t_max_s at high entropy, where it is finite", low=0, open_low=True)
-    low_t_max_s: float = key(1.0, "t_max_s at low entropy, where it is finite", low=0, open_low=True)
+    high_t_max_s: float = key(0.25, "t_max_s at high entropy, where it is finite", above=0)
+    low_t_max_s: float = key(1.0, "t_max_s at low entropy, where it is finite", above=0)
     clip_factor: float = key(5.0, "a clip fraction above so many times its baseline vetoes smaller steps",
                              low=1, high=1e6)
-    clip_floor: float = key(0.001, "least baseline of the clip fraction", low=0, open_low=True, high=1)
+    clip_floor: float = key(0.001, "least baseline of the clip fraction", above=0, high=1)
     ess_low: float = key(0.5, "an ESS below it vetoes smaller steps", low=0, high=1)
 
 
@@ -531,7 +524,7 @@ class Experiments:
                      choices=("off", "on", "gate"))
     dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
     dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
-                             low=0, open_low=True, high=100)
+                             above=0, high=100)
     forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
     controller: ControllerRules = field(default_factory=ControllerRules)
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,11 +32,12 @@ import msgspec
 import numpy as np
 
 from busrl.config import machine
+from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology, has_model
 from busrl.config.values import FUNCTION
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
-from busrl.errors import DataError, Problem
+from busrl.errors import DataError
 
 # -- prompts in tokens -----
 
@@ -68,6 +69,16 @@ class Counted:
         """Tokens of the longest prompt that was counted, and its line."""
         return max(zip(self.tokens, self.lines), default=(0, 0))
 
+    @property
+    def about(self) -> str:
+        """What stands before a number that is an estimate."""
+        return "about " if len(self.tokens) < self.prompts else ""
+
+    def longest_in_words(self) -> str:
+        longest, line = self.longest
+        place = f"{self.path}:{line}" if line else self.path
+        return f"the longest prompt has {longest or self.bound} ({place}; {self.how})"
+
     def over(self, limit: int) -> int:
         """How many prompts of the file have more tokens; of a file that was not counted whole an estimate."""
         known = sum(n > limit for n in self.tokens)
@@ -82,64 +93,50 @@ class Counted:
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit in force, what was counted as text for `busrl check`, and the (key, problem) pairs found."""
+    """The limit in force, what was counted as text for `busrl check`, and what is wrong."""
 
     tokens: int = UNKNOWN
     text: str = ""
-    problems: tuple[tuple[str, Problem], ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Limit:
     """`scans` by key (data.train, validation.data); `context`: tokens that the model takes, 0 if unknown."""
     given = topology.generation.max_prompt_tokens
+    auto = not isinstance(given, int)
+    found: list[Finding] = []
+    counted: list[Counted] = []
     try:
         counted = list(_counted(topology, scans))
     except DataError as problem:
         rule, _, remedy = str(problem).rpartition("; ")
-        text = Problem("", "", rule or remedy, remedy if rule else "correct the prompt, or the template")
-        return Limit(given if isinstance(given, int) else UNKNOWN, "", (("data.template", text),))
+        remedies = (rule, remedy) if rule else (remedy, "correct the prompt, or the template")
+        found.append(Finding(("data.template",), *remedies))
+    limit = given if isinstance(given, int) else max([UNKNOWN, *(one.bound for one in counted)])
+    if auto and (left := context - topology.generation.max_new_tokens) > 0:
+        limit = min(limit, left)  # as far as the model has room for the longest prompt and an answer
     if not counted:
-        return Limit(given if isinstance(given, int) else UNKNOWN)
-    limit = given if isinstance(given, int) else _auto(topology, counted, context)
-    lines = [*map(_longest, counted), *(_left_out(one, limit) for one in counted if one.over(limit))]
-    room = context if limit != given else 0  # what "auto" had to keep to
-    problems = [("generation.max_prompt_tokens", _too_many(one, limit, room)) for one in counted
-                if one.over(limit) > TOO_MANY * one.prompts]
-    auto = "" if isinstance(given, int) else " (auto)"
-    return Limit(limit, f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{auto}", tuple(problems))
+        return Limit(limit, "", tuple(found))
+    lines = [one.longest_in_words() for one in counted]
+    lines += [f"{one.about}{one.over(limit)} of {one.path} are longer than {limit} and will be set aside"
+              for one in counted if one.over(limit)]
+    room = context if auto else 0  # what "auto" had to keep to
+    found = [_too_many(one, limit, room) for one in counted if one.over(limit) > TOO_MANY * one.prompts]
+    text = f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{' (auto)' if auto else ''}"
+    return Limit(limit, text, tuple(found))
 
 
-def _auto(topology: Topology, counted: Sequence[Counted], context: int) -> int:
-    """The longest prompt, as far as the model has room for it and an answer."""
-    longest = max(1, *(one.bound for one in counted))
-    room = context - topology.generation.max_new_tokens
-    return min(longest, room) if context and room > 0 else longest
-
-
-def _longest(one: Counted) -> str:
-    longest, line = one.longest
-    place = f"{one.path}:{line}" if line else one.path
-    return f"the longest prompt has {longest or one.bound} ({place}; {one.how})"
-
-
-def _left_out(one: Counted, limit: int) -> str:
-    return f"{_about(one)}{one.over(limit)} of {one.path} are longer than {limit} and will be set aside"
-
-
-def _about(one: Counted) -> str:
-    return "about " if len(one.tokens) < one.prompts else ""
-
-
-def _too_many(one: Counted, limit: int, context: int) -> Problem:
+def _too_many(one: Counted, limit: int, context: int) -> Finding:
     over, (longest, line) = one.over(limit), one.longest
     rule = (
-        f"{_about(one)}{over} of the {one.prompts} prompts of {one.path} ({over / one.prompts:.1%}) are longer than "
+        f"{one.about}{over} of the {one.prompts} prompts of {one.path} ({over / one.prompts:.1%}) are longer than "
         f"{limit} tokens and would be set aside; the longest has {longest} (line {line}; {one.how})"
     )
+    remedy = f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %'
     if context:
         room = f"the model takes {context} tokens, prompt and answer"
-        return Problem("", "", rule, f"{room}: lower generation.max_new_tokens, or shorten the prompts")
-    return Problem("", "", rule, f'"auto" or {max(longest, one.bound)} fits all, {one.fits_most()} fits 99 %')
+        remedy = f"{room}: lower generation.max_new_tokens, or shorten the prompts"
+    return Finding(("generation.max_prompt_tokens",), rule, remedy)
 
 
 # -- counting -----
@@ -177,9 +174,9 @@ def tools_of_chats(topology: Topology) -> list[Any]:
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:
     """A tiny task's prompts have a known length in characters, made or not."""
-    task = machine.task_of(path)
-    longest = task.max_prompt_tokens if task else UNKNOWN
-    tokens = light.counts(["9" * longest])[0] if light is not None else longest
+    task = machine.maker().RECIPES.get(path)
+    longest = int(task.max_prompt_tokens) if task else UNKNOWN
+    tokens = len(light.ids("9" * longest)) if light is not None else longest
     return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
 
 
@@ -228,7 +225,7 @@ def _tokens(topology: Topology, scan: Scan, light: LightTokenizer, chosen: Seque
                     prompts.append(light.text(prompt))
                 except DataError as problem:
                     raise DataError(f"{scan.path}:{index + 1}: {problem}") from problem
-            yield from light.counts_of_texts(prompts, topology.data.template == "none")
+            yield from light.counts(prompts, topology.data.template == "none")
 
 
 def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
@@ -246,6 +243,7 @@ def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 LOAD_S = 60.0  # importing a reward may take so long
+END_S = 5.0  # from the end of its output to that of the process
 SHOWN_TEXT, SHOWN_IDS = 160, 12
 EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
 SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
@@ -283,67 +281,44 @@ class Trial:
         return self.tried[0] if self.tried and all(one.error for one in self.tried) else None
 
 
-@dataclass
-class First:
-    """The first prompt of the training file."""
-
-    place: str
-    line: str
-    record: dict[str, Any] = field(default_factory=dict)
-
-
 def try_first(t: Topology) -> Trial:
-    """Load the reward, and judge the first record with it where one is there."""
-    first = first_of(t)
+    """Load the reward, and judge the first record with it where one is there and busrl's own reward process starts."""
+    place, line = _first_line(t)
+    record: dict[str, Any] = json.loads(line) if line else {}
     tokenizer = _tokenizer(t)
-    answers = list(_answers(t, first, tokenizer)) if first and _is_ours(t) else []
-    not_loaded, tried = call(t, first.line if first else "{}", answers)
-    lines = [*_prompt(t, first, tokenizer), *_judged(tried)] if first else []
+    answers: Answers = []
+    if line and any(entry.role == "reward" and entry.count and not entry.command for entry in t.process):
+        right = record.get(t.reward.answer_key or t.data.answer_key)
+        what, text = MADE_UP, SOMETHING
+        if right is not None and not isinstance(right, (dict, list)):
+            what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
+        answers = [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
+    not_loaded, tried = _judge(t, line or "{}", answers)
+    lines = [*_prompt(t, place, record, tokenizer), *_judged(tried)] if line else []
     return Trial(tuple(lines), tuple(tried), not_loaded)
 
 
-def first_of(t: Topology) -> First | None:
-    """The first line of data.train; None where there is none to be read (a quickstart's that is not made yet)."""
+def _first_line(t: Topology) -> tuple[str, str]:
+    """Place and text of the first line of data.train; both empty where none can be read (a quickstart's file that is
+    not made yet)."""
     path = t.data.train
     if path.startswith(TINY):
         made = machine.made(path)
         if made is None:
-            return None
+            return "", ""
         path = str(made.train)
     try:
         with open(open_file(Path(path)), "rb") as file:
             _, line = next(prompt_lines(file))
-        record = json.loads(line)
+        return (f"{path}:1", line.decode()) if isinstance(json.loads(line), dict) else ("", "")
     except (OSError, ValueError, DataError, StopIteration):
-        return None  # `files` reports what is wrong with the file
-    return First(f"{path}:1", line.decode(), record) if isinstance(record, dict) else None
+        return "", ""  # `files` reports what is wrong with the file
 
 
-def _is_ours(t: Topology) -> bool:
-    """Whether a reward process of busrl's own is started here; what others do is theirs."""
-    return any(entry.role == "reward" and entry.count and not entry.command for entry in t.process)
-
-
-def _generates(t: Topology) -> bool:
-    """Whether an engine of busrl's makes answers here with the model's own end tokens."""
-    return any(entry.role == "rollout" and has_model(entry) for entry in t.process)
-
-
-def _answers(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[tuple[str, str, list[int]]]:
-    """What, text and ids of the answers to try."""
-    yield EMPTY, "", []
-    right = first.record.get(t.reward.answer_key or t.data.answer_key)
-    if right is not None and not isinstance(right, (dict, list)):
-        text = right if isinstance(right, str) else json.dumps(right)
-        yield RIGHT, text, tokenizer.ids(text) if tokenizer else []
-    else:
-        yield MADE_UP, SOMETHING, tokenizer.ids(SOMETHING) if tokenizer else []
-
-
-def _prompt(t: Topology, first: First, tokenizer: LightTokenizer | None) -> Iterator[str]:
-    yield f"first prompt ({first.place})"
+def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Iterator[str]:
+    yield f"first prompt ({place})"
     try:
-        prompt = prompt_of(first.record, t.data)
+        prompt = prompt_of(record, t.data)
         text = tokenizer.text(prompt) if tokenizer else prompt
         ids = tokenizer.ids(prompt) if tokenizer else []
     except DataError as problem:
@@ -370,7 +345,8 @@ def _short(value: Any) -> str:
 
 def ends(t: Topology) -> str:
     """What is wrong with the tokens that end an answer; empty where nothing is, or where no model runs here."""
-    tokenizer = _tokenizer(t) if not t.model.path.startswith(TINY) and _generates(t) else None
+    generates = any(entry.role == "rollout" and has_model(entry) for entry in t.process)
+    tokenizer = _tokenizer(t) if generates and not t.model.path.startswith(TINY) else None
     if tokenizer is None:
         return ""
     folder = Path(t.model.path)
@@ -396,19 +372,6 @@ def ends(t: Topology) -> str:
 Answers = list[tuple[str, str, list[int]]]
 
 
-def call(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
-    """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
-    own = t.reward
-    setup = {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key}
-    items = [
-        {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
-        for key, (_, text, ids) in enumerate(answers)
-    ]
-    asked = msgspec.json.encode(setup) + b"\n" + msgspec.json.encode(items) + b"\n"
-    with _foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
-        return _conversation(child, asked, answers, own.timeout_s, printed)
-
-
 @contextlib.contextmanager
 def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A process for a user's code with the environment of that role, and the file that it prints to; killed at the end.
@@ -430,32 +393,35 @@ def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess
             child.communicate()
 
 
-def _conversation(
-    child: subprocess.Popen[bytes], asked: bytes, answers: Answers, timeout_s: float, printed: IO[bytes]
-) -> tuple[str, list[Tried]]:
-    assert child.stdin is not None and child.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(asked)
-        child.stdin.flush()
-    events = Events(child.stdout)
-    loaded = events.next(LOAD_S)
-    if loaded is None:
-        return (f"importing it took longer than {LOAD_S:g} s" if not events.ended else _last_words(child, printed)), []
-    if loaded["error"]:
-        return str(loaded["text"]), []
-    tried: list[Tried] = []
-    for what, answer, _ in answers:
-        event = events.next(timeout_s)
-        if event is not None:
-            tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
-            continue
-        if events.ended:
-            tried.append(Tried(what, answer, error="died", text=f"the process died: {_last_words(child, printed)}"))
-        else:
-            text = f"no result after {timeout_s:g} s (reward.timeout_s)"
-            tried.append(Tried(what, answer, error="hung", text=text))
-        break
-    return "", tried
+def _judge(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
+    """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
+    own = t.reward
+    setup = {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key}
+    items = [
+        {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
+        for key, (_, text, ids) in enumerate(answers)
+    ]
+    with _foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(msgspec.json.encode(setup) + b"\n" + msgspec.json.encode(items) + b"\n")
+            child.stdin.flush()
+        events = Events(child.stdout)
+        loaded = events.next(LOAD_S)
+        if loaded is None:
+            late = f"importing it took longer than {LOAD_S:g} s"
+            return _last_words(child, printed) if events.ended else late, []
+        tried: list[Tried] = []
+        for what, answer, _ in answers if not loaded["error"] else ():
+            if event := events.next(own.timeout_s):
+                tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
+                continue
+            error, text = "hung", f"no result after {own.timeout_s:g} s (reward.timeout_s)"
+            if events.ended:
+                error, text = "died", f"the process died: {_last_words(child, printed)}"
+            tried.append(Tried(what, answer, error=error, text=text))
+            break
+        return str(loaded["text"]) if loaded["error"] else "", tried
 
 
 class Events:
@@ -481,11 +447,13 @@ class Events:
 
 
 def _last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
-    """Exit code and the last line that it printed."""
-    code = child.wait(timeout=5)
+    """Exit code and last line of a process whose output has ended; it may live on where user code has closed that."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(END_S)
     printed.seek(0)
     rows = printed.read().decode(errors="replace").strip().splitlines()
-    return f"exit code {code}" + (f", {rows[-1]}" if rows else "")
+    code = "its output is closed" if child.returncode is None else f"exit code {child.returncode}"
+    return f"{code}, {rows[-1]}" if rows else code
 
 
 # -- a loss, an advantage estimator and metrics by import path -----

@@ -33,13 +33,13 @@ FUNCTION = re.compile(r"[^:]+:[A-Za-z_][\w.]*")  # package.module:name or file.p
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be beyond its type. `low`/`high` are inclusive unless `open_low`/`open_high`."""
+    """What a value must be beyond its type: at least `low` or above `above`, at most `high` or below `below`."""
 
     doc: str
     low: float | None = None
+    above: float | None = None
     high: float | None = None
-    open_low: bool = False
-    open_high: bool = False
+    below: float | None = None
     choices: tuple[str, ...] = ()
     function: bool = False  # besides the choices, the import path of a user's function
     words: tuple[str, ...] = ()  # words allowed where a number is expected ("auto", "inf")
@@ -56,20 +56,16 @@ class Rule:
         return " or ".join(part for part in (self._bounds(), *words) if part)
 
     def _bounds(self) -> str:
-        parts = []
-        if self.low is not None:
-            parts.append(f"{'>' if self.open_low else '>='} {_shown(self.low)}")
-        if self.high is not None:
-            parts.append(f"{'<' if self.open_high else '<='} {_shown(self.high)}")
-        return " and ".join(parts)
+        bounds = {">=": self.low, ">": self.above, "<=": self.high, "<": self.below}
+        return " and ".join(f"{sign} {_shown(bound)}" for sign, bound in bounds.items() if bound is not None)
 
     def allows(self, number: float) -> bool:
         """Whether a number keeps the bounds."""
         if math.isnan(number) or (self.finite and math.isinf(number)):
             return False
-        if self.low is not None and (number < self.low or (self.open_low and number == self.low)):
+        if (self.low is not None and number < self.low) or (self.above is not None and number <= self.above):
             return False
-        return not (self.high is not None and (number > self.high or (self.open_high and number == self.high)))
+        return not ((self.high is not None and number > self.high) or (self.below is not None and number >= self.below))
 
     def unbounded(self) -> Rule:
         """The rule without what may change between two versions of busrl: bounds and choices."""

@@ -117,13 +117,8 @@ class LightTokenizer:
         """The tokenizer's own end token, "" if it names none."""
         return self._special.get("eos_token", "")
 
-    def counts(self, prompts: Sequence[Prompt]) -> list[int]:
-        """How many tokens each prompt has; all are texts, or all are chats."""
-        plain = bool(prompts) and isinstance(prompts[0], str)
-        return self.counts_of_texts([self.text(prompt) for prompt in prompts], plain)
-
-    def counts_of_texts(self, texts: Sequence[str], plain: bool) -> list[int]:
-        """The same for what `text` gave; `plain`: of texts that no template wrote."""
+    def counts(self, texts: Sequence[str], plain: bool) -> list[int]:
+        """How many tokens each text of `text` has; `plain`: no template wrote them."""
         return [len(one) for one in self._core.encode_batch_fast(list(texts), add_special_tokens=plain)]
 
 

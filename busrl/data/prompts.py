@@ -18,14 +18,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from busrl.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from busrl.config.schema import Data
 
 # -- what a model is asked -----------------------------------
 
@@ -35,18 +37,7 @@ Prompt = str | list[Message]
 SYSTEM_ROLES = ("system", "developer")
 
 
-class PromptSettings(Protocol):
-    """The part of [data] that decides how a prompt is written."""
-
-    @property
-    def prompt_key(self) -> str: ...
-    @property
-    def template(self) -> str: ...
-    @property
-    def system(self) -> str: ...
-
-
-def prompt_of(record: dict[str, Any], settings: PromptSettings) -> Prompt:
+def prompt_of(record: dict[str, Any], settings: Data) -> Prompt:
     """A text to be encoded as it stands, or the messages for the model's chat template; DataError otherwise.
 
     A text under `template = "chat"` is one user turn; a list of messages is a chat already and needs that template.
@@ -222,8 +213,6 @@ def _short(line: bytes, limit: int = 60) -> str:
 # -- draws ---------------------------------------------------
 
 
-CHUNK = 8 << 20
-NEWLINE = 10
 EPOCHS_KEPT = 2  # a horizon of draws may reach from one epoch into the next
 
 
@@ -250,18 +239,19 @@ class JsonlStream:
         self.seed, self.shuffle = seed, shuffle
         self.prompt_key, self.answer_key = prompt_key, answer_key
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        self._starts, self._ends = array("q"), array("q")
         self._fd = open_file(self.path)
-        try:
-            self._bounds = prompt_bounds(self._fd)
-            if len(self) == 0:
-                raise DataError(f"{self.path}: the file is empty: it must hold one JSON object per line; write some")
-        except BaseException:
+        with open(self._fd, "rb", closefd=False) as file:
+            for start, line in prompt_lines(file):
+                self._starts.append(start)
+                self._ends.append(start + len(line))
+        if not self._starts:
             self.close()
-            raise
+            raise DataError(f"{self.path}: the file is empty: it must hold one JSON object per line; write some")
 
     def __len__(self) -> int:
         """Lines of the file, N."""
-        return len(self._bounds) - 1
+        return len(self._starts)
 
     def item(self, draw: int) -> PromptLine:
         """The line of draw number `draw`. `DataError` if the file has changed since it was opened."""
@@ -272,7 +262,7 @@ class JsonlStream:
 
     def at(self, index: int) -> PromptLine:
         """Line `index` (from 0) of the file."""
-        start, end = int(self._bounds[index]), int(self._bounds[index + 1]) - 1
+        start, end = self._starts[index], self._ends[index]
         line = os.pread(self._fd, end - start, start)
         if len(line) != end - start or b"\n" in line:
             raise DataError(
@@ -298,7 +288,7 @@ class JsonlStream:
     def __enter__(self) -> JsonlStream:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -309,31 +299,6 @@ class JsonlStream:
             for old in list(self._orders)[:-EPOCHS_KEPT]:  # oldest use first
                 del self._orders[old]
         return order
-
-
-def prompt_bounds(fd: int) -> npt.NDArray[np.int64]:
-    """`line_bounds` without the empty lines at the end and without a byte order mark."""
-    bounds = line_bounds(fd)
-    if os.pread(fd, len(BOM), 0) == BOM:
-        bounds[0] = len(BOM)
-    count = len(bounds)
-    while count > 1 and not os.pread(fd, int(bounds[count - 1] - bounds[count - 2]), int(bounds[count - 2])).strip():
-        count -= 1
-    return bounds[:count]
-
-
-def line_bounds(fd: int) -> npt.NDArray[np.int64]:
-    """Offsets at which lines start, plus the end: line i is bytes [bounds[i], bounds[i + 1] - 1) of the file."""
-    found: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
-    offset, last = 0, NEWLINE
-    while chunk := os.pread(fd, CHUNK, offset):
-        data = np.frombuffer(chunk, np.uint8)
-        found.append(np.flatnonzero(data == NEWLINE).astype(np.int64) + (offset + 1))
-        offset += len(chunk)
-        last = chunk[-1]
-    if last != NEWLINE:  # a last line without a newline counts; its bound is one past the byte that is not there
-        found.append(np.array([offset + 1], np.int64))
-    return np.concatenate(found)
 
 
 # -- measurements on prompts ---------------------------------

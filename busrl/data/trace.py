@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +86,9 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> Task:
 def write(path: str | Path, tasks: Sequence[Task]) -> None:
     """Write a trace; `read` gives equal tasks back."""
     with open(path, "wb") as file:
-        file.writelines(msgspec.json.encode(_line(task)) + b"\n" for task in tasks)
-
-
-def _line(task: Task) -> dict[str, Any]:
-    line: dict[str, Any] = {"prompt": task.prompt, "answer": task.answer, "tag": task.tag, "lengths": task.lengths}
-    if task.rewards:
-        line["rewards"] = task.rewards
-    if task.arrival_s is not None:
-        line["arrival_s"] = task.arrival_s
-    return line
+        for task in tasks:
+            line = {key: value for key, value in asdict(task).items() if value not in ((), None)}
+            file.write(msgspec.json.encode(line) + b"\n")
 
 
 def _numbers(record: dict[str, object], name: str, place: str) -> list[Any]:
@@ -173,13 +166,13 @@ def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[
         raise ValueError(f"prompts = {prompts}: must be >= 1")
     shape = shape or Shape()
     random = np.random.default_rng(seed)
-    effects = _Standard(_effects())
+    mean, deviation = _effects()
     texts = [_prompt(random) for _ in range(prompts)]
     clock = np.cumsum(random.exponential(1 / shape.arrivals_per_s, prompts)) if shape.arrivals_per_s else None
     return [
         Task(
             prompt=text,
-            lengths=_lengths(random, shape, effects(effect)),
+            lengths=_lengths(random, shape, (effect - mean) / deviation),
             tag=kind,
             arrival_s=None if clock is None else round(float(clock[i]), 6),
         )
@@ -196,7 +189,7 @@ def _lengths(random: np.random.Generator, shape: Shape, text: float) -> tuple[in
 
 
 def _prompt(random: np.random.Generator) -> tuple[str, str, float]:
-    """Kind, text, and what the text says about the length (in units of its own, see `_Standard`)."""
+    """Kind, text, and what the text says about the length (see `_effects`)."""
     kind, _, effect, forms = KINDS[_pick(random, [share for _, share, _, _ in KINDS])]
     remark, _, more = REMARKS[_pick(random, [share for _, share, _ in REMARKS])]
     size = int(random.integers(1, SIZES + 1))
@@ -210,24 +203,14 @@ def _pick(random: np.random.Generator, shares: list[float]) -> int:
     return int(random.choice(len(shares), p=shares))
 
 
-def _effects() -> tuple[list[float], list[float]]:
-    """Every effect that `_prompt` can return, with its probability."""
-    values, shares = [], []
+def _effects() -> tuple[float, float]:
+    """Mean and standard deviation, over all prompts, of the effects that `_prompt` returns."""
+    found, chances = [], []
     for _, kind_share, kind, _ in KINDS:
         for _, remark_share, remark in REMARKS:
             for size in range(1, SIZES + 1):
-                values.append(kind + remark + PER_SIZE * size)
-                shares.append(kind_share * remark_share / SIZES)
-    return values, shares
-
-
-class _Standard:
-    """Scales an effect to mean 0 and standard deviation 1 over all prompts."""
-
-    def __init__(self, found: tuple[list[float], list[float]]) -> None:
-        values, shares = np.array(found[0]), np.array(found[1])
-        self.mean = float(values @ shares)
-        self.deviation = math.sqrt(float((values - self.mean) ** 2 @ shares))
-
-    def __call__(self, effect: float) -> float:
-        return (effect - self.mean) / self.deviation
+                found.append(kind + remark + PER_SIZE * size)
+                chances.append(kind_share * remark_share / SIZES)
+    values, shares = np.array(found), np.array(chances)
+    mean = float(values @ shares)
+    return mean, math.sqrt(float((values - mean) ** 2 @ shares))

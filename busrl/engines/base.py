@@ -142,32 +142,6 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int] | Ids, ended: bool = True) -> str: ...
 
 
-class Pauses:
-    """Whether an engine is paused, and for how long it was. running -> paused (`begin`) -> running (`end`); both
-    may be called twice."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._begun: float | None = None
-        self._seconds = 0.0
-
-    @property
-    def on(self) -> bool:
-        return self._begun is not None
-
-    @property
-    def seconds(self) -> float:
-        """All pauses so far, the present one included."""
-        return self._seconds + (0.0 if self._begun is None else self._clock() - self._begun)
-
-    def begin(self) -> None:
-        if self._begun is None:
-            self._begun = self._clock()
-
-    def end(self) -> None:
-        self._seconds, self._begun = self.seconds, None
-
-
 class Engine(ABC):
     """An engine: `submit` while `active < capacity`, `step` while `active`, weights in between.
 
@@ -184,7 +158,8 @@ class Engine(ABC):
         self._running: dict[int, Any] = {}
         self._done: list[Finished] = []  # the next `step` returns them
         self._counts = Statistics()
-        self._pauses = Pauses(clock)
+        self._clock = clock
+        self._paused_at: float | None = None
 
     # -- requests -----
 
@@ -203,13 +178,15 @@ class Engine(ABC):
         free = self.capacity - self.active
         if len(requests) > free:
             raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
-        self._begin([request for request in requests if self.room_for(request) > 0])
-        cut = (request for request in requests if self.room_for(request) <= 0)
-        self._done += [PartialAnswer(request).finished(LENGTH) for request in cut]
-
-    def room_for(self, request: Request) -> int:
-        """How many tokens the request may produce before a limit cuts it; 0 or less if none."""
-        return min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
+        starting, cut = [], []
+        for request in requests:
+            room = min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
+            if room > 0:
+                starting.append(replace(request, max_new_tokens=room))
+            else:
+                cut.append(PartialAnswer(request).finished(LENGTH))
+        self._begin(starting)
+        self._done += cut
 
     @abstractmethod
     def step(self) -> list[Finished]:
@@ -228,15 +205,28 @@ class Engine(ABC):
         """No step until `resume`; returns what has ended. keep: sequences stay as they are; wait: those under way end
         first; abort: all end now."""
         ended: list[Finished] = []
-        while how == "wait" and self.active and not self._pauses.on:
+        while how == "wait" and self.active and not self.paused:
             ended += self.step()
-        self._pauses.begin()
+        self.hold()
         if how == "abort":
             self._end_now(list(self._running))
         return ended + self._take_done()
 
     def resume(self) -> None:
-        self._pauses.end()
+        self._counts.pause_s, self._paused_at = self._pause_s, None
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at is not None
+
+    @property
+    def _pause_s(self) -> float:
+        """All pauses so far, the present one included."""
+        return self._counts.pause_s + (0.0 if self._paused_at is None else self._clock() - self._paused_at)
+
+    def hold(self) -> None:
+        """Paused from now on, or from earlier on, with the requests as they are."""
+        self._paused_at = self._clock() if self._paused_at is None else self._paused_at
 
     def _take_done(self) -> list[Finished]:
         done, self._done = self._done, []
@@ -244,7 +234,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, requests: list[Request]) -> None:
-        """Put requests, each of which has room for a token, into `_running`."""
+        """Put requests into `_running`; each has room for `max_new_tokens`, which is at least one."""
 
     @abstractmethod
     def _end_now(self, keys: list[int]) -> None:
@@ -274,7 +264,7 @@ class Engine(ABC):
 
     def statistics(self) -> Statistics:
         return replace(
-            self._counts, active=self.active, paused=self._pauses.on, version=self.version, pause_s=self._pauses.seconds
+            self._counts, active=self.active, paused=self.paused, version=self.version, pause_s=self._pause_s
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

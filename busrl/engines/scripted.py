@@ -16,11 +16,11 @@ import json
 import math
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
+    from busrl.config.schema import Mock
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
 
@@ -43,11 +44,6 @@ WRONG = "wrong"
 SLICE_S = 0.01  # a request that comes while others run joins after this at the latest
 FULL_SLICE_S = 0.05  # no row is free: there is nothing to look for but new weights and the end of the run
 LATEST_S = 0.25  # a process that was stopped for longer does not make up for it
-
-
-class _Line(NamedTuple):
-    task: trace.Task
-    answer: str
 
 
 class Script:
@@ -72,12 +68,11 @@ class Script:
         self.answer_key = answer_key
         self._plain = np.array(ids.plain, np.int32)
         self._eos = ids.eos
-        self._lines: OrderedDict[int, _Line] = OrderedDict()
+        self._line = lru_cache(LINES_KEPT)(self._read)
 
     def length(self, uid: int) -> int:
         """Tokens of the whole answer, the end of sequence included."""
-        line, member = self._of(uid)
-        return line.task.length(member)
+        return self._line_of(uid)[0].length(uid % self.group_size)
 
     def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Ids and log-probabilities of tokens [begin, end) of the answer; the last is the end of sequence if it has
@@ -90,12 +85,13 @@ class Script:
 
     def text(self, uid: int, ended: bool) -> str:
         """The right answer, or a wrong one; what was cut is wrong."""
-        line, member = self._of(uid)
-        given = line.task.reward(member)
-        right = self._coin(uid) < self.right if given is None else given >= RIGHT
+        task, answer = self._line_of(uid)
+        given = task.reward(uid % self.group_size)
+        coin = zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
+        right = coin < self.right if given is None else given >= RIGHT
         if right and ended:
-            return line.answer
-        return WRONG if line.answer != WRONG else f"not {WRONG}"
+            return answer
+        return WRONG if answer != WRONG else f"not {WRONG}"
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as plain ids, one for each four bytes; of a chat the words count, not the template."""
@@ -108,49 +104,16 @@ class Script:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
         return " ".join(str(int(i)) for i in ids)
 
-    def _of(self, uid: int) -> tuple[_Line, int]:
-        draw, member = uid // (2 * self.group_size), uid % self.group_size
-        line = self._lines.get(draw)
-        if line is None:
-            line = self._lines[draw] = self._read(draw)
-            if len(self._lines) > LINES_KEPT:
-                self._lines.popitem(last=False)
-        return line, member
+    def _line_of(self, uid: int) -> tuple[trace.Task, str]:
+        return self._line(uid // (2 * self.group_size))
 
-    def _read(self, draw: int) -> _Line:
+    def _read(self, draw: int) -> tuple[trace.Task, str]:
+        """What the trace says of a prompt, and the right answer."""
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
         given = self.stream.record(item).get(self.answer_key, "")
         answer = (given if isinstance(given, str) else json.dumps(given)).strip()
-        return _Line(trace.parse(item.line, place, self.stream.prompt_key), answer)
-
-    def _coin(self, uid: int) -> float:
-        return zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
-
-
-def make_script(topology: Topology) -> Script:
-    """The script of a topology; `UserError` if the model does not say which token ids it has."""
-    data, seed = topology.data, topology.run.seed
-    ids = vocabulary(Path(topology.model.path))
-    if ids is None:
-        raise UserError(f"{topology.model.path}: config.json does not say vocab_size and eos_token_id; see model.path")
-    stream = JsonlStream(data.train, seed, data.shuffle, data.prompt_key)
-    return Script(
-        stream, ids, topology.groups.size, seed=seed, right=topology.mock.right, answer_key=topology.reward.answer_key
-    )
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Seconds: of a decoding step, more per running sequence, per prefilled token; and the random share."""
-
-    token_s: float
-    per_sequence_s: float = 0.0
-    prefill_s_per_token: float = 0.0
-    jitter: float = 0.0
-
-    def step_s(self, active: int) -> float:
-        return self.token_s + self.per_sequence_s * active
+        return trace.parse(item.line, place, self.stream.prompt_key), answer
 
 
 @dataclass
@@ -174,7 +137,7 @@ class ScriptedEngine(Engine):
     def __init__(
         self,
         script: Script,
-        pace: Pace,
+        pace: Mock,
         *,
         capacity: int,
         max_length: int,
@@ -184,7 +147,7 @@ class ScriptedEngine(Engine):
     ) -> None:
         super().__init__(script, capacity, max_length, clock)
         self.script, self.pace = script, pace
-        self._clock, self._wait = clock, wait
+        self._wait = wait
         self._random = np.random.default_rng(list(seed))
         self._running: dict[int, _Row] = {}
         self._now = 0.0  # the moment at which the decoding steps so far are done
@@ -192,7 +155,7 @@ class ScriptedEngine(Engine):
 
     @property
     def drawing(self) -> int:
-        return 0 if self._pauses.on else len(self._running) * self._planned()
+        return 0 if self.paused else len(self._running) * self._planned()
 
     def _begin(self, requests: list[Request]) -> None:
         if not self._running:
@@ -200,7 +163,7 @@ class ScriptedEngine(Engine):
         for request in requests:
             left = max(1, self.script.length(request.uid) - len(request.prefix_ids))
             now = self._counts.steps
-            ends = now + min(self.room_for(request), left)
+            ends = now + min(request.max_new_tokens, left)
             self._running[request.key] = _Row(request, now, ends, [(now, self.version)])
             known = len(request.prompt_ids) + len(request.prefix_ids)
             self._counts.prefill_tokens += known
@@ -208,10 +171,10 @@ class ScriptedEngine(Engine):
 
     def step(self) -> list[Finished]:
         done = self._take_done()
-        if not self._running or self._pauses.on:
+        if not self._running or self.paused:
             return done
         steps = self._planned()
-        self._pass(self._owed + steps * self.pace.step_s(len(self._running)))
+        self._pass(self._owed + steps * self._step_s())
         self._owed = 0.0
         self._counts.steps += steps
         self._counts.tokens += steps * len(self._running)
@@ -248,7 +211,10 @@ class ScriptedEngine(Engine):
             return 0
         to_end = min(row.ends for row in self._running.values()) - self._counts.steps
         slice_s = FULL_SLICE_S if self.active == self.capacity else SLICE_S
-        return min(to_end, max(1, int(slice_s / self.pace.step_s(len(self._running)))))
+        return min(to_end, max(1, int(slice_s / self._step_s())))
+
+    def _step_s(self) -> float:
+        return self.pace.token_s + self.pace.per_sequence_s * len(self._running)
 
     def _pass(self, seconds: float) -> None:
         """Let the scripted time pass: a pace, not a wait for anything."""
@@ -273,13 +239,18 @@ class ScriptedEngine(Engine):
 
 
 def make(topology: Topology, process: str) -> ScriptedEngine:
-    """The engine of a rollout process whose topology says `engine = "mock"`."""
-    mock, generation = topology.mock, topology.generation
-    number = process.rpartition("/")[2]
+    """The engine of a rollout process whose topology says `engine = "mock"`; `UserError` if the model does not say
+    which token ids it has."""
+    data, generation, seed = topology.data, topology.generation, topology.run.seed
+    ids, number = vocabulary(Path(topology.model.path)), process.rpartition("/")[2]
+    if ids is None:
+        raise UserError(f"{topology.model.path}: config.json does not say vocab_size and eos_token_id; see model.path")
+    stream = JsonlStream(data.train, seed, data.shuffle, data.prompt_key)
+    right, answer_key = topology.mock.right, topology.reward.answer_key
     return ScriptedEngine(
-        make_script(topology),
-        Pace(mock.token_s, mock.per_sequence_s, mock.prefill_s_per_token, mock.jitter),
+        Script(stream, ids, topology.groups.size, seed=seed, right=right, answer_key=answer_key),
+        topology.mock,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
-        seed=(topology.run.seed, int(number) if number.isdigit() else 0),
+        max_length=topology.longest,
+        seed=(seed, int(number) if number.isdigit() else 0),
     )

@@ -11,8 +11,8 @@ sampling.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,14 @@ from busrl.config.machine import end_ids
 from busrl.data import Prompt
 from busrl.errors import UserError
 
+PROMPTS_KEPT = 65536
+
 
 class Tokens:
     """Encodes prompts (texts, or messages by the chat template) and decodes completions."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        eos_ids: frozenset[int],
-        chat: bool = False,
-        cached: int = 65536,
-        tools: Sequence[Any] = (),
+        self, tokenizer: Any, eos_ids: frozenset[int], chat: bool = False, tools: Sequence[Any] = ()
     ) -> None:
         """`chat`: prompts will be chats, so a tokenizer without a template is a UserError now."""
         if chat and not getattr(tokenizer, "chat_template", None):
@@ -48,18 +45,11 @@ class Tokens:
         self._decode_ids = _fast_decode(tokenizer)
         self.eos_ids = eos_ids
         self._tools = list(tools) or None  # what the chat template offers to the model
-        self._cached = cached
-        self._ids: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._ids_of = lru_cache(PROMPTS_KEPT)(self._encode)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; the caller may keep the list but must not change it."""
-        key = msgspec.json.encode(prompt)
-        ids = self._ids.get(key)
-        if ids is None:
-            ids = self._ids[key] = self._encode(prompt)
-            if len(self._ids) > self._cached:
-                self._ids.popitem(last=False)
-        return ids
+        return self._ids_of(msgspec.json.encode(prompt))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.int32], ended: bool = True) -> str:
         """Text of generated ids, special tokens kept; with `ended` a final end-of-sequence token is left out."""
@@ -68,7 +58,8 @@ class Tokens:
             listed.pop()
         return self._decode_ids(listed)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, key: bytes) -> list[int]:
+        prompt: Prompt = msgspec.json.decode(key)
         if isinstance(prompt, str):
             return [int(i) for i in self._tokenizer.encode(prompt)]
         rendered = self._tokenizer.apply_chat_template(

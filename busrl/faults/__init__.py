@@ -6,7 +6,7 @@ Used by the roles and by `launch`; off unless a topology asks for it. Imports `p
 accepts. Knows nothing of what messages mean or of when a process is restarted.
 """
 
-from busrl.faults.plan import BusFault, CrashFault, CrashWatch, Faults, crash_environment, describe
+from busrl.faults.plan import CrashWatch, crash_environment, describe
 from busrl.faults.trouble import Trouble, trouble_for
 
-__all__ = ["BusFault", "CrashFault", "CrashWatch", "Faults", "Trouble", "crash_environment", "describe", "trouble_for"]
+__all__ = ["CrashWatch", "Trouble", "crash_environment", "describe", "trouble_for"]

@@ -1,6 +1,6 @@
-"""The shape of a topology's [faults], the names that may stand there, the plan in words, and whom it kills when.
+"""The names that may stand in a topology's [faults], the plan in words, and which process it kills when.
 
-Pure. `config.schema` has the dataclasses that fit these shapes; the ring's C++ core reads the environment variable
+Pure. `config.schema` has the dataclasses of the tables; the ring's C++ core reads the environment variable
 (csrc/include/busrl/crash.hpp) and ends the process with SIGKILL, which leaves what any death leaves. Knows nothing of
 sockets or processes.
 
@@ -10,11 +10,13 @@ sockets or processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from busrl.protocol.codec import BY_NAME
 from busrl.states import CRASH_POINTS
+
+if TYPE_CHECKING:
+    from busrl.config.schema import BusFault, CrashFault, Faults
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
 _HOLDERS: Final = ("rollout", "reward", "learner", "validator", "keeper")  # the keeper in the name of remote workers
@@ -37,69 +39,22 @@ ENDS: Final = ("keeper", "scheduler", "rollout", "reward", "learner", "validator
 RECEIVER, SENDER = "receiver", "sender"
 
 
-class BusFault(Protocol):
-    """One [[faults.bus]]."""
-
-    @property
-    def types(self) -> Sequence[str]: ...
-    @property
-    def roles(self) -> Sequence[str]: ...
-    @property
-    def at(self) -> str: ...
-    @property
-    def drop(self) -> float: ...
-    @property
-    def duplicate(self) -> float: ...
-    @property
-    def delay_s(self) -> float: ...
-    @property
-    def reorder(self) -> float: ...
-
-
-class CrashFault(Protocol):
-    """One [[faults.crash]]."""
-
-    @property
-    def process(self) -> str: ...
-    @property
-    def point(self) -> str: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def lives(self) -> int: ...
-
-
-class Faults(Protocol):
-    """[faults]."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def bus(self) -> Sequence[BusFault]: ...
-    @property
-    def crash(self) -> Sequence[CrashFault]: ...
-
-
 def describe(faults: Faults) -> list[str]:
     """One line per fault for a person; empty if there is none."""
     return [_of_bus(one) for one in faults.bus] + [of_crash(one) for one in faults.crash]
 
 
 def _of_bus(fault: BusFault) -> str:
-    what = ", ".join(fault.types) or "every message"
-    who = ", ".join(fault.roles) or "everybody but the broker"
-    return f"{what} {'from' if fault.at == SENDER else 'to'} {who}: {', '.join(_rates(fault))}"
-
-
-def _rates(fault: BusFault) -> Iterator[str]:
-    if fault.drop:
-        yield f"{fault.drop:.0%} lost"
-    if fault.duplicate:
-        yield f"{fault.duplicate:.0%} doubled"
-    if fault.delay_s:
-        yield f"up to {fault.delay_s:g} s late"
-    if fault.reorder:
-        yield f"{fault.reorder:.0%} overtaken"
+    messages = ", ".join(fault.types) or "every message"
+    roles = ", ".join(fault.roles) or "everybody but the broker"
+    rates = {
+        f"{fault.drop:.0%} lost": fault.drop,
+        f"{fault.duplicate:.0%} doubled": fault.duplicate,
+        f"up to {fault.delay_s:g} s late": fault.delay_s,
+        f"{fault.reorder:.0%} overtaken": fault.reorder,
+    }
+    happens = ", ".join(text for text, rate in rates.items() if rate)
+    return f"{messages} {'from' if fault.at == SENDER else 'to'} {roles}: {happens}"
 
 
 def of_crash(fault: CrashFault) -> str:

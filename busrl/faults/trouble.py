@@ -19,9 +19,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from busrl.faults.plan import SENDER, BusFault, Faults
+from busrl.faults.plan import SENDER
+
+if TYPE_CHECKING:
+    from busrl.config.schema import BusFault, Faults
 
 MAX_HELD: Final = 20_000
 OVERTAKEN_S: Final = 0.05  # an overtaken message comes after the next one, or after this time if there is none

@@ -7,6 +7,7 @@ quickstart model, the roles) runs in processes of its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -15,13 +16,14 @@ from typing import TextIO
 
 import setproctitle
 
+from busrl import files
 from busrl.config import Topology, materialise
-from busrl.errors import MachineError, RunFinished
+from busrl.errors import BusrlError, MachineError, RunFinished
 from busrl.launch.display import Display, open_display
-from busrl.launch.run import Interrupted, Launch, Signals, audit_run, close_run
-from busrl.launch.rundir import open_run
-from busrl.launch.summary import Outcome, build, final_lines, write
-from busrl.ledger.audit import AuditReport
+from busrl.launch.run import Interrupted, Launch, Signals, close_run
+from busrl.launch.rundir import made_prompts, open_run
+from busrl.launch.summary import Outcome, build, final_lines
+from busrl.ledger.audit import audit
 from busrl.paths import RunPaths
 
 __all__ = ["launch"]
@@ -65,26 +67,26 @@ def _conclude(
     root: Path, running: Launch, outcome: Outcome, still_open: int, signals: Signals, display: Display
 ) -> int:
     """Audit, summary, the last lines. Nothing is held any more."""
-    report: AuditReport | None = None
+    report, unaudited = None, ""
     try:
         with signals.interrupting():
-            audited = audit_run(root, running.topology)
+            report = audit(root, prompts=made_prompts(running.topology))
     except Interrupted as name:
-        audited = f"{name} interrupted it; `busrl audit {root}` makes it"
-    if isinstance(audited, str):
-        display.say(f"no audit is made: {audited}")
-    else:
-        report = audited
+        unaudited = f"{name} interrupted it; `busrl audit {root}` makes it"
+    except (OSError, BusrlError) as problem:  # whatever happened to the run's files, a run has a summary
+        unaudited = str(problem)
+    if unaudited:
+        display.say(f"no audit is made: {unaudited}")
     if outcome.exit_code == 0 and (report is None or report.errors):
-        said = "the audit found errors" if report else f"no audit is made: {audited}"
+        said = "the audit found errors" if report else f"no audit is made: {unaudited}"
         outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
-        outcome, running.progress, report, still_open, time.monotonic(), running.usage.summary(),
-        running.residence.summary(), running.crashes.missing(),
+        outcome, running.progress, report, still_open, running.usage.summary(), running.residence.summary(),
+        running.crashes.missing(),
     )
     paths = RunPaths.of(root)
     try:
-        write(paths, summary)
+        files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
     except MachineError as problem:
         display.say(f"no summary.json is written: {problem}")
     for line in final_lines(summary, report, paths):

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import BinaryIO
 
 from busrl.config import ProcessName
@@ -36,7 +35,6 @@ from busrl.paths import RunPaths
 PR_SET_PDEATHSIG = 1
 MARKED_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
-NOTHING: Mapping[str, str] = MappingProxyType({})
 STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -136,7 +134,7 @@ def start(
     process: ProcessName,
     paths: RunPaths,
     keep_fds: tuple[int, ...] = (),
-    env: Mapping[str, str] = NOTHING,
+    env: Mapping[str, str] | None = None,
     cores: frozenset[int] = frozenset(),
     mark: str = "",
 ) -> Running:
@@ -149,10 +147,8 @@ def start(
     with output:
         popen = subprocess.Popen(
             command_of(process, paths),
-            env=environment_of(process, paths, {**env, MARK: mark}),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            env=environment_of(process, paths, {**(env or {}), MARK: mark}),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             pass_fds=() if process.spec.command else keep_fds,
             start_new_session=True,
             preexec_fn=_prepare(os.getpid(), cores),

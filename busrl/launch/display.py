@@ -47,8 +47,8 @@ class Outlet:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"
-        self._waiting: deque[str] = deque()
-        self._size, self._unshown, self._in_hand = 0, 0, ""
+        self._waiting: deque[str] = deque()  # the first of them may be in hand
+        self._size = self._unshown = 0
         self._moved = time.monotonic()  # when the reader last took something
         self._changed = threading.Condition()
         self._over, self._fd = False, -1
@@ -66,7 +66,9 @@ class Outlet:
     def write(self, text: str) -> None:
         """Hand text on; what does not fit is counted."""
         if self._fd < 0:
-            self._write_directly(text)
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write(text)
+                self._stream.flush()
             return
         with self._changed:
             if self._size + len(text) > MOST_WAITING:
@@ -101,8 +103,7 @@ class Outlet:
             self._changed.notify_all()
             if not self._size:
                 return 0
-            waiting = [self._in_hand, *self._waiting]
-            return unshown + sum(text.count("\n") for text in waiting) - bool(unshown)
+            return unshown + sum(text.count("\n") for text in self._waiting) - bool(unshown)
 
     def _serve(self) -> None:
         while True:
@@ -112,10 +113,11 @@ class Outlet:
                 if not self._waiting:
                     os.close(self._fd)
                     return
-                text = self._in_hand = self._waiting.popleft()
+                text = self._waiting[0]
             self._put(text.encode(self._encoding, "replace"))
             with self._changed:
-                self._size, self._in_hand = self._size - len(text), ""
+                self._waiting.popleft()
+                self._size -= len(text)
                 self._changed.notify_all()
 
     def _put(self, data: bytes) -> None:
@@ -132,13 +134,6 @@ class Outlet:
                 if problem.errno != errno.ENOSPC:  # a file may have room again
                     os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
                 return
-
-    def _write_directly(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
 class Display:

@@ -18,7 +18,9 @@ ring. Knows nothing of processes or of how a run ends.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,13 @@ import numpy.typing as npt
 
 from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import UserError
-from busrl.ledger.openbin import DrawsLog
-from busrl.ledger.trained import TrainedSet, newest_checkpoint
-from busrl.ledger.wal import Wal
+from busrl.ledger import openbin
+from busrl.ledger.trained import TrainedSet, add_logged, newest_checkpoint
 from busrl.paths import RunPaths
 from busrl.ring import Ring, State
 from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate
 
 # -- put back ----------------------------------------------------------------------------------------------------------
-
 
 BLOCK = 1 << 20
 
@@ -68,86 +68,65 @@ def put_back(paths: RunPaths) -> PutBack:
     """Settle every D of a run that has no ring."""
     dispatched = _dispatched(paths.fates, Fate.VALIDATED)
     validation = _dispatched(paths.validate_fates, Fate.TRAINED)
+    settled = PutBack(validation=int(validation.size))
     if dispatched.size:
         history = trained_uids(paths)
         known = history.contains_all(dispatched.astype(np.uint64))
         trained, again = dispatched[known], dispatched[~known]
-        log = DrawsLog(paths.draws)
-        log.put_back([int(uid) for uid in again], "the run was started without a ring")
-        log.close()
+        openbin.put_back(paths.draws, again.tolist(), "the run was started without a ring")
         _store(paths.fates, trained, Fate.TRAINED)
         _store(paths.fates, again, Fate.NONE)
-        unlogged = _unlogged(paths.fates, history)
-    else:
-        trained = again = dispatched
-        unlogged = 0
+        called = (np.flatnonzero(codes == Fate.TRAINED) + at for at, codes in _written(paths.fates))
+        unlogged = sum(int((~history.contains_all(uids.astype(np.uint64))).sum()) for uids in called)
+        settled = replace(settled, trained=int(trained.size), again=int(again.size), unlogged=unlogged)
     _store(paths.validate_fates, validation, Fate.NONE)
-    return PutBack(int(trained.size), int(again.size), int(validation.size), unlogged)
+    return settled
 
 
 def trained_uids(paths: RunPaths) -> TrainedSet:
     """Everything trained in the history that survives: the newest checkpoint and the log."""
     newest = newest_checkpoint(paths)
-    history = TrainedSet.load(newest / "trained.bin") if newest else TrainedSet()
-    if paths.wal.is_dir():
-        with Wal(paths.wal) as wal:
-            for record in wal.records():
-                history.add(sample.uid for sample in record.samples)
-    return history
+    return add_logged(TrainedSet.load(newest / "trained.bin") if newest else TrainedSet(), paths.wal)
 
 
 def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:
-    """Indices with fate D. The table is a sparse file: only what was ever written is read.
+    """Indices with fate D.
 
     A byte that is no fate, or the fate that this table `never` holds, is damage: nobody could tell which of the other
     bytes are true, so the start is refused and nothing changed.
     """
-    known = np.zeros(256, np.bool_)
-    known[[code for code in FATE_NAMES if code != never]] = True
-    found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    if not path.exists():
-        return found[0]
-    with open(path, "rb", buffering=0) as file:
-        for start, end in _written(file.fileno()):
-            for at in range(start, end, BLOCK):
-                codes = np.frombuffer(os.pread(file.fileno(), min(BLOCK, end - at), at), np.uint8)
-                if not known[codes].all():
-                    raise _damaged(path, at + int(np.argmin(known[codes])))
-                found.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
+    known, found = _codes_but(never), [np.empty(0, np.int64)]
+    for at, codes in _written(path):
+        if not known[codes].all():
+            wrong = int(np.argmin(known[codes]))
+            raise UserError(
+                f"{path}: byte {at + wrong} is {codes[wrong]}, which is no fate there: the file is damaged. Restore "
+                "it, or remove it: what checkpoint and log hold counts as trained again, and all other samples are "
+                "generated again"
+            )
+        found.append(np.flatnonzero(codes == Fate.DISPATCHED) + at)
     return np.concatenate(found)
 
 
-def _unlogged(path: Path, history: TrainedSet) -> int:
-    """How many samples the table calls trained that the history does not hold."""
-    count = 0
-    with open(path, "rb", buffering=0) as file:
-        for start, end in _written(file.fileno()):
+def _codes_but(*never: Fate) -> npt.NDArray[np.bool_]:
+    """Of each byte whether it is a fate that a table can hold."""
+    known = np.zeros(256, np.bool_)
+    known[[code for code in FATE_NAMES if code not in never]] = True
+    return known
+
+
+def _written(path: Path) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """What was ever written of a table, which is a sparse file, and where it stands; nothing if there is no table."""
+    with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
+        fd, end, size = file.fileno(), 0, os.fstat(file.fileno()).st_size
+        while end < size:
+            try:
+                start = os.lseek(fd, end, os.SEEK_DATA)
+            except OSError:  # nothing but a hole up to the end
+                return
+            end = os.lseek(fd, start, os.SEEK_HOLE)
             for at in range(start, end, BLOCK):
-                codes = np.frombuffer(os.pread(file.fileno(), min(BLOCK, end - at), at), np.uint8)
-                uids = (np.flatnonzero(codes == Fate.TRAINED) + at).astype(np.uint64)
-                count += int((~history.contains_all(uids)).sum())
-    return count
-
-
-def _damaged(path: Path, index: int) -> UserError:
-    with open(path, "rb") as file:
-        [code] = os.pread(file.fileno(), 1, index)
-    return UserError(
-        f"{path}: byte {index} is {code}, which is no fate there: the file is damaged. Restore it, or remove it: what "
-        "checkpoint and log hold counts as trained again, and all other samples are generated again"
-    )
-
-
-def _written(fd: int) -> list[tuple[int, int]]:
-    extents, end, size = [], 0, os.fstat(fd).st_size
-    while end < size:
-        try:
-            start = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:  # nothing but a hole up to the end
-            break
-        end = os.lseek(fd, start, os.SEEK_HOLE)
-        extents.append((start, end))
-    return extents
+                yield at, np.frombuffer(os.pread(fd, min(BLOCK, end - at), at), np.uint8)
 
 
 def _store(path: Path, indices: npt.NDArray[np.int64], fate: Fate) -> None:
@@ -160,7 +139,6 @@ def _store(path: Path, indices: npt.NDArray[np.int64], fate: Fate) -> None:
 
 
 # -- the watch ---------------------------------------------------------------------------------------------------------
-
 
 VALIDATE = np.uint64(VALIDATE_BIT)  # this bit of a uid says which table it is in
 CAPACITY = np.uint64(MOST_SAMPLES)
@@ -178,23 +156,22 @@ class Table:
     def __init__(self, path: Path, never: Fate) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._file = _identity(os.fstat(self._fd))
-        self.grown = os.fstat(self._fd).st_size
-        self._known = np.zeros(256, np.bool_)
-        self._known[[code for code in FATE_NAMES if code not in (Fate.NONE, never)]] = True
+        self._file = os.fstat(self._fd)
+        self.grown = self._file.st_size
+        self._known = _codes_but(Fate.NONE, never)
 
-    def fault(self) -> str | None:
-        """What was done to the file as such; None if nothing."""
+    def fault(self) -> str:
+        """What was done to the file as such; "" if nothing."""
         try:
             now = os.stat(self.path)
         except OSError as error:
             return f"{self.path} cannot be found any more ({error.strerror})"
-        if _identity(now) != self._file:
+        if not os.path.samestat(now, self._file):
             return f"{self.path} is another file than at the start"
         if now.st_size < self.grown:
             return f"{self.path} was made shorter by somebody else, from {self.grown} to {now.st_size} bytes"
         self.grown = now.st_size
-        return None
+        return ""
 
     def without(self, uids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """For each sample that stands in a slot whether its byte is none that such a sample can have."""
@@ -219,21 +196,21 @@ class FateWatch:
         self._ring, self._group_size = ring, group_size
         self._next_look = 0.0
 
-    def fault(self) -> str | None:
-        """What was done to the files as such; two calls of `stat`. None if nothing."""
-        found = next((fault for table in self._tables if (fault := table.fault())), None)
-        return f"{found}: {REMEDY}" if found else None
+    def fault(self) -> str:
+        """What was done to the files as such; two calls of `stat`. "" if nothing."""
+        found = next((fault for table in self._tables if (fault := table.fault())), "")
+        return found and f"{found}: {REMEDY}"
 
-    def look(self, now: float) -> str | None:
+    def look(self, now: float) -> str:
         """`fault`, and every `LOOK_EVERY_S` whether each sample in a slot has a fate."""
         found = self.fault()
-        if found is None and now >= self._next_look:
+        if not found and now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             found = self.unrecorded()
         return found
 
-    def unrecorded(self) -> str | None:
-        """Names the samples in slots that have no fate; None if all have one.
+    def unrecorded(self) -> str:
+        """Names the samples in slots that have no fate; "" if all have one.
 
         The lines are copied first, for a fate is never taken back; and a line counts only if it has not moved since.
         """
@@ -243,8 +220,11 @@ class FateWatch:
             missing = np.flatnonzero(own)[table.without(lines["uid"][own] & ~VALIDATE)]
             still = [one for one in missing if self._ring.line(int(slots[one]))["word"] == lines["word"][one]]
             if still:
-                return _complaint(table.path, (lines["uid"][still] & ~VALIDATE).tolist())
-        return None
+                uids = sorted((lines["uid"][still] & ~VALIDATE).tolist())
+                some = ", ".join(map(str, uids[:5])) + (" ..." if len(uids) > 5 else "")
+                lost = f"{len(uids)} samples in slots have no fate ({some})"
+                return f"{table.path} was changed by somebody else: {lost}: {REMEDY}"
+        return ""
 
     def _believed(self, lines: Lines) -> tuple[Lines, npt.NDArray[np.int64]]:
         """The lines that hold a sample and do not contradict themselves, and their slots."""
@@ -258,21 +238,3 @@ class FateWatch:
     def close(self) -> None:
         for table in self._tables:
             table.close()
-
-
-def _identity(info: os.stat_result) -> tuple[int, int]:
-    return info.st_dev, info.st_ino
-
-
-def _complaint(path: Path, uids: list[int]) -> str:
-    some = ", ".join(map(str, sorted(uids)[:5])) + (" ..." if len(uids) > 5 else "")
-    return f"{path} was changed by somebody else: {len(uids)} samples in slots have no fate ({some}): {REMEDY}"
-
-
-def lost_fates(fates: Path, validate_fates: Path, ring: Ring, group_size: int) -> str | None:
-    """What is wrong with the fates of the samples in a ring that nobody uses now; None if each has one."""
-    watch = FateWatch(fates, validate_fates, ring, group_size)
-    try:
-        return watch.unrecorded()
-    finally:
-        watch.close()

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 MARK = "BUSRL_STARTED_BY"
 ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
@@ -69,33 +69,26 @@ def end_left_behind(run: str, limit_s: float = ROUNDS_S) -> list[int]:
 def _end(wanted: Callable[[str], bool], limit_s: float) -> list[int]:
     ended: dict[int, None] = {}
     deadline = time.monotonic() + limit_s
-    while found := [pid for pid in _pids() if wanted(mark_of(pid)) and _kill(pid, wanted)]:
+    while True:
+        others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        found = [pid for pid in others if wanted(mark_of(pid)) and _kill(pid, wanted)]
         ended.update(dict.fromkeys(found))
-        if time.monotonic() > deadline:
-            break
+        if not found or time.monotonic() > deadline:
+            return list(ended)
         time.sleep(PAUSE_S)
-    return list(ended)
 
 
 def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
     """Whether there was such a process."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not wanted(mark_of(pid)):
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _pids() -> Iterable[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        try:
+            if wanted(mark_of(pid)):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def mark_of(pid: int) -> str:
@@ -122,14 +115,12 @@ def end_group(descriptor: int, leader: int, began: int) -> None:
 
 def _hold(held: dict[tuple[int, int], int], leader: int, began: int) -> None:
     """Keep the pidfd of a leader, if that is still the process that began then."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(leader)
-    except OSError:
-        return
-    if born(leader) == began:
-        held[leader, began] = descriptor
-    else:
-        os.close(descriptor)
+        if born(leader) == began:
+            held[leader, began] = descriptor
+        else:
+            os.close(descriptor)
 
 
 class Guardian:

@@ -21,17 +21,16 @@ import selectors
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import FrameType
 
 import numpy as np
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.config import ProcessName, Topology, machine
-from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES, TINY
-from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, BusrlError, FateRefused
+from busrl.config import ProcessName, machine
+from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
+from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway import FairClock
 from busrl.launch.children import Running, last_lines, last_words, start
@@ -41,8 +40,7 @@ from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
-from busrl.launch.supervisor import Child, ForeignProcesses, Patience, Phase, Shutdown
-from busrl.ledger.audit import AuditReport, audit
+from busrl.launch.supervisor import Child, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
@@ -55,7 +53,6 @@ from busrl.ring.locks import taken_back
 from busrl.states import HeaderWord, RunPhase
 
 # -- signals -----------------------------------------------------------------------------------------------------------
-
 
 ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
@@ -73,11 +70,6 @@ class Signals:
         self.count = 0
         self._raises = False
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a process that was ended by the first signal."""
-        return 128 + self.first
 
     def fileno(self) -> int:
         return self._reader
@@ -121,7 +113,6 @@ class Signals:
 
 # -- closing -----------------------------------------------------------------------------------------------------------
 
-
 def close_run(run: OpenRun) -> int:
     """Write what is open, unlink everything, let go of the directory. Returns how many samples are open."""
     if run.displaced:
@@ -158,25 +149,7 @@ def _abandon(run: OpenRun) -> int:
     return held
 
 
-def audit_run(root: Path, topology: Topology) -> AuditReport | str:
-    """The audit of a run that has ended, or why there is none; finds the prompt file of a tiny task where it was made.
-
-    Whatever happened to the run's files, a run has a summary.
-    """
-    prompts: Path | None = None
-    if topology.data.train.startswith(TINY):
-        from busrl.quickstart import paths
-
-        made = paths(topology.data.train)
-        prompts = made.train if made else None
-    try:
-        return audit(root, prompts=prompts)
-    except (OSError, BusrlError) as problem:
-        return str(problem)
-
-
 # -- the loop ----------------------------------------------------------------------------------------------------------
-
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
@@ -189,14 +162,11 @@ SUBSCRIBED = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.Val
 class Launch:
     """One run from its first child to its last. `run` gives the outcome; no child is left then."""
 
-    def __init__(
-        self, opened: OpenRun, display: Display, signals: Signals, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._run, self._display, self._signals, self._clock = opened, display, signals, clock
-        self.topology, self._paths, limits = opened.topology, opened.paths, opened.topology.limits
-        patience = Patience(limits.ready_s, limits.progress_s, limits.restart_attempts, limits.crash_attempts)
-        self._processes: dict[str, ProcessName] = {one.name: one for one in opened.topology.processes()}
-        self.children = [Child(name, patience) for name in self._processes]
+    def __init__(self, opened: OpenRun, display: Display, signals: Signals) -> None:
+        self._run, self._display, self._signals = opened, display, signals
+        self.topology, self._paths, topology = opened.topology, opened.paths, opened.topology
+        self._processes: dict[str, ProcessName] = {one.name: one for one in topology.processes()}
+        self.children = [Child(name, topology.limits) for name in self._processes]
         self._by_address = {address(child.name): child for child in self.children}
         self._running: dict[str, Running] = {}
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
@@ -204,29 +174,23 @@ class Launch:
         self._goal = {"learner", "validator"} & self._processes.keys()
         self._done: set[str] = set()
         self._entries: dict[int, Process] = {}  # the process table of the last look, by pid
-        self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, opened.topology.groups.size)
+        self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, topology.groups.size)
         own = [name for name, one in self._processes.items() if not one.spec.command]
-        self._events = EventLog(opened.paths, self.children, own)
-        self._foreign = ForeignProcesses({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), patience)
-        self.usage, self.residence, self.crashes = Usage(), ResidenceTimes(), CrashWatch(opened.topology.faults)
+        self._events = EventLog(self._paths, self.children, own)
+        self._foreign = ForeignProcesses({*IMPLIED_ROLES, *SINGLE_ROLES} & self._processes.keys(), topology.limits)
+        self.usage, self.residence, self.crashes = Usage(), ResidenceTimes(), CrashWatch(topology.faults)
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
-        self._log = open(opened.paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        topology = opened.topology
-        self.progress = Progress(
-            run_of_files(RunFiles(opened.paths)), self.children, clock(), faults=describe(topology.faults)
-        )
+        self._log = open(self._paths.log("launch"), "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        known, faults = run_of_files(RunFiles(self._paths)), describe(topology.faults)
+        self.progress = Progress(known, self.children, time.monotonic(), faults)
         self._bus = Endpoint(
-            "launch",
-            opened.paths.frontend,
-            opened.paths.backend,
+            "launch", self._paths.frontend, self._paths.backend,
             subscribe=[topic(kind) for kind in SUBSCRIBED],
-            hwm=topology.bus.hwm,
-            max_bytes=topology.bus.max_message_bytes,
-            report=self._say,
-            trouble=trouble_for(topology.faults, "launch", "launch"),
+            hwm=topology.bus.hwm, max_bytes=topology.bus.max_message_bytes,
+            report=self._say, trouble=trouble_for(topology.faults, "launch", "launch"),
         )
-        self._fair = FairClock(TICK_S, clock())
+        self._fair = FairClock(TICK_S, time.monotonic())
         self._mark = mark(self._paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
 
@@ -239,12 +203,12 @@ class Launch:
             self._say(f"ending: {outcome.why}")
             if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
                 self._stop_all(outcome)
-            self.progress.run.look(ring_record(self._run.ring), self._clock())
+            self.progress.run.look(ring_record(self._run.ring), time.monotonic())
             self._display.show(self.progress)
             return outcome
         finally:
             self._kill_all()
-            for line in self._events.tick(self._clock(), everything=True):
+            for line in self._events.tick(time.monotonic(), everything=True):
                 self._say(line)
             self._fates.close()
             self._bus.close()
@@ -262,27 +226,19 @@ class Launch:
             self._receive()
             self._look()
             self._display.show(self.progress)
-            self._selector.select(self._pause())
+            due = [child.due - time.monotonic() for child in self.children if child.phase is Phase.BACKOFF]
+            self._selector.select(max(0.0, min([TICK_S, *due])))
             self._signals.clear()
 
-    def _pause(self) -> float:
-        due = [child.due - self._clock() for child in self.children if child.phase is Phase.BACKOFF]
-        return max(0.0, min([TICK_S, *due]))
-
     def _start_due(self) -> Outcome | None:
-        for child in self.children:
-            if child.is_due(self._clock()):
-                outcome = self._start(child)
-                if outcome is not None:
-                    return outcome
-        return None
+        started = (self._start(child) for child in self.children if child.is_due(time.monotonic()))
+        return next(filter(None, started), None)
 
     def _start(self, child: Child) -> Outcome | None:
         for line in self._run.restore():
             self._say(line)
         if gone := self._run.ring_gone():
-            record_error(self._paths, "launch", "critical", "ledger", gone)
-            return Outcome("failed", f"{child.name} cannot be started: {gone}", 1)
+            return self._lost(gone, f"{child.name} cannot be started: ")
         try:
             process, topology = self._processes[child.name], self._run.topology
             crash = crash_environment(topology.faults, child.name, child.restarts + 1)
@@ -292,7 +248,7 @@ class Launch:
             sign = f"{self._mark}{child.name}/{child.restarts}/"
             running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound, sign)
         except OSError as error:
-            child.started(0, self._clock())
+            child.started(0, time.monotonic())
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._waits_for_space(child, str(error))
                 return None
@@ -305,7 +261,7 @@ class Launch:
             self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
-        child.started(running.pid, self._clock())
+        child.started(running.pid, time.monotonic())
         self._note(f"{child.name} started, pid {child.pid}")
         return None
 
@@ -340,7 +296,9 @@ class Launch:
             how = running.ended()
             if how is None:
                 continue
-            self._forget(running)
+            self._selector.unregister(running)
+            running.close()
+            del self._running[name]
             child = next(one for one in self.children if one.name == name)
             # It may have become ready since the last look; the ring says so until the entry is reaped.
             self._read_table()
@@ -363,25 +321,19 @@ class Launch:
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self._run.ring.finish_drops()
 
-    def _forget(self, running: Running) -> None:
-        self._selector.unregister(running)
-        running.close()
-        del self._running[running.name]
-
     def _waits_for_space(self, child: Child, how: str) -> None:
-        if line := child.no_space(how, self._clock()):
-            self._say(line)
-            self._events.warn(line, "error")
+        if line := child.no_space(how, time.monotonic()):
+            self._warn(line, "error")
 
     def _died(self, child: Child, how: str) -> Outcome | None:
         if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
             self._waits_for_space(child, how)
             return None
         if read_only := self._run.read_only():
-            child.ended(how, self._clock())
+            child.ended(how, time.monotonic())
             return Outcome("failed", f"{child.name} ended ({how}): {read_only}", 1)
         hopeless = self._is_hopeless(child, how)
-        death = child.ended(how, self._clock(), hopeless, self._did(child))
+        death = child.ended(how, time.monotonic(), hopeless, self._did(child))
         self._say(death.text)
         self._events.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
@@ -424,20 +376,20 @@ class Launch:
         if not self._signals.count:
             return None
         number = self._signals.first
-        return Outcome("stopped", f"asked to by {signal.Signals(number).name}", self._signals.exit_code)
+        return Outcome("stopped", f"asked to by {signal.Signals(number).name}", 128 + number)
 
     def _ledger_damaged(self) -> Outcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
         if line := self._run.turn():
-            self._say(line)
-            self._events.warn(line, "error")
+            self._warn(line, "error")
             if self._run.displaced:
                 return Outcome("failed", line, 1)
-        fault = self._run.moved() or self._fates.look(self._clock())
-        if fault is None:
-            return None
+        fault = self._run.moved() or self._fates.look(time.monotonic())
+        return self._lost(fault) if fault else None
+
+    def _lost(self, fault: str, before: str = "") -> Outcome:
         record_error(self._paths, "launch", "critical", "ledger", fault)
-        return Outcome("failed", fault, 1)
+        return Outcome("failed", before + fault, 1)
 
     def _receive(self) -> None:
         for message in self._bus.drain():
@@ -445,10 +397,8 @@ class Launch:
                 continue
             if isinstance(message, m.Hello):
                 self._greeted(message)
-            if isinstance(message, m.Error):
-                for line in self._events.received(message, self._clock()):
-                    self._say(line)
-            for line in self.progress.handle(message, self._clock()):
+            lines = self._events.received(message, time.monotonic()) if isinstance(message, m.Error) else []
+            for line in (*lines, *self.progress.handle(message, time.monotonic())):
                 self._say(line)
 
     def _greeted(self, hello: m.Hello) -> None:
@@ -458,7 +408,7 @@ class Launch:
             self._note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
 
     def _look(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         passed = self._fair.passed(now)
         self._read_table()
         self._events.note_entries(self._entries.values())
@@ -470,7 +420,10 @@ class Launch:
             if why := child.looked(self._entries.get(child.pid), passed):
                 self._say(why)
                 self._running[child.name].kill()
-        self._look_at_foreign(passed)
+        for pid, why in self._foreign.look(self._entries.values(), {one.pid for one in self._running.values()}, passed):
+            self._warn(why)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         if self._guardian.renew():
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
@@ -478,14 +431,6 @@ class Launch:
         self.usage.look(pids, self._entries, step, now)
         self.residence.look(stats.occupancy, stats.transitions, step, now)
         self.progress.run.look(ring_record(self._run.ring), now)
-
-    def _look_at_foreign(self, passed: float) -> None:
-        ours = {running.pid for running in self._running.values()}
-        for pid, why in self._foreign.look(self._entries.values(), ours, passed):
-            self._say(why)
-            self._events.warn(why)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
 
     def _read_table(self) -> None:
         self._entries = {one.pid: one for one in self._run.ring.processes() if not one.remote}
@@ -504,9 +449,9 @@ class Launch:
         for child in self.children:
             child.stop()
         stop_s = self._run.topology.limits.stop_s
-        shutdown, fair, now, next_stop = Shutdown(stop_s), FairClock(STOP_LOOK_S, self._clock()), 0.0, 0.0
+        shutdown, fair, now, next_stop = Shutdown(stop_s), FairClock(STOP_LOOK_S, time.monotonic()), 0.0, 0.0
         while self._running and self._signals.count < 2:
-            now += fair.passed(self._clock())
+            now += fair.passed(time.monotonic())
             if now >= next_stop:
                 next_stop = now + STOP_EVERY_S
                 self._bus.send(m.Stop(reason=outcome.why, drain_s=stop_s))
@@ -525,7 +470,7 @@ class Launch:
 
     def _note_deaths(self) -> None:
         for child, how in self._ended():
-            death = child.ended(how, self._clock())
+            death = child.ended(how, time.monotonic())
             if how != "exit code 0":
                 self._say(death.text)
                 self._events.died(child, death.text)
@@ -540,6 +485,10 @@ class Launch:
             running.close()
         self._running.clear()
         self._guardian.close()
+
+    def _warn(self, line: str, severity: str = "warning") -> None:
+        self._say(line)
+        self._events.warn(line, severity)
 
     def _say(self, line: str) -> None:
         """For the person who watches, and for the log."""

@@ -17,7 +17,6 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -28,7 +27,7 @@ import shutil
 import time
 import uuid as uuids
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,21 +38,30 @@ from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import Topology
 from busrl.config.names import modern
 from busrl.config.schema import TINY
-from busrl.errors import LockTimeout, MachineError, RingMismatch, RingNotFound, RunFinished, RunInUse, UserError
+from busrl.errors import (
+    LockTimeout,
+    MachineError,
+    RingError,
+    RingMismatch,
+    RingNotFound,
+    RunFinished,
+    RunInUse,
+    UserError,
+)
 from busrl.files import LineFile, json_lines
-from busrl.launch.fates import PutBack, lost_fates, put_back
+from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.guardian import end_left_behind, stat_of
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
 from busrl.ledger.trained import mend_trained_set
 from busrl.monitor.runfiles import RunFiles, as_map, read_map
+from busrl.monitor.sources import files_of, living
 from busrl.monitor.state import RunState
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Fates, OfdLock, Ring, RingError, RingGuard
+from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 
 # -- what earlier starts left ------------------------------------------------------------------------------------------
-
 
 IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
 NOT_COMPARED = ("derived", "source", "overrides")
@@ -84,12 +92,8 @@ class Start:
             "files": self.files,
             "changes": {key: {"was": was, "now": now} for key, (was, now) in self.changes.items()},
         }
-        with suppress(MachineError, OSError):
-            lines = LineFile(paths.starts)
-            try:
-                lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
-            finally:
-                lines.close()
+        with suppress(MachineError, OSError), closing(LineFile(paths.starts)) as lines:
+            lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
 
 
 def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool) -> Start:
@@ -108,8 +112,9 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
     starts = list(json_lines(paths.starts))
     # Of each file the newest digest: one that could not be read at some start is the same file all the same.
     known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
-    start.changes = _changes(modern(before), json.loads(topology.to_json()))
-    _check_identity(paths, topology, before, start, known)
+    now = json.loads(topology.to_json())
+    start.changes = _changes(modern(before), now)
+    _check_identity(paths, before, now, start, known)
     run = RunState()  # run.json need not be there
     RunFiles(paths).fold_into(run)
     start.step = run.at_step
@@ -123,10 +128,9 @@ def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume:
 
 
 def _check_identity(
-    paths: RunPaths, topology: Topology, before: dict[str, Any], start: Start, known: dict[str, Any]
+    paths: RunPaths, before: dict[str, Any], now: dict[str, Any], start: Start, known: dict[str, Any]
 ) -> None:
     same = bool(known.get("data.train")) and known["data.train"] == start.files.get("data.train")
-    now = json.loads(topology.to_json())
     for key in IDENTITY:
         section, _, name = key.partition(".")
         if not isinstance(before.get(section), dict):
@@ -139,9 +143,10 @@ def _check_identity(
             )
     if known.get("data.train") and start.files.get("data.train") and not same:
         raise UserError(
-            f"{topology.data.train}: its content is not what it was when the run in {paths.root} was started last; "
+            f"{now['data']['train']}: its content is not what it was when the run in {paths.root} was started last; "
             "the samples of a run are known by their place in this file, so it cannot change: put it back as it was, "
-            f"or start a new run with it in another directory, from a checkpoint if you like ({_newest(paths)})"
+            "or start a new run with it in another directory, from a checkpoint if you like "
+            f'(model.path = "{paths.checkpoints}/global_step_N")'
         )
 
 
@@ -158,11 +163,6 @@ def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
         raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {done} steps; {remedy}")
     if summary.get("outcome") == "finished" and not paths.ring_file.exists():
         raise RunFinished(f"the run in {paths.root} is finished: {done} of {goal} steps are done; {remedy}")
-
-
-def _newest(paths: RunPaths) -> str:
-    """How a new run begins with what this one has learned."""
-    return f'model.path = "{paths.checkpoints}/global_step_N"'
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -206,15 +206,17 @@ def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) 
 
 def digests(topology: Topology) -> dict[str, str]:
     """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read."""
-    named = {"data.train": _prompts(topology), "validation.data": _path(topology.validation.data)}
+    data = {"data.train": topology.data.train, "validation.data": topology.validation.data}
+    named = {name: None if path.startswith(TINY) or not path else Path(path) for name, path in data.items()}
     named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
+    named["data.train"] = made_prompts(topology) or named["data.train"]
     return {name: found for name, path in named.items() if path is not None and (found := _digest(path))}
 
 
-def _prompts(topology: Topology) -> Path | None:
-    """The prompt file; that of a tiny task where it was made."""
+def made_prompts(topology: Topology) -> Path | None:
+    """The prompt file of a tiny task, where it was made."""
     if not topology.data.train.startswith(TINY):
-        return _path(topology.data.train)
+        return None
     from busrl.quickstart import paths
 
     made = paths(topology.data.train)
@@ -233,22 +235,16 @@ def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
 
 def _function_file(function: str) -> Path | None:
     file = function.rpartition(":")[0]
-    return _path(file) if file.endswith(".py") else None
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text and not text.startswith(TINY) else None
+    return Path(file) if file.endswith(".py") else None
 
 
 def _digest(path: Path) -> str:
     found = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK):
-                found.update(block)
-    except OSError:  # the process that needs it says so
-        return ""
-    return found.hexdigest()
+    with suppress(OSError), open(path, "rb") as file:  # the process that needs it says so
+        while block := file.read(BLOCK):
+            found.update(block)
+        return found.hexdigest()
+    return ""
 
 
 def _foreign_files(paths: RunPaths) -> list[str]:
@@ -272,7 +268,6 @@ def _foreign_files(paths: RunPaths) -> list[str]:
 
 # -- the directory and its ring ----------------------------------------------------------------------------------------
 
-
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 
 
@@ -283,11 +278,9 @@ class OpenRun:
     paths: RunPaths
     topology: Topology
     lock: OfdLock
-    uuid: bytes
     ring: Ring
     fates: Fates
     validate_fates: Fates
-    adopted: bool
     written: dict[Path, bytes]  # topology.json and run.json as they were written
     directory: int  # a descriptor of it, wherever it is moved
     guard: RingGuard
@@ -315,7 +308,7 @@ class OpenRun:
 
     def moved(self) -> str | None:
         """Where the run directory is now, if it is not any more what has its name; None if it is."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.path.samestat(os.stat(self.paths.root), os.fstat(self.directory)):
                 return None
         text, place = f"the run directory {self.paths.root} was ", os.readlink(f"/proc/self/fd/{self.directory}")
@@ -380,7 +373,14 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
     paths = RunPaths.of(run_dir)
     if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
-    _make_directories(paths)
+    for directory in (paths.root, paths.logs, paths.checkpoints):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--run-dir {paths.root}: {directory} cannot be made a directory: {error.strerror}; give a path that "
+                "is free, or a directory that you may write to"
+            ) from None
     lock = take_lock(paths)
     try:
         start = compare(paths, topology, _read_json(paths.topology), resume)
@@ -396,30 +396,16 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
 def belongs_to_another(root: Path) -> str:
     """Whose run directory it is, in words; empty if it is this user's, or not there."""
     try:
-        owner = root.stat().st_uid
+        owner, me = root.stat().st_uid, os.geteuid()
     except OSError:
         return ""
-    me = os.geteuid()
-    return "" if owner == me else f"it belongs to {user_name(owner)}, not to you ({user_name(me)})"
+    return "" if owner == me else f"it belongs to {_user(owner)}, not to you ({_user(me)})"
 
 
-def user_name(uid: int) -> str:
-    """The name of a user with the number, or the number alone."""
-    try:
+def _user(uid: int) -> str:
+    with suppress(KeyError):
         return f"{pwd.getpwuid(uid).pw_name}, user {uid}"
-    except KeyError:
-        return f"user {uid}"
-
-
-def _make_directories(paths: RunPaths) -> None:
-    for directory in (paths.root, paths.logs, paths.checkpoints):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--run-dir {paths.root}: {directory} cannot be made a directory: {error.strerror}; give a path that "
-                "is free, or a directory that you may write to"
-            ) from None
+    return f"user {uid}"
 
 
 def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
@@ -438,7 +424,15 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
                 f"{paths.root}: another launch is running there (pid {holder}); watch it with "
                 f"`busrl status {paths.root}`, or choose another run directory"
             )
-        _wait_for_children(paths, lock, timeout_s)
+        # They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us.
+        end_left_behind(paths.key)
+        try:
+            lock.acquire(timeout_s)
+        except LockTimeout:
+            raise RunInUse(
+                f"{paths.root}: the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold "
+                f"run.lock after {timeout_s:g} s; find them with `fuser {paths.lock('run')}` and end them"
+            ) from None
     lock.inheritable = True
     end_left_behind(paths.key)  # foreign programs hold no lock
     return lock
@@ -459,32 +453,8 @@ def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
 
 def _holders(name: str) -> list[int]:
     """Processes of this user that have a file of this name open, as the kernel shows it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.name != str(os.getpid()):
-            with contextlib.suppress(OSError):
-                if any(_link(one) == name for one in os.scandir(entry / "fd")):
-                    found.append(int(entry.name))
-    return found
-
-
-def _link(entry: os.DirEntry[str]) -> str:
-    try:
-        return os.readlink(entry.path)
-    except OSError:
-        return ""
-
-
-def _wait_for_children(paths: RunPaths, lock: OfdLock, timeout_s: float) -> None:
-    """They die with their launch, and its guardian ends what they had started; if it was ended too, that is for us."""
-    end_left_behind(paths.key)
-    try:
-        lock.acquire(timeout_s)
-    except LockTimeout:
-        raise RunInUse(
-            f"{paths.root}: the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold "
-            f"run.lock after {timeout_s:g} s; find them with `fuser {paths.lock('run')}` and end them"
-        ) from None
+    others = [int(one) for one in os.listdir("/proc") if one.isdigit() and one != str(os.getpid())]
+    return [pid for pid in others if Path(name) in files_of(pid)]
 
 
 def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
@@ -495,29 +465,12 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) ->
     mended = mend_trained_set(paths)
     start.record(paths)
     notes = [*start.notes, mended] if mended else start.notes
-    ring = adopt(paths, topology, uuid)
-    if ring is not None and (lost := lost_fates(paths.fates, paths.validate_fates, ring, topology.groups.size)):
-        notes.append(f"the ring that an earlier launch left is not used: {lost}")
-        ring.close()
-        ring = None
-    guard = _guard(paths) if ring is not None else None
-    adopted = ring is not None and guard is not None
-    if ring is None or guard is None:  # without its guard it was removed by somebody else just now
-        if ring is not None:
-            ring.close()
-        settled = put_back(paths)
-        notes += [str(settled)] if settled != PutBack() else []
-        # The weights that an earlier run left are of versions that the new ring knows nothing of.
-        unlink_segments(paths.ring_name)
-        shutil.rmtree(paths.published, ignore_errors=True)
-        ring, guard = _created(paths, topology, uuid)
-    else:
-        notes.append(f"adopted the ring that an earlier launch left: {describe(ring)}")
+    ring, guard = _adopted(paths, topology, uuid, notes) or _created(paths, topology, uuid, notes)
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
     ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
     directory = os.open(paths.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    return OpenRun(paths, topology, lock, uuid, ring, fates, validate_fates, adopted, written, directory, guard, notes)
+    return OpenRun(paths, topology, lock, ring, fates, validate_fates, written, directory, guard, notes)
 
 
 def _guard(paths: RunPaths) -> RingGuard | None:
@@ -536,31 +489,44 @@ def _guard(paths: RunPaths) -> RingGuard | None:
     return None
 
 
-def _created(paths: RunPaths, topology: Topology, uuid: bytes) -> tuple[Ring, RingGuard]:
+def _created(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str]) -> tuple[Ring, RingGuard]:
+    """A new ring of the topology's size, once the samples that are in no slot are settled."""
+    settled, size = put_back(paths), topology.derived
+    notes += [str(settled)] if settled != PutBack() else []
+    # The weights that an earlier run left are of versions that the new ring knows nothing of.
+    unlink_segments(paths.ring_name)
+    shutil.rmtree(paths.published, ignore_errors=True)
     while True:
-        ring = create(paths, topology, uuid)
+        ring = Ring.create(
+            paths.ring_name, slots=size.slots, slot_bytes=size.slot_bytes, processes=topology.ring.processes, uuid=uuid
+        )
+        # Nothing is admitted before the learner has said which version is the newest: it clears this bit.
+        ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
         if (guard := _guard(paths)) is not None:
             return ring, guard
         ring.close()  # somebody who cleans up removed it before it was guarded
 
 
-def create(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring:
-    """A new ring of the topology's size."""
-    size = topology.derived
-    ring = Ring.create(
-        paths.ring_name,
-        slots=size.slots,
-        slot_bytes=size.slot_bytes,
-        processes=topology.ring.processes,
-        uuid=uuid,
-    )
-    # Nothing is admitted before the learner has said which version is the newest: it clears this bit.
-    ring.set_header(HeaderWord.GENERATION_PAUSE, PAUSE_STARTING)
-    return ring
+def _adopted(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str]) -> tuple[Ring, RingGuard] | None:
+    """The ring that an earlier launch of this run left; None if there is none, or if its samples have no fates."""
+    ring = _attached(paths, topology, uuid)
+    if ring is None:
+        return None
+    with closing(FateWatch(paths.fates, paths.validate_fates, ring, topology.groups.size)) as watch:
+        lost = watch.unrecorded()
+    if lost:
+        notes.append(f"the ring that an earlier launch left is not used: {lost}")
+    elif (guard := _guard(paths)) is not None:  # without its guard it was removed by somebody else just now
+        counts = {name.lower(): count for name, count in ring.stats().occupancy.items() if count}
+        left = ", ".join(f"{count} {name}" for name, count in counts.items())
+        notes.append(f"adopted the ring that an earlier launch left: {left}")
+        return ring, guard
+    ring.close()
+    return None
 
 
-def adopt(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
-    """The ring that an earlier launch of this run left; None if there is none."""
+def _attached(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
+    """The run's ring if there is one; one of another shape is refused."""
     try:
         ring = Ring.attach(paths.ring_name)
     except RingNotFound:
@@ -587,8 +553,7 @@ def adopt(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
 def _remove_stale(paths: RunPaths, ring: Ring) -> None:
     """A ring under this run's name that belongs to another run, whose directory was removed."""
     # A remote entry is no process here: it keeps nothing alive, and nothing proves its death.
-    living = [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
-    alive = [f"{process.label} (pid {process.pid})" for process in living]
+    alive = [f"{process.label} (pid {process.pid})" for process in living(ring)]
     ring.close()
     if alive:
         raise RunInUse(
@@ -596,12 +561,6 @@ def _remove_stale(paths: RunPaths, ring: Ring) -> None:
             f"{', '.join(alive)}; end those processes first"
         )
     Ring.unlink(paths.ring_name)
-
-
-def describe(ring: Ring) -> str:
-    """How many slots are in which state, in words."""
-    counts = {name.lower(): count for name, count in ring.stats().occupancy.items() if count}
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def unlink_segments(ring_name: str) -> None:
@@ -622,7 +581,7 @@ def unlink_segments(ring_name: str) -> None:
 def remove_runtime_dir(paths: RunPaths) -> None:
     """Remove the directory of the sockets, and the user's one above it if this was the last run."""
     shutil.rmtree(paths.runtime_dir, ignore_errors=True)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         paths.runtime_dir.parent.rmdir()
 
 
@@ -632,15 +591,10 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         shutil.copyfile(source, paths.root / "topology.toml")
     info = {
         "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",
-        "ring": paths.ring_name,
-        "weights": paths.weights_name,
-        "runtime_dir": str(paths.runtime_dir),
-        "frontend": paths.frontend,
-        "backend": paths.backend,
-        "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint,
-        "tap": paths.tap,
-        "launch_pid": os.getpid(),
-        "started": time.time(),
+        "ring": paths.ring_name, "weights": paths.weights_name, "runtime_dir": str(paths.runtime_dir),
+        "frontend": paths.frontend, "backend": paths.backend,
+        "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint, "tap": paths.tap,
+        "launch_pid": os.getpid(), "started": time.time(),
         "uuid": uuid.hex(),
     }
     written = {paths.topology: topology.to_json().encode(), paths.run_json: json.dumps(info, indent=2).encode() + b"\n"}

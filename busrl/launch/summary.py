@@ -1,6 +1,6 @@
 """What `launch` keeps account of: progress, CPU and residence times, its event log, and `summary.json` at the end.
 
-Talks to /proc, `errors.jsonl`, `supervisor.json` and `summary.json`. Is given messages, the ring's records and the
+Talks to /proc, `errors.jsonl` and `supervisor.json`. Is given messages, the ring's records and the
 children; decides nothing.
 
 - Processes of busrl file their own warnings before they publish them, so only those of others are filed here. A sender
@@ -15,15 +15,17 @@ children; decides nothing.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from busrl import files
@@ -42,7 +44,6 @@ from busrl.protocol.codec import address
 from busrl.ring import Process
 
 # -- progress ----------------------------------------------------------------------------------------------------------
-
 
 class Progress:
     """The state of the run as its launch sees it, and the sums of this start that `summary.json` tells.
@@ -83,29 +84,25 @@ class Progress:
     def rows(self, now: float) -> list[ProcessRow]:
         """The children, with what the ring says about each."""
         seen = {row.pid: row for row in self.run.rows(now) if not row.remote}
-        return [self._row(child, seen.get(child.pid)) for child in self.children]
-
-    @staticmethod
-    def _row(child: Child, seen: ProcessRow | None) -> ProcessRow:
-        row = seen if seen is not None and child.pid else ProcessRow(child.name, pid=child.pid)
-        return replace(row, name=child.name, state=child.phase.value, restarts=child.restarts)
+        rows = ((child, seen.get(child.pid or -1, ProcessRow(child.name, pid=child.pid))) for child in self.children)
+        return [replace(row, name=child.name, state=child.phase.value, restarts=child.restarts) for child, row in rows]
 
 
 # -- CPU seconds and busy shares ---------------------------------------------------------------------------------------
 
-
 TICKS = os.sysconf("SC_CLK_TCK")
 LOOK_EVERY_S = 0.5
+Seconds = npt.NDArray[np.float64]  # of CPU, and busy
+NOTHING: Seconds = np.zeros(2)
 
 
 class Usage:
     """Fed with a look now and then; `summary` at the end."""
 
     def __init__(self) -> None:
-        self._used: dict[tuple[str, int], tuple[float, float]] = {}  # name and pid -> CPU and busy seconds
-        self._next = self._ended = 0.0
-        self._began: float | None = None
-        self._before: dict[str, tuple[float, float]] = {}
+        self._used: dict[tuple[str, int], Seconds] = {}  # by name and pid
+        self._before: dict[str, Seconds] = {}
+        self._next = self._began = self._ended = 0.0
 
     def look(self, pids: Iterable[tuple[str, int]], entries: dict[int, Process], step: int, now: float) -> None:
         """`pids`: name and pid of every living process; `step`: the learner's. Cheap: reads /proc twice a second."""
@@ -115,31 +112,29 @@ class Usage:
         for life in pids:
             entry = entries.get(life[1])
             # An entry that is gone while its process still ends says nothing new.
-            busy = entry.busy_ns / 1e9 if entry else self._used.get(life, (0.0, 0.0))[1]
-            self._used[life] = cpu_of(life[1], children=life[1] != os.getpid()), busy
-        if step > 0 and self._began is None:
+            busy = entry.busy_ns / 1e9 if entry else self._used.get(life, NOTHING)[1]
+            self._used[life] = np.array([cpu_of(life[1], children=life[1] != os.getpid()), busy])
+        if step > 0 and not self._began:
             self._began, self._before = now, self._sums()
         self._ended = now
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per process: cpu_s in all, and the shares of the training time; None where nothing was trained."""
-        span = self._ended - self._began if self._began is not None else 0.0
-        told = {}
-        for name, (cpu, busy) in self._sums().items():
-            before = self._before.get(name, (0.0, 0.0))
-            told[name] = {
-                "cpu_s": round(cpu, 2),
-                "cpu_share": round((cpu - before[0]) / span, 4) if span > 0 else None,
-                "busy_share": round(min(1.0, (busy - before[1]) / span), 4) if span > 0 else None,
+        span, shares = self._ended - self._began if self._began else 0.0, {}
+        for name, used in self._sums().items():
+            cpu, busy = (used - self._before.get(name, NOTHING)) / span if span > 0 else (None, None)
+            shares[name] = {
+                "cpu_s": round(float(used[0]), 2),
+                "cpu_share": None if cpu is None else round(float(cpu), 4),
+                "busy_share": None if busy is None else round(min(1.0, float(busy)), 4),
             }
-        return told
+        return shares
 
-    def _sums(self) -> dict[str, tuple[float, float]]:
+    def _sums(self) -> dict[str, Seconds]:
         """Of each name over all of its lives."""
-        sums: dict[str, tuple[float, float]] = {}
-        for (name, _), (cpu, busy) in self._used.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + cpu, before[1] + busy
+        sums: dict[str, Seconds] = {}
+        for (name, _), used in self._used.items():
+            sums[name] = sums.get(name, NOTHING) + used
         return sums
 
 
@@ -156,7 +151,6 @@ def cpu_of(pid: int, children: bool = True) -> float:
 
 # -- residence times of slots ------------------------------------------------------------------------------------------
 
-
 EVERY_S = 0.25
 
 
@@ -168,40 +162,33 @@ class ResidenceTimes:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, int] = {}
-        self._looks = 0
-        self._first: tuple[float, dict[str, int]] | None = None
-        self._last: tuple[float, dict[str, int]] = (0.0, {})
-        self._next = 0.0
+        self._slots: Counter[str] = Counter()
+        self._entered: list[tuple[float, Mapping[str, int]]] = []  # at the first look, and at the last
+        self._looks, self._next = 0, 0.0
 
     def look(self, occupancy: Mapping[str, int], transitions: Mapping[str, int], step: int, now: float) -> None:
         """`occupancy`: slots by state; `transitions`: entries into each, ever; `step`: the learner's."""
         if step < 1 or now < self._next:
             return
         self._next = now + EVERY_S
-        for state, count in occupancy.items():
-            self._sums[state] = self._sums.get(state, 0) + count
+        self._slots.update(occupancy)
+        self._entered[1:] = [(now, dict(transitions))]
         self._looks += 1
-        self._last = now, dict(transitions)
-        if self._first is None:
-            self._first = self._last
 
     def summary(self) -> dict[str, dict[str, float]]:
         """By state: mean slots, entries per second, seconds that one stays (0 where none came); empty without looks."""
-        if self._first is None or self._last[0] <= self._first[0]:
+        if len(self._entered) < 2:
             return {}
-        span = self._last[0] - self._first[0]
+        (begin, first), (end, last) = self._entered
         found = {}
-        for state, total in self._sums.items():
-            mean = total / self._looks
-            rate = (self._last[1].get(state, 0) - self._first[1].get(state, 0)) / span
+        for state, total in self._slots.items():
+            mean, rate = total / self._looks, (last.get(state, 0) - first.get(state, 0)) / (end - begin)
             stay = mean / rate if rate > 0 else 0.0
             found[state.lower()] = {"mean": round(mean, 3), "per_s": round(rate, 3), "stay_s": round(stay, 6)}
         return found
 
 
 # -- the event log -----------------------------------------------------------------------------------------------------
-
 
 MOST_SENDERS = 64
 SAVE_EVERY_S = 1.0
@@ -289,7 +276,6 @@ def shown(sender: str, severity: str, where: str, text: str) -> str:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
-
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended: "finished", "stopped" (by a signal) or "failed"; `why` is for a person."""
@@ -300,49 +286,30 @@ class Outcome:
 
 
 def build(
-    outcome: Outcome,
-    progress: Progress,
-    report: AuditReport | None,
-    still_open: int,
-    now: float,
-    usage: dict[str, dict[str, Any]],
-    residence: dict[str, dict[str, float]],
-    crashes_missing: list[str],
+    outcome: Outcome, progress: Progress, report: AuditReport | None, still_open: int,
+    usage: dict[str, dict[str, Any]], residence: dict[str, dict[str, float]], crashes_missing: list[str],
 ) -> dict[str, Any]:
     """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `residence` as
     `ResidenceTimes.summary` does; `crashes_missing`: planned deaths that never came."""
     run = progress.run
+    processes = {child.name: {**child.account(), **usage.get(child.name, {})} for child in progress.children}
     return {
         "name": run.facts.name,
-        "outcome": outcome.kind,
-        "why": outcome.why,
-        "exit_code": outcome.exit_code,
+        "outcome": outcome.kind, "why": outcome.why, "exit_code": outcome.exit_code,
         "goal_reached": outcome.exit_code == 0,
-        "ended": time.time(),
-        "seconds": round(now - progress.started, 3),
-        "steps": run.at_step,
-        "steps_before": progress.before,
-        "max_steps": run.facts.max_steps,
+        "ended": time.time(), "seconds": round(time.monotonic() - progress.started, 3),
+        "steps": run.at_step, "steps_before": progress.before, "max_steps": run.facts.max_steps,
         "version": run.version,
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
         "generated_tokens": run.ring.tokens if run.ring else 0,
         "reward": {"first": run.first_reward, "last_10_steps": run.steps.recent(lambda one: one.reward)},
         "validation": run.judged(),
-        "processes": {
-            "launch": usage.get("launch", {}),
-            **{child.name: {**child.account(), **usage.get(child.name, {})} for child in progress.children},
-        },
+        "processes": {"launch": usage.get("launch", {}), **processes},
         "slots": residence,
-        "faults": progress.faults,
-        "faults_that_never_came": crashes_missing,
+        "faults": progress.faults, "faults_that_never_came": crashes_missing,
         "open_samples": still_open,
         "audit": report.to_json() if report else None,
     }
-
-
-def write(paths: RunPaths, summary: dict[str, Any]) -> None:
-    """Write summary.json whole."""
-    files.replace(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:

@@ -31,10 +31,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from busrl.config.schema import Limits
 from busrl.ring import Process
 
 # -- the order of a stop -----------------------------------------------------------------------------------------------
-
 
 ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "keeper", "bus")
 
@@ -80,7 +80,6 @@ def stage_of(name: str) -> int:
 
 # -- one child ---------------------------------------------------------------------------------------------------------
 
-
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 10.0
 SPACE_PAUSE_S = 2.0
@@ -88,6 +87,10 @@ SERVED_S = 3.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 KILLS_FOR_ONE = 3
 KILLED = "signal SIGKILL"
+KILLED_BY_OTHERS = (
+    f" ({KILLS_FOR_ONE} times SIGKILL from outside counting as one): the kernel may have killed it for want of memory "
+    "(see `dmesg`), or somebody did; free memory, then start the run again"
+)
 DEATHS_WITHOUT_PAUSE = 5  # after ready, without work; then pauses
 
 
@@ -106,22 +109,15 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """The limits of the topology that matter here, in seconds and deaths."""
-
-    ready_s: float
-    progress_s: float
-    restart_attempts: int
-    crash_attempts: int = 0  # 0: for ever
-
-
-@dataclass(frozen=True)
 class Death:
-    """What a death means: what to tell the person, and whether the run gives up because of it."""
+    """What a death means: what to tell the person, and why the run gives up because of it, if it does."""
 
     text: str
-    gives_up: bool
-    why: str = ""  # it gives up
+    why: str = ""
+
+    @property
+    def gives_up(self) -> bool:
+        return bool(self.why)
 
 
 @dataclass
@@ -129,7 +125,7 @@ class Child:
     """One child over all of its lives."""
 
     name: str
-    patience: Patience
+    limits: Limits
     phase: Phase = Phase.BACKOFF
     pid: int = 0
     restarts: int = 0
@@ -193,9 +189,9 @@ class Child:
         else:
             self._silent_s += passed_s
         self.entry = entry or before
-        limit = max(self.patience.ready_s, deadline_s)
+        limit = max(self.limits.ready_s, deadline_s)
         if ready:
-            limit = (deadline_s or self.patience.progress_s) if entry else math.inf
+            limit = (deadline_s or self.limits.progress_s) if entry else math.inf
         return self._condemn(limit) if self._silent_s > limit else ""
 
     def _condemn(self, limit: float) -> str:
@@ -214,7 +210,7 @@ class Child:
         before, self.pid = self.phase, 0
         if before is Phase.STOPPING:
             self.phase = Phase.GONE
-            return Death(text, gives_up=False)
+            return Death(text)
         if hopeless:
             return self._given_up(text, "to start it again would change nothing")
         self.phase = Phase.BACKOFF
@@ -226,26 +222,27 @@ class Child:
         worked = self._ready_s >= SERVED_S if did is None else did != self._did
         worked = worked or (self.entry is not None and self.entry.samples > 0)
         self._did, self.idle_deaths = did or 0, 1 if worked else self.idle_deaths + 1
-        allowed = self.patience.crash_attempts
+        allowed = self.limits.crash_attempts
         if allowed and self.idle_deaths >= allowed:
             why = f"it died {self.idle_deaths} times in a row and did none of its work in between"
             return self._given_up(text, why)
         pause = self._pause_s(self.idle_deaths - DEATHS_WITHOUT_PAUSE) if allowed else 0.0
         self.restarts, self.due = self.restarts + 1, now + pause
-        return Death(f"{text}; starting it again{f' in {pause:g} s' if pause else ''}", gives_up=False)
+        return Death(f"{text}; starting it again{f' in {pause:g} s' if pause else ''}")
 
     def _died_early(self, text: str, now: float, by_others: bool) -> Death:
         self.early_deaths += 1 / KILLS_FOR_ONE if by_others else 1
-        allowed, counted = max(1, self.patience.restart_attempts), round(self.early_deaths, 2)
+        allowed, counted = max(1, self.limits.restart_attempts), round(self.early_deaths, 2)
         if counted >= allowed:
-            return self._given_up(text, f"it died {counted:g} times in a row before it was ready{_of_kills(by_others)}")
+            why = f"it died {counted:g} times in a row before it was ready{KILLED_BY_OTHERS if by_others else ''}"
+            return self._given_up(text, why)
         self.restarts, pause = self.restarts + 1, self._pause_s(math.ceil(counted))
         self.due, attempt = now + pause, math.floor(counted) + 1
-        return Death(f"{text}; starting it again in {pause:g} s (attempt {attempt} of {allowed})", False)
+        return Death(f"{text}; starting it again in {pause:g} s (attempt {attempt} of {allowed})")
 
     def _given_up(self, text: str, why: str) -> Death:
         self.phase = Phase.GONE
-        return Death(f"{text}; giving up: {why}", gives_up=True, why=why)
+        return Death(f"{text}; giving up: {why}", why)
 
     @staticmethod
     def _pause_s(deaths: int) -> float:
@@ -270,42 +267,30 @@ class Child:
         self.phase, self.pid = Phase.GONE, 0
 
 
-def _of_kills(by_others: bool) -> str:
-    if not by_others:
-        return ""
-    return (
-        f" ({KILLS_FOR_ONE} times SIGKILL from outside counting as one): the kernel may have killed it for want of "
-        "memory (see `dmesg`), or somebody did; free memory, then start the run again"
-    )
-
-
 # -- foreign processes -------------------------------------------------------------------------------------------------
-
 
 class ForeignProcesses:
     """`names`: those of the processes of which there is one each."""
 
-    def __init__(self, names: Collection[str], patience: Patience) -> None:
-        self._names, self._patience = names, patience
+    def __init__(self, names: Collection[str], limits: Limits) -> None:
+        self._names, self._limits = names, limits
         self._known: dict[tuple[int, int], Child] = {}
 
     def look(self, entries: Iterable[Process], ours: Collection[int], passed_s: float) -> list[tuple[int, str]]:
         """The table was read, `passed_s` after the last time; pid and reason of each that has to be killed."""
         theirs = [one for one in entries if not one.remote and one.label in self._names]
         here = {(one.pid, one.index): one for one in theirs if one.pid not in ours}
-        self._known = {key: self._known.get(key) or self._new(one) for key, one in here.items()}
+        for key in here.keys() - self._known.keys():
+            self._known[key] = child = Child(here[key].label, self._limits)
+            child.started(here[key].pid, 0.0)
+            child.became_ready()
+        self._known = {key: self._known[key] for key in here}
         condemned = []
         for key, child in self._known.items():
             one = here[key]
             if (why := child.looked(one, passed_s)) and is_titled(one.pid, one.label):
                 condemned.append((one.pid, f"{why}; this launch did not start it, and it holds a lock of the run"))
         return condemned
-
-    def _new(self, process: Process) -> Child:
-        child = Child(process.label, self._patience)
-        child.started(process.pid, 0.0)
-        child.became_ready()
-        return child
 
 
 def is_titled(pid: int, name: str) -> bool:

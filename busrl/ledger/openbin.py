@@ -10,6 +10,7 @@ which generates those samples again. Talks to two files. Knows nothing of the ri
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
@@ -76,26 +77,18 @@ class PutBack(msgspec.Struct, kw_only=True):
     uids: list[int]
 
 
-class DrawsLog:
-    """Appends put-backs; one process at a time (the start holds the run's lock)."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = files.LineFile(path, sync=True)
-
-    def put_back(self, uids: Iterable[int], why: str) -> None:
-        """Record that these uids go back to "none" and may be dispatched again."""
-        entry = PutBack(time_ns=time.time_ns(), why=why, uids=sorted(uids))
+def put_back(path: str | os.PathLike[str], uids: Iterable[int], why: str) -> None:
+    """Record that these uids go back to "none" and may be dispatched again. One process at a time."""
+    entry = PutBack(time_ns=time.time_ns(), why=why, uids=sorted(uids))
+    with contextlib.closing(files.LineFile(path, sync=True)) as lines:
         if entry.uids:
-            self._lines.append(msgspec.json.encode(entry))
-
-    def close(self) -> None:
-        self._lines.close()
+            lines.append(msgspec.json.encode(entry))
 
 
 def read_draws(path: str | os.PathLike[str]) -> list[PutBack]:
     """All put-backs in order; none if there is no file. Half a last line was never acted upon and is left out."""
-    file = Path(path)
-    if not file.exists():
+    try:
+        whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
         return []
-    whole, _, _ = file.read_bytes().rpartition(b"\n")
     return [msgspec.json.decode(line, type=PutBack) for line in whole.splitlines() if line]

@@ -22,10 +22,11 @@ import json
 import os
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -34,16 +35,15 @@ import numpy.typing as npt
 from busrl import files
 from busrl.errors import FileCorrupt, LedgerError
 from busrl.files import finish_replacements
+from busrl.ledger.trainlog import UID_LIMIT, TrainLine
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1
-UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
 REMEDY = "; the next start in the run directory makes it again from train.jsonl"
 BLOCK = 1 << 17  # bytes of the bitmap
 _HEAD = struct.Struct("<8sIIQQ")
-_ONES = np.array([bin(byte).count("1") for byte in range(256)], np.int64)
 
 
 class TrainedSet:
@@ -66,10 +66,6 @@ class TrainedSet:
                 self._count += 1
         return again
 
-    def contains(self, uid: int) -> bool:
-        byte = uid >> 3
-        return 0 <= byte < self._bits.size and bool(self._bits[byte] >> (uid & 7) & 1)
-
     def contains_all(self, uids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """For each uid whether it is in the set."""
         result = np.zeros(uids.shape, np.bool_)
@@ -78,10 +74,6 @@ class TrainedSet:
         result[inside] = (self._bits[small >> 3] >> (small & 7).astype(np.uint8)) & 1
         return result
 
-    def uids(self) -> npt.NDArray[np.uint64]:
-        """All uids, ascending."""
-        return np.flatnonzero(np.unpackbits(self._bits, bitorder="little")).astype(np.uint64)
-
     def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
         """All uids, ascending, some at a time: a set of tens of millions is not to be spelled out at once."""
         for start in range(0, self._bits.size, BLOCK):
@@ -89,21 +81,14 @@ class TrainedSet:
             yield block.astype(np.int64) + start * 8
 
     def __contains__(self, uid: int) -> bool:
-        return self.contains(uid)
+        byte = uid >> 3
+        return 0 <= byte < self._bits.size and bool(self._bits[byte] >> (uid & 7) & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return (uid for block in self.blocks() for uid in block.tolist())
 
     def __len__(self) -> int:
         return self._count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.uids().tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TrainedSet) and bool(np.array_equal(self.uids(), other.uids()))
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def __repr__(self) -> str:
-        return f"TrainedSet({self._count} uids)"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole and durably."""
@@ -122,10 +107,10 @@ class TrainedSet:
         body = data[_HEAD.size :]
         if zlib.crc32(body) != crc:
             raise FileCorrupt(f"{path}: checksum does not match its {len(body)} bytes{REMEDY}")
-        result = cls()
-        result._bits = np.frombuffer(zlib.decompress(body), np.uint8).copy()
-        result._count = result._recount()
-        if (result._count, result._bits.size) != (count, size):
+        result, raw = cls(), zlib.decompress(body)
+        result._bits = np.frombuffer(raw, np.uint8).copy()
+        result._count = int.from_bytes(raw, "little").bit_count()
+        if (result._count, len(raw)) != (count, size):
             raise FileCorrupt(f"{path}: holds {result._count} uids, its head says {count}{REMEDY}")
         return result
 
@@ -140,10 +125,6 @@ class TrainedSet:
             self._bits = grown
         return byte
 
-    def _recount(self) -> int:
-        blocks = (self._bits[start : start + BLOCK] for start in range(0, self._bits.size, BLOCK))
-        return sum(int(np.bincount(block, minlength=256) @ _ONES) for block in blocks)
-
 
 # -- mending -----
 
@@ -152,18 +133,6 @@ NAME = "trained.bin"
 LISTING = "files.json"
 TAIL = 1 << 16  # bytes of the train log whose lines are looked at
 MOST_LINE_BYTES = 1 << 28  # what is longer is no line
-RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
-
-
-class _Line(msgspec.Struct):
-    """What is needed of a line of the train log; a sample is [uid, attempt, crc]."""
-
-    step: _Natural
-    samples: list[tuple[_Uid, int, int]]
-    version: int = 0
-    cause: str = RESTORED
 
 
 def newest_checkpoint(paths: RunPaths) -> Path | None:
@@ -173,9 +142,18 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
 
 def _checkpoints(paths: RunPaths) -> list[Path]:
     """All that have a meta.json, newest first."""
-    named = [one for one in paths.checkpoints.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name)]
-    whole = [one for one in named if (one / "meta.json").is_file()]
-    return sorted(whole, key=lambda one: int(one.name.rpartition("_")[2]), reverse=True)
+    return [one for one in checkpoints_of(paths.checkpoints) if (one / "meta.json").is_file()]
+
+
+def checkpoints_of(root: Path) -> list[Path]:
+    """The directories with a checkpoint's name, newest first."""
+    named = [one for one in root.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name) and one.is_dir()]
+    return sorted(named, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in its name."""
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def mend_trained_set(paths: RunPaths) -> str | None:
@@ -220,7 +198,7 @@ def _meta(folder: Path, fault: str) -> tuple[int, int]:
         raise _beyond_repair(folder, fault, f"its meta.json cannot be read either ({problem!r})") from None
 
 
-def _uids_of(lines: Iterable[_Line]) -> TrainedSet:
+def _uids_of(lines: Iterable[TrainLine]) -> TrainedSet:
     found = TrainedSet()
     for line in lines:
         found.add(uid for uid, _, _ in line.samples)
@@ -243,7 +221,7 @@ class _Standing:
         number, at = 1, 0
         while text := file.readline(MOST_LINE_BYTES):
             try:
-                step = msgspec.json.decode(text, type=_Line).step
+                step = msgspec.json.decode(text, type=TrainLine).step
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
                 self._damaged += bool(text.strip())
                 self._first = self._first or f"line {number}: {problem}"
@@ -259,14 +237,14 @@ class _Standing:
         """The damaged lines in words; empty if there are none."""
         return f" ({self._damaged} of its lines cannot be read, {self._first})" if self._damaged else ""
 
-    def lines(self, until: int) -> Iterator[_Line]:
+    def lines(self, until: int) -> Iterator[TrainLine]:
         """Those up to a step, one after the other."""
         if self.steps:
             with open(self.path, "rb") as file:
                 for step, (at, size) in zip(self.steps, self._places):
                     if step <= until:
                         file.seek(at)
-                        yield msgspec.json.decode(file.read(size), type=_Line)
+                        yield msgspec.json.decode(file.read(size), type=TrainLine)
 
 
 def train_log_is_whole(path: Path, least: int) -> bool:
@@ -280,7 +258,7 @@ def train_log_is_whole(path: Path, least: int) -> bool:
         return False
     try:
         for text in last[:-1]:
-            msgspec.json.decode(text, type=_Line)
+            msgspec.json.decode(text, type=TrainLine)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return size >= least and last[-1:] == [b""]
@@ -292,17 +270,16 @@ def mend_train_log(
     """Write a line again for every step up to `step`: as it stands, or from its record. Samples of `trained` whose line
     is gone stand together in one, with the crc of their prompts; spaces make it `least` bytes long, so that it
     is not taken for a shortened one. The damaged file is kept; what was done."""
-    standing, own = _Standing(path), dict[int, _Line]()  # its own are those of the records
+    standing, own = _Standing(path), dict[int, TrainLine]()  # its own are those of the records
     for record in records:
         if record.step <= step:
-            samples = [(one.uid, one.attempt, one.prompt_crc) for one in record.samples]
-            own[record.step] = _Line(record.step, samples, record.version, record.cause)
+            own[record.step] = TrainLine.of(record)
     named = _uids_of(_merged(standing, own, step))
-    gone = [uid for uids in trained.blocks() for uid in uids.tolist() if uid not in named]
+    gone = [uid for uid in trained if uid not in named]
     if gone:
         known = {*standing.steps, *own}
         free = next((one for one in range(step, 0, -1) if one not in known), step)
-        line = next((one for one in _merged(standing, own, step) if one.step == free), _Line(free, []))
+        line = next((one for one in _merged(standing, own, step) if one.step == free), TrainLine(step=free, samples=[]))
         line.samples += [(uid, 0, crc_of(uid)) for uid in gone]
         own[free] = line
     kept = next(one for k in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{k}")).exists())
@@ -316,7 +293,7 @@ def mend_train_log(
     )
 
 
-def _merged(standing: _Standing, own: Mapping[int, _Line], until: int) -> Iterator[_Line]:
+def _merged(standing: _Standing, own: Mapping[int, TrainLine], until: int) -> Iterator[TrainLine]:
     """The lines by step; one of `own` takes the place of the one that stands."""
     return heapq.merge(
         (line for line in standing.lines(until) if line.step not in own),
@@ -325,7 +302,7 @@ def _merged(standing: _Standing, own: Mapping[int, _Line], until: int) -> Iterat
     )
 
 
-def _written(lines: Iterable[_Line], least: int) -> Iterator[bytes]:
+def _written(lines: Iterable[TrainLine], least: int) -> Iterator[bytes]:
     """The bytes of the lines, with spaces in the last one that make them `least` bytes; none for no line."""
     total, end = 0, b""
     for line in lines:
@@ -350,18 +327,21 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
-    """The trained set of the checkpoint before `folder`, and the uids of the records after it, up to a step."""
-    older = [one for one in _checkpoints(paths) if one.name != folder.name]
-    found, start = TrainedSet(), 0
-    if older:
-        try:
-            found, start = TrainedSet.load(older[0] / NAME), int(older[0].name.rpartition("_")[2])
-        except (FileCorrupt, OSError):
-            return TrainedSet()
-    if paths.wal.is_dir():
-        with Wal(paths.wal) as wal:
-            for record in wal.records(after=start):
-                found.add(sample.uid for sample in record.samples if record.step <= step)
+    """The trained set of the checkpoint before `folder`, and the samples of the records up to a step."""
+    older = next((one for one in _checkpoints(paths) if one.name != folder.name), None)
+    try:
+        found = TrainedSet.load(older / NAME) if older else TrainedSet()
+    except (FileCorrupt, OSError):
+        return TrainedSet()
+    return add_logged(found, paths.wal, step)
+
+
+def add_logged(found: TrainedSet, log: Path, until: int = sys.maxsize) -> TrainedSet:
+    """The set, with the samples of the log's records up to a step."""
+    if log.is_dir():
+        with Wal(log) as wal:
+            for record in wal.records():
+                found.add(sample.uid for sample in record.samples if record.step <= until)
     return found
 
 

@@ -10,26 +10,35 @@ nothing of the write-ahead log's bytes, of the ring or of tensors.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from busrl.files import LineFile, json_lines
-from busrl.ledger.wal import Record, SampleRecord
+from busrl.files import json_lines
+from busrl.ledger.wal import Record
 
 TRAIN_TAIL_BYTES = 1 << 20  # of lines of thousands of samples
+UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
+RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
 
 
 class TrainLine(msgspec.Struct, kw_only=True):
     """One step; each sample is [uid, attempt, crc]."""
 
-    step: int
-    version: int
-    cause: str
-    samples: list[tuple[int, int, int]]
+    step: _Natural
+    version: int = 0
+    cause: str = RESTORED
+    samples: list[tuple[_Uid, int, int]]
+
+    @classmethod
+    def of(cls, record: Record) -> TrainLine:
+        """The line of a record that was trained, also when it was replayed."""
+        samples = [(sample.uid, sample.attempt, sample.prompt_crc) for sample in record.samples]
+        return cls(step=record.step, version=record.version, cause=record.cause, samples=samples)
 
 
 def of_step(row: Mapping[str, Any]) -> bool:
@@ -51,32 +60,3 @@ def last_step(path: Path) -> int:
         if steps:
             return steps[-1]
     return 0
-
-
-class TrainLog:
-    """Appends to `train.jsonl`; half a line of a killed predecessor is cut at opening."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._lines = LineFile(path)
-
-    def append(self, record: Record) -> None:
-        """The line of a record that was trained, also when it was replayed."""
-        self.append_step(record.step, record.version, record.cause, record.samples)
-
-    def append_step(self, step: int, version: int, cause: str, samples: Iterable[SampleRecord]) -> None:
-        """The line of a step that has no record."""
-        entries = [(sample.uid, sample.attempt, sample.prompt_crc) for sample in samples]
-        line = TrainLine(step=step, version=version, cause=cause, samples=entries)
-        self._lines.append(msgspec.json.encode(line))
-
-    @property
-    def shortened(self) -> bool:
-        """Whether lines were removed while it was open."""
-        return self._lines.shortened
-
-    def flush(self) -> None:
-        """Make all lines durable: before a checkpoint, so that its samples have their lines after a power cut too."""
-        self._lines.flush()
-
-    def close(self) -> None:
-        self._lines.close()

@@ -115,24 +115,13 @@ class _Segment:
     path: Path
     steps: list[int]  # of its records, ascending
     size: int
-    file: tuple[int, int] = (0, 0)  # device and inode
+    file: os.stat_result
     old: bool = False  # of an earlier layout: nothing is appended
 
     @property
     def last_step(self) -> int:
         """Of its records; -1 with none."""
         return self.steps[-1] if self.steps else -1
-
-
-@dataclass(frozen=True)
-class WalStats:
-    """What the log holds now: segments, bytes, newest step, highest version, and what opening cut off."""
-
-    segments: int
-    nbytes: int
-    last_step: int
-    last_version: int
-    cut_bytes: int
 
 
 def frames(data: bytes, start: int = len(HEAD)) -> Iterator[tuple[memoryview, int]]:
@@ -154,10 +143,6 @@ def _frame_end(view: memoryview, at: int) -> int:
     return end if zlib.crc32(view[at + _FRAME.size : end], zlib.crc32(view[at + 4 : at + 8])) == crc else 0
 
 
-def _file_of(info: os.stat_result) -> tuple[int, int]:
-    return info.st_dev, info.st_ino
-
-
 def _later_record(data: bytes, at: int) -> int:
     """Where a whole record begins after `at`; 0 if nowhere."""
     while (at := data.find(MARK, at + 1)) > 0:
@@ -171,7 +156,8 @@ class Wal:
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
     process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` says
-    what was passed over.
+    what was passed over, `cut_bytes` what opening cut off; `last_step` and `last_version` are the highest ever seen
+    here, -1 with none.
     """
 
     def __init__(
@@ -186,14 +172,13 @@ class Wal:
         self.sync = sync
         self.segment_bytes = segment_bytes
         self.damage: list[str] = []
+        self.last_step = self.last_version = -1
+        self.cut_bytes = 0
         self._superseded = superseded
         self._looks = 0
         self._doubts: list[str] = []  # damage whose extent only the next whole record shows
         self._encoder = msgspec.msgpack.Encoder()
         self._segments: list[_Segment] = []
-        self._last_step = -1
-        self._last_version = -1
-        self._cut_bytes = 0
         self._number = 0
         self._fd = -1
         self._broken = ""
@@ -203,30 +188,29 @@ class Wal:
         self._open()
 
     @property
-    def last_step(self) -> int:
-        """Newest step that was ever seen here; -1 if none."""
-        return self._last_step
-
-    @property
-    def last_version(self) -> int:
-        """Highest version of any record seen here; -1 if none."""
-        return self._last_version
-
-    def stats(self) -> WalStats:
-        nbytes = sum(segment.size for segment in self._segments)
-        return WalStats(len(self._segments), nbytes, self._last_step, self._last_version, self._cut_bytes)
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.size for segment in self._segments)
 
     def append(self, record: Record) -> None:
         """Commit a record: once this returns its samples are trained; if it raises they are not."""
-        self._refuse(record)
+        if self._broken:
+            raise WriteFailed(f"{self.directory}: {self._broken}; restart the learner, which reads what is there")
+        if record.step <= self.last_step:
+            raise LedgerError(
+                f"{self.directory}: a record of step {record.step} after step {self.last_step}: steps must grow"
+            )
         payload = self._encoder.encode(record)
         length = _LENGTH.pack(len(payload))
         head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
-        segment = self._segment_for(len(head) + len(payload))
+        full = bool(self._segments) and self._segments[-1].size + len(head) + len(payload) > self.segment_bytes
+        if self._fd < 0 or (full and self._segments[-1].steps):
+            self._begin_segment()
+        segment = self._segments[-1]
         segment.size = self._commit(segment, [head, payload])
         segment.steps.append(record.step)
-        self._last_step = record.step
-        self._last_version = max(self._last_version, record.version)
+        self.last_step = record.step
+        self.last_version = max(self.last_version, record.version)
 
     def steps(self) -> list[int]:
         """The steps of all records that are there, ascending."""
@@ -253,7 +237,7 @@ class Wal:
         dropped = 0
         while self._segments and self._segments[0].last_step < step:
             if len(self._segments) == 1:
-                self._close_segment()
+                self.end_segment()
             self._segments[0].path.unlink(missing_ok=True)
             del self._segments[0]
             dropped += 1
@@ -273,7 +257,7 @@ class Wal:
                 now = os.stat(segment.path)
             except OSError as exc:
                 return f"{segment.path} cannot be found any more ({exc.strerror})"
-            if (now.st_dev, now.st_ino) != segment.file:
+            if not os.path.samestat(now, segment.file):
                 return f"{segment.path} is another file than the one that was written"
             if now.st_size != segment.size:
                 return f"{segment.path} has {now.st_size} bytes, {segment.size} were written"
@@ -281,7 +265,7 @@ class Wal:
 
     def renew(self) -> None:
         """Begin an empty log, after a checkpoint that has made all records superfluous."""
-        self._close_segment()
+        self.end_segment()
         for segment in self._segments:
             try:
                 segment.path.unlink(missing_ok=True)
@@ -292,15 +276,11 @@ class Wal:
 
     def end_segment(self) -> None:
         """Let the next record begin a new segment."""
-        self._close_segment()
-
-    def flush(self) -> None:
-        """Make everything appended so far durable (for `sync=False`)."""
         if self._fd >= 0:
-            os.fdatasync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
 
-    def close(self) -> None:
-        self._close_segment()
+    close = end_segment
 
     def __enter__(self) -> Wal:
         return self
@@ -309,23 +289,6 @@ class Wal:
         self.close()
 
     # -- appending -----
-
-    def _refuse(self, record: Record) -> None:
-        if self._broken:
-            raise WriteFailed(f"{self.directory}: {self._broken}; restart the learner, which reads what is there")
-        if record.step <= self._last_step:
-            raise LedgerError(
-                f"{self.directory}: a record of step {record.step} after step {self._last_step}: steps must grow"
-            )
-
-    def _segment_for(self, nbytes: int) -> _Segment:
-        """The open segment, or a new one if there is none or it is full."""
-        if self._fd < 0 or self._full(self._segments[-1], nbytes):
-            self._begin_segment()
-        return self._segments[-1]
-
-    def _full(self, segment: _Segment, nbytes: int) -> bool:
-        return segment.last_step >= 0 and segment.size + nbytes > self.segment_bytes
 
     def _begin_segment(self) -> None:
         path = self.directory / f"{self._number + 1:08d}.wal"
@@ -342,9 +305,9 @@ class Wal:
                 os.close(fd)
                 path.unlink(missing_ok=True)
             raise files.write_error(path, len(HEAD), exc) from exc
-        self._close_segment()
+        self.end_segment()
         self._fd, self._number = fd, self._number + 1
-        self._segments.append(_Segment(path, [], len(HEAD), _file_of(os.fstat(fd))))
+        self._segments.append(_Segment(path, [], len(HEAD), os.fstat(fd)))
 
     def _commit(self, segment: _Segment, parts: list[bytes]) -> int:
         try:
@@ -352,22 +315,12 @@ class Wal:
             if self.sync:
                 os.fdatasync(self._fd)
         except OSError as exc:
-            self._take_back(segment)
+            try:
+                os.ftruncate(self._fd, segment.size)
+            except OSError as problem:  # nobody knows what a restart will read: nothing more is appended
+                self._broken = f"a record that failed could not be removed either ({problem.strerror})"
             raise files.write_error(segment.path, sum(map(len, parts)), exc) from exc
         return end
-
-    def _take_back(self, segment: _Segment) -> None:
-        """Remove a record that could not be written whole. If even that fails it is unknown what a restart
-        will read, so nothing more is appended."""
-        try:
-            os.ftruncate(self._fd, segment.size)
-        except OSError as exc:
-            self._broken = f"a record that failed could not be removed either ({exc.strerror})"
-
-    def _close_segment(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
     # -- opening -----
 
@@ -385,7 +338,7 @@ class Wal:
         data = path.read_bytes()
         if newest and len(data) < len(HEAD):  # killed while it began the segment
             path.unlink()
-            self._cut_bytes += len(data)
+            self.cut_bytes += len(data)
             return
         if data[: len(HEAD)] not in HEADS:
             text = (
@@ -395,9 +348,9 @@ class Wal:
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)
-            self._segments.append(_Segment(path, [], len(data), _file_of(path.stat()), old=True))
+            self._segments.append(_Segment(path, [], len(data), path.stat(), old=True))
             return
-        segment = _Segment(path, [], len(HEAD), _file_of(path.stat()), data[: len(HEAD)] == OLD_HEAD)
+        segment = _Segment(path, [], len(HEAD), path.stat(), data[: len(HEAD)] == OLD_HEAD)
         self._segments.append(segment)
         while True:
             for payload, end in frames(data, segment.size):
@@ -417,12 +370,12 @@ class Wal:
             raise FileCorrupt(self._doubts[0])
         self.damage += self._doubts
         self._doubts.clear()
-        if brief.step <= self._last_step:
-            raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self._last_step}: steps must grow")
+        if brief.step <= self.last_step:
+            raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self.last_step}: steps must grow")
         segment.steps.append(brief.step)
-        self._last_step = brief.step
+        self.last_step = brief.step
         segment.size = end
-        self._last_version = max(self._last_version, brief.version)
+        self.last_version = max(self.last_version, brief.version)
 
     def _doubt(self, segment: _Segment, later: int) -> None:
         self._doubts.append(
@@ -432,10 +385,7 @@ class Wal:
 
     def _cut(self, segment: _Segment, data: bytes) -> None:
         """Cut half a record off the newest segment."""
-        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.ftruncate(fd, segment.size)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        self._cut_bytes += len(data) - segment.size
+        with open(segment.path, "rb+", buffering=0) as file:
+            file.truncate(segment.size)
+            os.fsync(file.fileno())
+        self.cut_bytes += len(data) - segment.size

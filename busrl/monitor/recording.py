@@ -19,13 +19,15 @@ All numbers are little endian. crc32 is the one of zip and zlib.
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -43,7 +45,6 @@ from busrl.paths import RunPaths
 from busrl.protocol.messages import VERSION
 
 # -- the file ----------------------------------------------------------------------------------------------------------
-
 
 MAGIC: Final = b"BUSRLREC"
 FORMAT: Final = 1
@@ -91,11 +92,6 @@ class Header(msgspec.Struct):
     host: str = ""
     facts: Facts = Facts()
 
-    @classmethod
-    def now(cls, facts: Facts, version: str) -> Header:
-        """The header of a recording that starts now."""
-        return cls(VERSION, facts.uuid, time.time_ns(), time.monotonic_ns(), version, os.uname().nodename, facts)
-
 
 class Entry(NamedTuple):
     """One record."""
@@ -112,53 +108,52 @@ class Writer:
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.bytes, self._last_at = path, 0, 0
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise UserError(f"{path} exists; choose another name, or remove it") from None
         except OSError as error:
             raise UserError(f"{path} cannot be made: {error.strerror}; choose another place with -o") from None
+        self._file = open(fd, "wb", buffering=BUFFER)  # noqa: SIM115
         packed = msgspec.msgpack.encode(header)
-        self._buffer = bytearray(FIXED.pack(MAGIC, FORMAT, len(packed), zlib.crc32(packed)) + packed)
+        self._write(FIXED.pack(MAGIC, FORMAT, len(packed), zlib.crc32(packed)) + packed)
         self.flush()
 
     def add(self, kind: Kind, topic: bytes, body: bytes, at_ns: int | None = None) -> None:
         """One record; its time is now unless it is given, and never before that of the one before it."""
         at = self._last_at = max(self._last_at, time.monotonic_ns() if at_ns is None else at_ns)
         payload = PAYLOAD.pack(at, kind, 0, len(topic)) + topic + body
-        self._buffer += FRAME.pack(len(payload), zlib.crc32(payload)) + payload
-        if len(self._buffer) >= BUFFER:
-            self.flush()
+        self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
 
     def flush(self) -> None:
         """Hand what is buffered to the system."""
-        buffer, self._buffer = self._buffer, bytearray()
-        with memoryview(buffer) as left:
-            done = 0
-            try:
-                while done < len(buffer):
-                    written = os.write(self._fd, left[done:])
-                    done, self.bytes = done + written, self.bytes + written
-            except OSError as error:
-                raise self._failed(error) from None
+        with self._full_disk():
+            self._file.flush()
 
     def close(self) -> None:
         """Write out, sync, close; idempotent."""
-        if self._fd < 0:
+        if self._file.closed:
             return
         try:
-            self.flush()
-            os.fsync(self._fd)
-        except OSError as error:
-            raise self._failed(error) from None
+            with self._full_disk():
+                self._file.flush()
+                os.fsync(self._file.fileno())
         finally:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+            with suppress(OSError):  # what is still buffered has no place
+                self._file.close()
 
-    def _failed(self, error: OSError) -> DiskFull:
-        return DiskFull(
-            f"{self.path}: {error.strerror} after {self.bytes:,} bytes; what was written before can be replayed. Make "
-            "room, or record for a shorter time"
-        )
+    def _write(self, data: bytes) -> None:
+        with self._full_disk():
+            self.bytes += self._file.write(data)
+
+    @contextmanager
+    def _full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DiskFull(
+                f"{self.path}: {error.strerror} after {self.bytes:,} bytes; what was written before can be replayed. "
+                "Make room, or record for a shorter time"
+            ) from None
 
 
 class Recording:
@@ -226,14 +221,12 @@ class Recording:
         packed = self._file.read(size) if size <= MAX_HEADER else b""
         if len(packed) < size or zlib.crc32(packed) != crc:
             raise FileCorrupt(f"{self.path}: its header is damaged, so it cannot be read; record again")
-        return _decode(packed, Header, self.path)
-
-
-def _decode(packed: bytes, kind: type[Header], path: Path) -> Header:
-    try:
-        return msgspec.msgpack.decode(packed, type=kind)
-    except ValueError as error:
-        raise FileCorrupt(f"{path}: its header is not understood ({error}); was it written by another busrl?") from None
+        try:
+            return msgspec.msgpack.decode(packed, type=Header)
+        except ValueError as error:
+            raise FileCorrupt(
+                f"{self.path}: its header is not understood ({error}); was it written by another busrl?"
+            ) from None
 
 
 def summary(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -258,30 +251,24 @@ def summary(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 # -- the recorder ------------------------------------------------------------------------------------------------------
 
-
 LOOK_EVERY_S: Final = 1.0
 WAKE_S: Final = 0.2
 FREE_BYTES: Final = 256 << 20  # left to others on the file system of the recording
 LOOK_TOPIC: Final = b"LOOK/"
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """When a recording ends by itself; infinite where it does not."""
-
-    seconds: float
-    bytes: float
-
-
 class Recorder:
-    """`run` records until the end and gives its last record. `stop`, in a signal handler say, asks for it."""
+    """`run` records until the end, or for at most so many seconds and bytes, and gives its last record. `stop`, in a
+    signal handler say, asks for the end."""
 
-    def __init__(self, paths: RunPaths, out: Path, bounds: Bounds) -> None:
-        self._files, self._bounds, self._out = RunFiles(paths), bounds, out
+    def __init__(self, paths: RunPaths, out: Path, seconds: float = math.inf, limit_bytes: float = math.inf) -> None:
+        self._files, self._seconds, self._limit_bytes, self._out = RunFiles(paths), seconds, limit_bytes, out
         facts = self._files.facts()
         self._look = Look(paths, group_size=facts.group_size)
         refuse_if_over(paths, self._look)
-        self._writer = Writer(out, Header.now(facts, busrl.__version__))
+        begun = {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
+        header = Header(VERSION, facts.uuid, **begun, busrl=busrl.__version__, host=os.uname().nodename, facts=facts)
+        self._writer = Writer(out, header)
         self._tap = Tap(self._files.tap())
         self._asked, self._stopped = "", threading.Event()
         self._missed_written = 0
@@ -293,16 +280,15 @@ class Recorder:
         self._asked = self._asked or why
         self._stopped.set()
 
-    def run(self, looked: Callable[[Recorder], None] = lambda _: None) -> End:
-        """Record. `looked` is called after each look, about once a second."""
-        end, next_look = time.monotonic() + self._bounds.seconds, 0.0
+    def run(self) -> End:
+        """Record."""
+        end, next_look = time.monotonic() + self._seconds, 0.0
         try:
             while not (why := self._asked):
                 now = time.monotonic()
                 if now >= next_look:
                     next_look = now + LOOK_EVERY_S
                     self._once_a_second()
-                    looked(self)
                 if now >= end:
                     self.stop("the time is over")
                 self._stopped.wait(max(0.0, min(WAKE_S, end - now)))
@@ -313,19 +299,14 @@ class Recorder:
             self._look.close()
             self._writer.close()
 
-    @property
-    def missed(self) -> int:
-        """Messages that were sent meanwhile and did not reach us."""
-        return self._tap.missed
-
     def _drain(self) -> None:
-        heard_all = self._tap.take()
+        came = self._tap.take()
         mono, wall = time.monotonic_ns(), time.time_ns()
-        for heard in heard_all:
-            ago = wall - heard.envelope.time_ns if heard.envelope is not None else 0
-            self._writer.add(Kind.MESSAGE, heard.topic, heard.body, mono - max(0, ago))
+        for one in came:
+            ago = wall - one.envelope.time_ns if one.envelope is not None else 0
+            self._writer.add(Kind.MESSAGE, one.topic, one.body, mono - max(0, ago))
             self.messages += 1
-            self.bytes += len(heard.body)
+            self.bytes += len(one.body)
 
     def _once_a_second(self) -> None:
         self._write_drops()
@@ -337,22 +318,22 @@ class Recorder:
         if self._absent >= 2:
             self.stop("the run has ended")
         self._writer.flush()
-        if self._writer.bytes >= self._bounds.bytes:
-            self.stop(f"the limit of {self._bounds.bytes:,.0f} bytes is reached")
-        elif free_bytes(self._out.parent) < FREE_BYTES:
+        if self._writer.bytes >= self._limit_bytes:
+            self.stop(f"the limit of {self._limit_bytes:,.0f} bytes is reached")
+        elif shutil.disk_usage(self._out.parent).free < FREE_BYTES:
             self.stop(f"less than {FREE_BYTES >> 20} MiB are free where {self._out} is")
 
     def _write_drops(self) -> None:
-        if self.missed == self._missed_written:
-            return
-        self._missed_written = self.missed
-        by = {f"{sender} {topic}": count for (sender, topic), count in self._tap.gaps.missed_by.items()}
-        self._writer.add(Kind.DROPS, b"", msgspec.msgpack.encode(Drops(self.missed, by)))
+        gaps = self._tap.gaps
+        if gaps.missed != self._missed_written:
+            self._missed_written = gaps.missed
+            by = {f"{sender} {topic}": count for (sender, topic), count in gaps.missed_by.items()}
+            self._writer.add(Kind.DROPS, b"", msgspec.msgpack.encode(Drops(gaps.missed, by)))
 
     def _finish(self, why: str) -> End:
         self._drain()
         self._write_drops()
-        end = End(why, self.messages, self.bytes, self.missed)
+        end = End(why, self.messages, self.bytes, self._tap.gaps.missed)
         self._writer.add(Kind.END, b"", msgspec.msgpack.encode(end))
         return end
 
@@ -367,9 +348,3 @@ def refuse_if_over(paths: RunPaths, look: Look) -> None:
         raise NoSuchRun(f"{paths.root}: its ring is damaged, so nothing was recorded: {look.damage}")
     said = status(paths.root).splitlines()[0]
     raise NoSuchRun(f"{paths.root}: nothing runs there, so nothing was recorded; `busrl status` says: {said}")
-
-
-def free_bytes(path: Path) -> int:
-    """What is free on the file system of a path."""
-    info = os.statvfs(path)
-    return info.f_bavail * info.f_frsize

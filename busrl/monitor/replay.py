@@ -11,6 +11,7 @@ Talks to a recording and to the one socket that it binds; it never connects to a
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -98,39 +99,28 @@ class Replayer:
         return made
 
     def _await_listener(self, wait_s: float) -> None:
-        end = time.monotonic() + wait_s
+        """Until a listener has all its subscriptions, or shows no sign of having more."""
+        end, left = time.monotonic() + wait_s, wait_s
         while True:
-            left = end - time.monotonic()
             self._subscriptions(min(left, QUIET_S / 4))
-            if self._complete():
+            now = time.monotonic()
+            left = end - now
+            if any(one == b"" or one.startswith(PING) for one in self._subscribed):
                 return
+            if self._subscribed and (now - self._subscribed_at >= QUIET_S or left <= 0):
+                return  # a foreign listener, which need not have a PING topic
             if left <= 0:
-                if self._subscribed:  # a foreign listener, which need not have a PING topic
-                    return
                 raise PeerTimeout(f"nobody listened at {self._bind} within {wait_s:g} s; nothing was published")
-
-    def _complete(self) -> bool:
-        """Whether a listener has all its subscriptions."""
-        if b"" in self._subscribed or any(one.startswith(PING) for one in self._subscribed):
-            return True
-        # No telling sign: some other program.
-        return bool(self._subscribed) and time.monotonic() - self._subscribed_at >= QUIET_S
 
     def _publish_all(self) -> None:
         start, first = time.monotonic(), None
         for entry in self._recording.entries():
             first = entry.at_ns if first is None else first
-            if self._speed > 0:
-                self._serve_until(start + (entry.at_ns - first) / 1e9 / self._speed)
+            left = math.inf if self._speed > 0 else 0.0
+            while left > 0:  # look after listeners until it is time for this one
+                left = start + (entry.at_ns - first) / 1e9 / self._speed - time.monotonic()
+                self._serve(left)
             self._publish(entry)
-
-    def _serve_until(self, due: float) -> None:
-        """Look after listeners until it is time for the next message."""
-        while True:
-            left = due - time.monotonic()
-            self._serve(left)
-            if left <= 0:
-                return
 
     def _serve(self, timeout_s: float) -> None:
         if EVERYTHING in self._subscriptions(timeout_s):

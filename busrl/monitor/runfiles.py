@@ -46,7 +46,7 @@ PROMPT, ANSWER = 90, 120  # characters of a sample that are shown
 IN_TOPOLOGY: Final = {  # a fact, and the key that holds it
     "name": "run.name", "max_steps": "run.max_steps", "group_size": "groups.size",
     "n_min": "learner.trigger.n_min", "t_max_s": "learner.trigger.t_max_s", "mode": "weights.mode",
-    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s", "slots": "derived.slots",
+    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s",
 }
 KINDS: Final = get_type_hints(Facts)
 T = TypeVar("T")
@@ -109,12 +109,12 @@ class RunFiles:
         run, topology = read_map(self._paths.run_json), read_map(self._paths.topology)
         if not run:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
-        told = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
-        told |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
-        if told["t_max_s"] is None and (in_ms := number(_at(topology, "learner.trigger.t_max"))):  # of an older busrl
-            told["t_max_s"] = in_ms / 1000
+        found = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
+        found |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
+        if found["t_max_s"] is None and (in_ms := number(_at(topology, "learner.trigger.t_max"))):  # of an older busrl
+            found["t_max_s"] = in_ms / 1000
         known: dict[str, Any] = {}
-        for name, value in told.items():
+        for name, value in found.items():
             with suppress(msgspec.ValidationError):
                 known[name] = msgspec.convert(math.inf if value == "inf" else value, KINDS[name])
         return Facts(run_dir=str(self._paths.root), **known)

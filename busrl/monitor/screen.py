@@ -17,8 +17,9 @@ import select
 import termios
 import time
 import tty
-from contextlib import suppress
-from typing import Final, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TextIO
 
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -35,34 +36,25 @@ from busrl.monitor.text import chart, gauge, portions, safe, short
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
+@contextmanager
+def keys_of(stream: TextIO) -> Iterator[Callable[[float], str]]:
+    """A function that gives the keys that were hit, and waits for one at most so many seconds."""
+    fd = stream.fileno()
 
-class Keys:
-    """Use with `with`: `pressed` gives the keys that were hit, and waits for one at most so long."""
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([fd], [], [], timeout_s)
+        got = os.read(fd, 64) if ready else b""
+        return got.decode(errors="replace") if got or not ready else "q"  # the terminal is gone
 
-    def __init__(self, stream: TextIO) -> None:
-        self._fd = stream.fileno()
-        self._before: list[int | list[bytes | int]] | None = None
-
-    def __enter__(self) -> Keys:
-        self._before = termios.tcgetattr(self._fd)
-        tty.setcbreak(self._fd)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
-
-    def pressed(self, timeout_s: float) -> str:
-        """Keys hit meanwhile."""
-        ready, _, _ = select.select([self._fd], [], [], timeout_s)
-        if not ready:
-            return ""
-        got = os.read(self._fd, 64)
-        return got.decode(errors="replace") if got else "q"  # the terminal is gone
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------------
-
 
 WIDE: Final = 110
 STATE_STYLE: Final = {
@@ -94,7 +86,7 @@ def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, in
 def view(run: RunState, now: float, wall: float, width: int, height: int, errors_only: bool = False) -> Layout:
     """The whole screen; `errors_only` gives the middle of it to the list of errors."""
     rows, facts = run.rows(now), _facts(run, now, width)
-    charts, processes, told, errors = sizes(height, len(rows), run.errors.count, len(facts))
+    charts, processes, lines, errors = sizes(height, len(rows), run.errors.count, len(facts))
     screen = Layout()
     parts = [Layout(_head(run, now, wall, width), size=2)]
     if errors_only:
@@ -104,7 +96,7 @@ def view(run: RunState, now: float, wall: float, width: int, height: int, errors
             parts.append(Layout(_charts(run, width, charts) if charts >= 3 else Text(), size=charts))
         if processes:
             parts.append(Layout(_middle(run, rows, width, processes), size=processes))
-        parts.append(Layout(Group(*facts), size=told))
+        parts.append(Layout(Group(*facts), size=lines))
         parts.append(Layout(_errors(run, wall, errors), size=errors))
     screen.split_column(*parts, Layout(_foot(run, now, errors_only), size=1))
     return screen
@@ -145,10 +137,8 @@ def _head(run: RunState, now: float, wall: float, width: int) -> RenderableType:
 
 
 def _foot(run: RunState, now: float, errors_only: bool) -> RenderableType:
-    other = "back" if errors_only else "errors"
-    keys = Text.assemble((" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (f" {other}  ", LABELS), no_wrap=True)
-    keys.append(text.speed(run.speed(now)), LABELS)
-    return keys
+    keys = [(" q", "bold"), (" quit  ", LABELS), ("e", "bold"), (" back  " if errors_only else " errors  ", LABELS)]
+    return Text.assemble(*keys, (text.speed(run.speed(now)), LABELS), no_wrap=True)
 
 
 def _charts(run: RunState, width: int, height: int) -> RenderableType:
@@ -164,20 +154,15 @@ def _charts(run: RunState, width: int, height: int) -> RenderableType:
 
 
 def _chart(name: str, course: list[float], style: str, form: str, width: int, height: int) -> Panel:
+    frame: dict[str, Any] = {"title_align": "left", "border_style": "grey37", "box": box.ROUNDED}
     if not course:
-        return Panel(
-            Text("no step yet", LABELS), title=name, title_align="left", border_style="grey37", box=box.ROUNDED
-        )
+        return Panel(Text("no step yet", LABELS), title=name, **frame)
     recent = course[-10:]
     said = f"{course[0]:{form}} → {sum(recent) / len(recent):{form}}"
-    lines = chart(course, max(1, width - 4), max(1, height - 2))
-    return Panel(
-        Text("\n".join(lines), style, no_wrap=True),
-        title=Text.assemble((name, "bold"), "  ", (said, style)), title_align="left",
-        subtitle=Text(f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps", LABELS),
-        subtitle_align="right",
-        border_style="grey37", box=box.ROUNDED,
-    )
+    span = f"{min(course):{form}} to {max(course):{form}} in {len(course)} steps"
+    drawn = Text("\n".join(chart(course, max(1, width - 4), max(1, height - 2))), style, no_wrap=True)
+    title = Text.assemble((name, "bold"), "  ", (said, style))
+    return Panel(drawn, title=title, subtitle=Text(span, LABELS), subtitle_align="right", **frame)
 
 
 def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> RenderableType:
@@ -205,19 +190,17 @@ def _processes(rows: list[ProcessRow], room: int) -> Table:
 
 def _cells(row: ProcessRow) -> tuple[Text, ...]:
     style = {"dead": "red", "gone": LABELS, "ready": "green", "on the bus": "cyan"}.get(row.state, "yellow")
-    doing = text.doing(row)
+    doing, late = text.doing(row), "bold red" if row.late else ""
     full, empty = gauge(row.busy or 0.0, 6)
     busy = Text.assemble((full, "green"), (empty, "grey30"), f" {row.busy:4.0%}") if row.busy is not None else Text("-")
-    version = Text(str(row.version) if row.version else "")
-    if row.behind:
-        version.append(f" -{row.behind}", "yellow")
+    behind = (f" -{row.behind}" if row.behind else "", "yellow")
     return (
         Text.assemble(safe(row.name, 20), (f" ↻{row.restarts}" if row.restarts else "", "yellow")),
-        Text(str(row.pid) if row.pid else "", LABELS),
-        Text("LATE: " + doing if row.late else doing, "bold red" if row.late else LABELS if doing == "idle" else style),
+        Text(str(row.pid or ""), LABELS),
+        Text("LATE: " + doing if row.late else doing, late or (LABELS if doing == "idle" else style)),
         busy,
-        Text(text.age(row.progress_age_s), "bold red" if row.late else ""),
-        version,
+        Text(text.age(row.progress_age_s), late),
+        Text.assemble(str(row.version or ""), behind),
         Text(short(row.samples) if row.samples else ""),
     )
 
@@ -239,7 +222,7 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
     return [
         _labelled("slots", bar),
         _labelled("", legend),
-        *(_labelled(name, Text(words)) for name, words in text.told(run, now).items()),
+        *(_labelled(name, Text(words)) for name, words in text.labelled(run, now).items()),
         _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
 
@@ -279,7 +262,6 @@ def _errors(run: RunState, wall: float, height: int) -> RenderableType:
 
 
 # -- the loops of `busrl monitor` --------------------------------------------------------------------------------------
-
 
 NICE: Final = 19
 WAKE_S: Final = 0.25
@@ -336,7 +318,7 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
     """The live screen until `q`."""
     console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
-    with Keys(stdin) as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with keys_of(stdin) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             catch_up(watcher)
             now, size = time.monotonic(), (console.size.width, console.size.height)
@@ -347,7 +329,7 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
                 if not gave_way:
                     give_way(NICE)
                     gave_way = True
-            for key in keys.pressed(WAKE_S):
+            for key in pressed(WAKE_S):
                 if key in "qQ":
                     return
                 if key in "eE":

@@ -23,7 +23,7 @@ RING: Final = ("slots", "occupancy", "words", "dispatched", "finished", "dropped
 def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
     """One JSON object; `now` on the clock of `run`, `wall` seconds since the epoch."""
     facts, speed = run.facts, run.speed(now)
-    told: dict[str, Any] = finite({
+    data: dict[str, Any] = finite({
         "schema": SCHEMA,
         "time": wall,
         "run": {
@@ -50,7 +50,7 @@ def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
         "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},
         "throughput": vars(speed),
     })
-    return told
+    return data
 
 
 def finite(value: Any) -> Any:
@@ -113,8 +113,8 @@ def _charts(run: RunState) -> dict[str, Any]:
 def _messages(run: RunState) -> dict[str, Any]:
     traffic = run.traffic
     flows = {"": traffic.total, **dict(sorted(traffic.by_name.items()))}
-    told = {
+    each = {
         name: {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()} for name, flow in flows.items()
     }
     counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
-    return {**told.pop(""), **counts, "by_name": told}
+    return {**each.pop(""), **counts, "by_name": each}

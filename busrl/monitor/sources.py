@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -33,35 +32,25 @@ from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
 from busrl.protocol.codec import BY_NAME, Rejected
-from busrl.protocol.messages import Message
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
 
-
 LOCK = "run.lock"  # launch holds it, and every child inherits it
 
 
-@dataclass(frozen=True)
-class Target:
-    """What to attach to: a run directory, or an endpoint alone."""
-
-    paths: RunPaths | None = None
-    endpoint: str = ""
-
-
-def find(named: str | None) -> Target:
-    """The target that an argument means; without one the only living run of this user."""
+def find(named: str | None) -> RunPaths | str:
+    """The run that an argument means, or an endpoint alone; without an argument the only living run of this user."""
     if named is None:
-        return Target(paths=RunPaths.of(only_living_run()))
+        return RunPaths.of(only_living_run())
     if "://" in named:
-        return Target(endpoint=require_ipc(named))
+        return require_ipc(named)
     paths = RunPaths.of(named)
     if not paths.run_json.is_file():
         raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
-    return Target(paths=paths)
+    return paths
 
 
 def require_ipc(endpoint: str) -> str:
@@ -92,7 +81,7 @@ def living_runs() -> Iterator[Path]:
     """Run directories of this user's rings that a living process is registered in, as it shows them itself."""
     for path in sorted(SHM.glob(f"busrl.{os.getuid()}.*.ring")):
         with suppress(RingError), closing(Ring.attach(path.name, read_only=True)) as ring:
-            opened = (file for process in living(ring) for file in _files_of(process.pid))
+            opened = (file for process in living(ring) for file in files_of(process.pid))
             runs = (file.parent for file in opened if file.name == LOCK)
             yield from islice((one for one in runs if RunPaths.of(one).ring_name == path.name), 1)
 
@@ -102,11 +91,12 @@ def living(ring: Ring) -> list[Process]:
     return [process for process in ring.processes() if not process.remote and not ring.is_dead(process.index)]
 
 
-def _files_of(pid: int) -> Iterator[Path]:
+def files_of(pid: int) -> Iterator[Path]:
     """What a process has open. Its environment tells less: to set the title of a process overwrites that."""
     with suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            yield Path(os.readlink(link))
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                yield Path(os.readlink(link.path))
 
 
 def newest_run(parent: Path) -> Path:
@@ -128,14 +118,13 @@ def holder_of(paths: RunPaths) -> int | None:
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
 
-
 class Look:
     """The ring of one run directory, attached while it is there. `close` lets go of it."""
 
     def __init__(self, paths: RunPaths, ring_name: str = "", group_size: int = 0) -> None:
         self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
         self._ring: Ring | None = None
-        self._file = (0, 0)
+        self._file: os.stat_result | None = None
         self.damage = ""  # why the ring that is there cannot be read, with the remedy
         self._fates: Fates | None = None
         self._scanner: GroupScanner | None = None
@@ -163,7 +152,7 @@ class Look:
         except OSError:
             self.close()
             return None
-        if self._ring is None or (info.st_dev, info.st_ino) != self._file:
+        if self._ring is None or self._file is None or not os.path.samestat(info, self._file):
             self.close()
             try:
                 self._ring = Ring.attach(self._name, read_only=True)
@@ -172,7 +161,7 @@ class Look:
             except RingError as error:
                 self.damage = str(error)
                 return None
-            self._file = (info.st_dev, info.st_ino)
+            self._file = info
         return self._ring
 
     def _groups(self, ring: Ring) -> tuple[int, int]:
@@ -201,7 +190,7 @@ class Look:
 
 
 COUNTED: Final = ("dispatched", "finished", "dropped", "reaps", "tokens", "drops")
-TOLD: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
+COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
 
 def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
@@ -212,8 +201,7 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
         occupancy={name.lower(): count for name, count in stats.occupancy.items()},
         words={word.value: ring.header(word) for word in HeaderWord},
         **{name: getattr(stats, name) for name in COUNTED},
-        groups_open=opened,
-        groups_ready=ready,
+        groups_open=opened, groups_ready=ready,
         processes=tuple(_process_record(ring, process) for process in ring.processes()),
     )
 
@@ -223,18 +211,13 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     return ProcessRecord(
         name=process.label,
         state="dead" if ring.is_dead(process.index) else process.state,
-        progress_age_s=_age(now, process.progress_ns),
-        activity_age_s=_age(now, process.activity_ns),
-        **{name: getattr(process, name) for name in TOLD},
+        progress_age_s=max(0, now - process.progress_ns) / 1e9,
+        activity_age_s=max(0, now - process.activity_ns) / 1e9,
+        **{name: getattr(process, name) for name in COPIED},
     )
 
 
-def _age(now_ns: int, then_ns: int) -> float:
-    return max(0, now_ns - then_ns) / 1e9
-
-
 # -- the bus, and all of it together -----------------------------------------------------------------------------------
-
 
 LOOK_EVERY_S: Final = 1.0
 BEHIND_S: Final = 3.0
@@ -285,40 +268,35 @@ class Reader:
 class Watcher:
     """`refresh` and `listen` by turns keep `run` true. `close` leaves."""
 
-    def __init__(self, target: Target) -> None:
-        self._reader = Reader(target.paths) if target.paths else None
+    def __init__(self, target: RunPaths | str) -> None:
+        self._reader = Reader(target) if isinstance(target, RunPaths) else None
         self.run = self._reader.run if self._reader else RunState()
         # Before ring and files are read: what is sent from here on waits for us.
-        self.tap = Tap(self._reader.files.tap() if self._reader else target.endpoint)
+        self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
 
-    def refresh(self, now: float, force: bool = False) -> bool:
-        """Look at ring and files if it is time; whether it was."""
+    def refresh(self, now: float, force: bool = False) -> None:
+        """Look at ring and files if it is time."""
         if now < self._next_look and not force:
-            return False
+            return
         self._next_look = now + LOOK_EVERY_S
         if self._reader is not None:
             self._reader.refresh(now)
         self.run.traffic.tick(now)
-        return True
 
     def listen(self, now: float) -> int:
         """Fold in what has come, at most one batch; how many messages that were."""
         messages = self.tap.take(BATCH)
-        wall, least = time.time(), None
-        for one in messages:
-            late = self._fold(one, wall, now)
-            if late is not None:
-                least = late if least is None else min(least, late)
-        traffic = self.run.traffic
-        traffic.batch(len(messages), least, now)
+        wall, traffic = time.time(), self.run.traffic
+        lates = [late for one in messages if (late := self._fold(one, wall, now)) is not None]
+        traffic.batch(len(messages), min(lates, default=None), now)
         if traffic.lag_s > BEHIND_S:
             self.tap.reopen()
             traffic.resyncs += 1
             self.refresh(now, force=True)
         # A replay has the gaps of its recording, which the tap counts again.
-        traffic.missed, traffic.malformed = max(self.tap.missed, self._missed_in_record), self.tap.malformed
+        traffic.missed, traffic.malformed = max(self.tap.gaps.missed, self._missed_in_record), self.tap.malformed
         return len(messages)
 
     def close(self) -> None:
@@ -334,9 +312,8 @@ class Watcher:
             self._fold_replay(name, heard.body, now)
             return None
         run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body))
-        message = decoded(name, heard.body)
-        if message is not None:
-            run.handle(message, now)
+        with suppress(Rejected, KeyError):  # one that this program cannot read
+            run.handle(codec.decode(BY_NAME[name], heard.body, MAX_BYTES), now)
         if heard.envelope is None or run.replay or not heard.envelope.time_ns:
             return None
         return run.traffic.late(heard.envelope.sender, wall - heard.envelope.time_ns / 1e9)
@@ -354,14 +331,3 @@ class Watcher:
         self._missed_in_record = mark.missed
         self.run.facts = mark.facts
         self.run.replayed(mark.facts.run_id or "a recording", mark.speed, mark.phase == "over")
-
-
-def decoded(name: str, body: bytes) -> Message | None:
-    """The message of a known name; None for one that this program cannot read."""
-    kind = BY_NAME.get(name)
-    if kind is None:
-        return None
-    try:
-        return codec.decode(kind, body, MAX_BYTES)
-    except Rejected:
-        return None

@@ -13,8 +13,9 @@ seconds; an age is measured at the moment of the look.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
@@ -29,7 +30,6 @@ from busrl.states import HeaderWord, RunPhase
 KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that is read from a file
 
 # -- records ----------------------------------------------------------------------------------------------------------
-
 
 class Facts(msgspec.Struct, frozen=True):
     """What does not change during a run. Zeros and empty texts: not known."""
@@ -47,7 +47,6 @@ class Facts(msgspec.Struct, frozen=True):
     mode: str = ""
     max_staleness: int = 0
     progress_s: float = 30.0
-    slots: int = 0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -116,7 +115,6 @@ class StepRecord(msgspec.Struct, frozen=True):
     k3: float | None = None
     ess: float | None = None
     seconds: float = 0.0
-    groups: int = 0
     groups_ended: float | None = None
     samples: int = 0
     tokens: int = 0
@@ -160,7 +158,6 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
-
 
 RATE_S: Final = 20.0
 STEPS_KEPT: Final = 4096
@@ -212,18 +209,16 @@ class Steps:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, StepRecord] = {}
+        self._known: list[StepRecord] = []
 
     def add(self, seen: StepRecord) -> bool:
         """False if the step was known, or is older than what is kept."""
-        if seen.step in self._known:
+        at = bisect_left(self._known, seen.step, key=lambda one: one.step)
+        known = at < len(self._known) and self._known[at].step == seen.step
+        if known or (at == 0 and len(self._known) >= STEPS_KEPT):
             return False
-        if len(self._known) >= STEPS_KEPT:
-            oldest = min(self._known)
-            if seen.step < oldest:
-                return False
-            del self._known[oldest]
-        self._known[seen.step] = seen
+        self._known.insert(at, seen)
+        del self._known[:-STEPS_KEPT]
         return True
 
     def __len__(self) -> int:
@@ -231,18 +226,17 @@ class Steps:
 
     @property
     def newest(self) -> StepRecord | None:
-        return self._known[max(self._known)] if self._known else None
+        return self._known[-1] if self._known else None
 
     def numbers(self) -> list[int]:
         """The step numbers, oldest first."""
-        return sorted(self._known)
+        return [one.step for one in self._known]
 
     def pace(self, quiet_s: float) -> Speed:
         """How fast steps come when the last one is `quiet_s` ago, as far as they tell how long they took."""
         known: list[StepRecord] = []
         span = 0.0
-        for number in reversed(self.numbers()):
-            one = self._known[number]
+        for one in reversed(self._known):
             if 0 < one.seconds < math.inf:
                 known.append(one)
                 span += one.seconds
@@ -257,12 +251,12 @@ class Steps:
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
-        known = [value for one in self._recent() if (value := of(one)) is not None and math.isfinite(value)]
+        known = [value for one in self._known[-RECENT:] if (value := of(one)) is not None and math.isfinite(value)]
         return sum(known) / len(known) if known else None
 
     def flat_share(self, idle: StepRecord | None = None) -> float | None:
         """Share of flat groups among all that ended in the newest steps; `idle`: groups that ended after the last."""
-        known = [one for one in (*self._recent(), *([idle] if idle else [])) if one.flat_share is not None]
+        known = [one for one in (*self._known[-RECENT:], *([idle] if idle else [])) if one.flat_share is not None]
         ended = sum(one.groups_ended or 0.0 for one in known)
         if ended <= 0:
             return self.recent(lambda one: one.flat_share)
@@ -273,16 +267,12 @@ class Steps:
         named = {name: self.recent(attrgetter(name)) for name in ("cut_share", "entropy", "ess", "k3")}
         return {"flat_share": self.flat_share(idle), **named}
 
-    def _recent(self) -> Iterable[StepRecord]:
-        return (self._known[step] for step in self.numbers()[-RECENT:])
-
     def course(self, of: Callable[[StepRecord], float]) -> list[float]:
         """One number of every step, oldest first."""
-        return [of(self._known[step]) for step in self.numbers()]
+        return [of(one) for one in self._known]
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
-
 
 MAX_NAMES: Final = 64  # names of the protocol are some twenty; what else comes is counted together
 MAX_SENDERS: Final = 256
@@ -351,7 +341,6 @@ class Traffic:
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
-
 ERRORS_KEPT: Final = 200
 SAME_S: Final = 5.0  # the two reports of one event are closer together than this
 
@@ -366,15 +355,14 @@ class RecentErrors:
         self.count = 0
         self._newest: deque[tuple[ErrorRecord, str]] = deque(maxlen=ERRORS_KEPT)
 
-    def add(self, seen: ErrorRecord, source: str) -> bool:
-        """One report by `source` ("file" or "bus"); False if the other source has reported it already."""
+    def add(self, seen: ErrorRecord, source: str) -> None:
+        """One report by `source` ("file" or "bus"), which the other one may have reported already."""
         for at, (known, reported_by) in enumerate(self._newest):
             if reported_by and reported_by != source and _same(known, seen):
                 self._newest[at] = (known, "")  # both have reported it: the next is another event
-                return False
+                return
         self.count += 1
         self._newest.appendleft((seen, source))
-        return True
 
     def newest(self, limit: int = ERRORS_KEPT) -> list[ErrorRecord]:
         """The newest, newest first."""
@@ -392,7 +380,6 @@ def address_of(process: str) -> str:
 
 
 # -- the state of a run -----------------------------------------------------------------------------------------------
-
 
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
@@ -609,7 +596,7 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
     more = {name: update.metrics[name] for name in ONLY_IN_METRICS if name in update.metrics}
     return StepRecord(
         step=update.step, version=update.version, reward=update.reward, age_mean=update.age_mean,
-        entropy=update.entropy, groups=update.groups, samples=update.samples, tokens=update.tokens, **more,
+        entropy=update.entropy, samples=update.samples, tokens=update.tokens, **more,
     )
 
 

@@ -90,20 +90,15 @@ def look(run_dir: str | os.PathLike[str] | None = None) -> Found:
 
 # -- as data ----------------------------------------------------------------------------------------------------------
 
-
 def as_data(found: Found) -> dict[str, Any]:
     """One JSON object."""
     run, steps, info = found.run, found.run.steps, found.info
     speed = steps.pace((run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0)
     idle = run.idle
     return {
-        "schema": SCHEMA,
-        "time": time.time(),
-        "run_dir": str(found.paths.root),
+        "schema": SCHEMA, "time": time.time(), "run_dir": str(found.paths.root),
         **{key: info.get(key) for key in ("run_id", "launch_pid", "started")},
-        "state": found.state,
-        "step": run.at_step,
-        "version": run.version,
+        "state": found.state, "step": run.at_step, "version": run.version,
         "max_steps": run.facts.max_steps or None,
         "reward": {"first": run.first_reward, "last_10_steps": steps.recent(lambda one: one.reward)},
         "validation": run.judged(),
@@ -115,8 +110,7 @@ def as_data(found: Found) -> dict[str, Any]:
         "problems": problems(found.paths.errors),
         "errors_from_outside": list(_from_outside(found.paths)),
         "refusals": list(_refusals(found.paths)),
-        "steps_per_min": speed.steps_per_min,
-        "tokens_per_s": speed.tokens_per_s,
+        "steps_per_min": speed.steps_per_min, "tokens_per_s": speed.tokens_per_s,
         **_more(found),
     }
 
@@ -180,7 +174,6 @@ def _counted(path: Path, section: str, kinds: dict[str, str], what: str) -> Iter
 
 
 # -- in lines ---------------------------------------------------------------------------------------------------------
-
 
 def _lines(found: Found) -> Iterator[str]:
     run, paths = found.run, found.paths

@@ -55,7 +55,6 @@ def short(number: float) -> str:
 
 # -- drawings ---------------------------------------------------------------------------------------------------------
 
-
 EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
@@ -67,11 +66,8 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    return [_mean([value for value in values[a:b] if math.isfinite(value)]) for a, b in itertools.pairwise(cuts)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    finite = ([value for value in values[a:b] if math.isfinite(value)] for a, b in itertools.pairwise(cuts))
+    return [sum(some) / len(some) if some else math.nan for some in finite]
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
@@ -120,7 +116,6 @@ def portions(counts: Sequence[int], width: int) -> list[int]:
 
 # -- phrases ----------------------------------------------------------------------------------------------------------
 
-
 POLICY: Final = (  # key, name, format
     ("flat_share", "flat groups", ".0%"), ("cut_share", "cut answers", ".0%"), ("entropy", "entropy", ".2f"),
     ("ess", "ess", ".2f"), ("k3", "k3", ".2g"),
@@ -148,12 +143,28 @@ def headline(run: RunState, wall: float) -> str:
 
 def progress(run: RunState, now: float) -> str:
     """Step, version, the first and the newest validation, and what is left."""
-    goal = f"/{run.facts.max_steps}" if run.facts.max_steps else ""
-    left = run.left_s(now)
-    rest = f" · about {duration(left)} left" if left is not None and 0 < left < 1e6 else ""
-    means = [one.mean for one in run.validations.values() if one.mean is not None]
-    judged = f" · validation {' → '.join(f'{mean:.3f}' for mean in means[:1] + means[1:][-1:])}" if means else ""
-    return f"step {run.at_step}{goal} · version {run.version}{judged}{rest}"
+    return _joined(step(run), f"version {run.version}", judged(run), left(run, now))
+
+
+def step(run: RunState) -> str:
+    """The newest step and the goal."""
+    return f"step {run.at_step}{f'/{run.facts.max_steps}' if run.facts.max_steps else ''}"
+
+
+def judged(run: RunState) -> str:
+    """The first and the newest validation, "" without one."""
+    means = [f"{one.mean:.3f}" for one in run.validations.values() if one.mean is not None]
+    return f"validation {' → '.join(means[:1] + means[1:][-1:])}" if means else ""
+
+
+def left(run: RunState, now: float) -> str:
+    """The time to the goal, "" where that is not known."""
+    seconds = run.left_s(now)
+    return f"about {duration(seconds)} left" if seconds is not None and 0 < seconds < 1e6 else ""
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(filter(None, parts))
 
 
 def speed(known: Speed) -> str:
@@ -176,15 +187,14 @@ def trigger(run: RunState, now: float) -> str:
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
     newest = run.steps.newest
     needed = int(newest.n_min) if newest is not None and newest.n_min else facts.n_min
-    parts = [f"{ready}/{needed or '?'} groups ready"]
-    if ring is not None and ring.groups_open >= 0:
-        parts.append(f"{ring.groups_open} open")
     since = run.since_step_s(now)
     limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
-    parts.append(f"{limit}, last step {since:.0f} s ago" if since is not None else limit)
-    if run.waiting:
-        parts.append(f"scheduler waits: {safe(run.waiting, 60)}")
-    return " · ".join(parts)
+    return _joined(
+        f"{ready}/{needed or '?'} groups ready",
+        f"{ring.groups_open} open" if ring is not None and ring.groups_open >= 0 else "",
+        f"{limit}, last step {since:.0f} s ago" if since is not None else limit,
+        f"scheduler waits: {safe(run.waiting, 60)}" if run.waiting else "",
+    )
 
 
 def controller(run: RunState) -> str:
@@ -211,8 +221,8 @@ def staleness(run: RunState) -> str:
 def policy(run: RunState) -> str:
     """What the newest steps say of the policy and of what was thrown away; "" before the first."""
     known = run.steps.policy(run.idle)
-    told = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
-    return " · ".join(f"{name} {value:{form}}" for name, value, form in told)
+    parts = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
+    return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
 
 
 def idle(run: RunState) -> str:
@@ -228,20 +238,17 @@ def idle(run: RunState) -> str:
 def bus(run: RunState, now: float) -> str:
     """Messages per second, and whether this picture is complete and of now."""
     traffic = run.traffic
-    parts = [f"{short(traffic.total.rate.per_s())} messages/s · {short(traffic.total.count)} received"]
-    if traffic.missed:
-        parts.append(f"{short(traffic.missed)} MISSED")
-    if traffic.malformed:
-        parts.append(f"{short(traffic.malformed)} damaged")
-    if traffic.lag_s > 1.0:
-        parts.append(f"THIS MONITOR LAGS {traffic.lag_s:.1f} s")
-    if traffic.resyncs:
-        parts.append(f"caught up {traffic.resyncs}×")
-    if traffic.last_at is None:
-        parts.append("nothing received yet")
-    elif now - traffic.last_at > 3.0 and run.state == "running":
-        parts.append(f"silent for {now - traffic.last_at:.0f} s")
-    return " · ".join(parts)
+    quiet = now - traffic.last_at if traffic.last_at is not None else 0.0
+    return _joined(
+        f"{short(traffic.total.rate.per_s())} messages/s",
+        f"{short(traffic.total.count)} received",
+        f"{short(traffic.missed)} MISSED" if traffic.missed else "",
+        f"{short(traffic.malformed)} damaged" if traffic.malformed else "",
+        f"THIS MONITOR LAGS {traffic.lag_s:.1f} s" if traffic.lag_s > 1.0 else "",
+        f"caught up {traffic.resyncs}×" if traffic.resyncs else "",
+        "nothing received yet" if traffic.last_at is None else "",
+        f"silent for {quiet:.0f} s" if quiet > 3.0 and run.state == "running" else "",
+    )
 
 
 def doing(row: ProcessRow) -> str:
@@ -271,7 +278,6 @@ def error_line(error: ErrorRecord, wall: float) -> str:
 
 
 # -- plain views ------------------------------------------------------------------------------------------------------
-
 
 CHART_WIDTH: Final = 40
 
@@ -303,11 +309,11 @@ def facts(run: RunState, now: float) -> list[str]:
     if run.state != "ended":
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
-    return out + [f"  {name:<9} {words}" for name, words in told(run, now).items()]
+    return out + [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
 
 
-def told(run: RunState, now: float) -> dict[str, str]:
-    """What every full view tells of the next step, the policy and the samples, by its label."""
+def labelled(run: RunState, now: float) -> dict[str, str]:
+    """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
         "policy": policy(run), "idle": idle(run), "sample": safe(run.sample), "staleness": staleness(run),
@@ -316,24 +322,24 @@ def told(run: RunState, now: float) -> dict[str, str]:
 
 
 def line(run: RunState, now: float) -> str:
-    """The state in one line, for a log that grows."""
-    steps, known = run.steps, run.speed(now)
-    parts = ["FAULTS ARE ON"] if run.faults else []
-    parts += [progress(run, now)] if run.launched else [run.state, progress(run, now)]
-    if (reward := steps.recent(lambda one: one.reward)) is not None:
-        parts.append(f"reward {reward:.3f} · length {steps.recent(lambda one: one.length) or 0.0:.1f}")
-    if (flat := steps.flat_share(run.idle)) is not None and flat >= 0.005:
-        parts.append(f"{flat:.0%} flat")
-    if known != Speed() or not run.launched:
-        parts.append(speed(known))
-    if run.traffic.total.count:
-        parts.append(f"{short(run.traffic.total.rate.per_s())} messages/s")
-    if run.errors.count:
-        parts.append(f"{run.errors.count} errors")
-    if run.traffic.missed:
-        parts.append(f"{run.traffic.missed} messages missed")
-    late = [row.name for row in run.rows(now) if row.late]
-    return " · ".join(parts + ([f"LATE: {', '.join(late)}"] if late else []))
+    """The state in one line, for a log that grows: what tells most first."""
+    reward, flat = run.steps.recent(lambda one: one.reward), run.steps.flat_share(run.idle)
+    samples, traffic = run.speed(now).samples_per_s, run.traffic
+    late = ", ".join(row.name for row in run.rows(now) if row.late)
+    return _joined(
+        "FAULTS ARE ON" if run.faults else "",
+        "" if run.launched else run.state,
+        step(run),
+        f"reward {reward:.3f}" if reward is not None else "",
+        f"{samples:.1f} samples/s" if samples is not None else "",
+        f"{flat:.0%} flat" if flat is not None and flat >= 0.005 else "",
+        judged(run),
+        left(run, now),
+        f"{short(traffic.total.rate.per_s())} messages/s" if traffic.total.count else "",
+        f"{run.errors.count} errors" if run.errors.count else "",
+        f"{traffic.missed} messages missed" if traffic.missed else "",
+        f"LATE: {late}" if late else "",
+    )
 
 
 def _chart(name: str, course: list[float], form: str) -> str:

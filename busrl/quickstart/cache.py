@@ -5,29 +5,26 @@ A folder `${XDG_CACHE_HOME:-~/.cache}/busrl/<name>-<recipe hash>/` holds `model/
 caller such as `busrl launch` never imports torch. Knows nothing of how a model is made.
 
 - A folder under its final name is complete: it is made beside it under a hidden name and renamed once.
-- One process makes at a time (`flock` on `<folder>.lock`, which the kernel drops with its holder); others wait for it,
+- One process makes at a time (the lock `<folder>.lock`, which the kernel drops with its holder); others wait for it,
   up to a deadline, and then use what it made.
 - What a killed maker left under the hidden name is removed by the next one, under the lock.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from busrl.errors import MachineError, PeerTimeout
+from busrl.errors import LockTimeout, MachineError, PeerTimeout
 from busrl.quickstart.task import Recipe, find
 
 WAIT_S = 900.0  # many times what making takes on a loaded machine
-POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -116,30 +113,17 @@ def _fill_and_rename(folder: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _only_maker(folder: Path, wait_s: float) -> Iterator[None]:
-    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Hold the folder's lock; a process that holds it is named on stderr, and in the PeerTimeout."""
+    from busrl.ring import OfdLock  # with the compiled core, which a made quickstart does not need
+
+    lock = OfdLock(str(folder.with_name(f"{folder.name}.lock")))
+    if not lock.try_acquire():
+        print(f"waiting for process {lock.holder()}, which is making {folder}", file=sys.stderr, flush=True)
+        try:
+            lock.acquire(wait_s)
+        except LockTimeout as problem:
+            raise PeerTimeout(f"{problem}; see what it does, or end it") from None
     try:
-        _lock(lock, folder, wait_s)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
         yield
     finally:
-        os.close(lock)
-
-
-def _lock(lock: int, folder: Path, wait_s: float) -> None:
-    """Take the lock, naming its holder once on stderr; PeerTimeout names it too."""
-    deadline, reported = time.monotonic() + wait_s, False
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-        if not reported:
-            print(f"waiting for process {holder}, which is making {folder}", file=sys.stderr, flush=True)
-            reported = True
-        if time.monotonic() >= deadline:
-            raise PeerTimeout(
-                f"{folder}: process {holder} has held its lock for over {wait_s:g} s; see what it does, or end it"
-            )
-        time.sleep(POLL_S)
+        lock.release()

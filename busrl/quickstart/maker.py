@@ -100,7 +100,9 @@ class WarmUp:
                 self._step(0.0, recipe.lr * min(1.0, self._steps["teach"] / recipe.lr_rise))
             passed = self.pass_rate()
             self._progress.show(0.7 * passed / recipe.skill, f"learning, pass rate {passed:.2f}")
-        return passed
+        if passed < recipe.skill:
+            raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
+        return round(passed, 4)
 
     def mask(self) -> float:
         """Train on mostly wrong answers, for `mask_steps` and until the pass rate is in its range; the rate reached."""
@@ -115,8 +117,8 @@ class WarmUp:
             done = self._steps["mask"] / recipe.mask_steps
             self._progress.show(min(0.7 + 0.3 * done, 1.0), f"unlearning, pass rate {passed:.2f}")
             if done >= 1.0 and recipe.pass_low <= passed <= recipe.pass_high:
-                break
-        return passed
+                return round(passed, 4)
+        raise _missed("the pass rate", passed, f"{recipe.pass_low} to {recipe.pass_high}", recipe.mask_steps_max)
 
     def facts(self) -> dict[str, Any]:
         """What was needed, and the completion lengths (in tokens) that version 0 samples."""
@@ -242,13 +244,9 @@ def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _name_portably(folder / "tokenizer_config.json")
-
-
-def _name_portably(path: Path) -> None:
-    """Newer transformers write a class name that older ones cannot load; both can load this one."""
-    config = json.loads(path.read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path = folder / "tokenizer_config.json"
+    # Newer transformers write a class name that older ones cannot load; both can load this one.
+    config = {**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -279,7 +277,7 @@ def _make_model(folder: Path, recipe: Recipe, validation: list[str]) -> dict[str
         tokenizer, model = new_tokenizer(recipe), new_model(recipe)
         with Progress(f"making {recipe.name}") as progress:
             warm_up = WarmUp(recipe, tokenizer, model, validation, progress)
-            facts = _warm(warm_up, recipe)
+            facts = {"skill": warm_up.teach(), "pass_rate": warm_up.mask(), **warm_up.facts()}
         save(folder, recipe, tokenizer, model)
     finally:
         torch.set_num_threads(threads)
@@ -287,20 +285,8 @@ def _make_model(folder: Path, recipe: Recipe, validation: list[str]) -> dict[str
     return {**facts, "seconds": round(time.monotonic() - started, 1), "torch": torch.__version__}
 
 
-def _warm(warm_up: Any, recipe: Recipe) -> dict[str, Any]:
-    """Both phases; the facts that `made.json` keeps."""
-    skill = warm_up.teach()
-    if skill < recipe.skill:
-        raise MachineError(_missed("the skill", skill, f"at least {recipe.skill}", recipe.skill_steps_max))
-    passed = warm_up.mask()
-    if not recipe.pass_low <= passed <= recipe.pass_high:
-        wanted = f"{recipe.pass_low} to {recipe.pass_high}"
-        raise MachineError(_missed("the pass rate", passed, wanted, recipe.mask_steps_max))
-    return {"skill": round(skill, 4), "pass_rate": round(passed, 4), **warm_up.facts()}
-
-
-def _missed(what: str, value: float, wanted: str, steps: int) -> str:
-    return (
+def _missed(what: str, value: float, wanted: str, steps: int) -> MachineError:
+    return MachineError(
         f"quickstart warm-up: {what} is {value:.3f} after {steps} steps, and must be {wanted}; this torch build "
         "computes other values than the tested ones: please report torch.__config__.show()"
     )

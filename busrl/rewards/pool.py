@@ -120,16 +120,13 @@ class ChildProcess:
         *lines, self._rest = self._rest.split(b"\n")
         return [_outcomes.decode(line) for line in lines]
 
-    def stop(self) -> None:
-        """Let it end by itself after what it is doing: it sees the end of its input."""
+    def close(self, grace_s: float = 0.0) -> str:
+        """End it and its children, and say how it ended. `grace_s`: time to end by itself first, after what it is
+        doing: it sees the end of its input."""
         self._want_write(False)
         if self._in >= 0:
             os.close(self._in)
             self._in = -1
-
-    def close(self, grace_s: float = 0.0) -> str:
-        """End it and its children, and say how it ended. `grace_s`: time to end by itself first."""
-        self.stop()
         if grace_s:
             with contextlib.suppress(OSError):
                 _wait_unreaped(self._process.pid, grace_s)

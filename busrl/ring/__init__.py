@@ -8,36 +8,7 @@ Talks to shared memory and the run directory. Knows nothing of messages, models,
 - Views are made in place and stay mapped after `close()`; what they show is settled only while the slot is held.
 """
 
-from busrl._ring import (
-    LAYOUT,
-    MAX_TENSORS,
-    NO_SEGMENT,
-    UID_NONE,
-    Fates,
-    Process,
-    Reaped,
-    Ring,
-    RingStats,
-)
-from busrl.errors import (
-    BadTensor,
-    DiskFull,
-    FateRefused,
-    LockTimeout,
-    NoSuchTensor,
-    NoSuchTransition,
-    NotOwner,
-    NotRegistered,
-    RingClosed,
-    RingError,
-    RingExists,
-    RingFull,
-    RingMismatch,
-    RingNotFound,
-    RingReadOnly,
-    ShmTooSmall,
-    SlotTooSmall,
-)
+from busrl._ring import LAYOUT, MAX_TENSORS, NO_SEGMENT, UID_NONE, Fates, Process, Reaped, Ring, RingStats
 from busrl.ring.locks import OfdLock, RingGuard
 from busrl.states import WORKING, State
 
@@ -62,38 +33,6 @@ def owner_of(word: int) -> int:
 
 
 __all__ = [
-    "LAYOUT",
-    "MAX_TENSORS",
-    "NO_SEGMENT",
-    "UID_NONE",
-    "WORKING",
-    "BadTensor",
-    "DiskFull",
-    "FateRefused",
-    "Fates",
-    "LockTimeout",
-    "NoSuchTensor",
-    "NoSuchTransition",
-    "NotOwner",
-    "NotRegistered",
-    "OfdLock",
-    "Process",
-    "Reaped",
-    "Ring",
-    "RingClosed",
-    "RingError",
-    "RingExists",
-    "RingFull",
-    "RingGuard",
-    "RingMismatch",
-    "RingNotFound",
-    "RingReadOnly",
-    "RingStats",
-    "ShmTooSmall",
-    "SlotTooSmall",
-    "State",
-    "owner_of",
-    "segments_of",
-    "seq_of",
-    "state_of",
+    "LAYOUT", "MAX_TENSORS", "NO_SEGMENT", "UID_NONE", "WORKING", "Fates", "OfdLock", "Process", "Reaped", "Ring",
+    "RingGuard", "RingStats", "State", "owner_of", "segments_of", "seq_of", "state_of",
 ]

@@ -29,9 +29,9 @@ def main() -> int:
     paths = RunPaths.of(options.run_dir)
     if not paths.topology.is_file():
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
-    module = importlib.import_module(f"busrl.roles.{role}")
+    process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
     try:
-        code: int = module.main(options.run_dir, options.name)
+        code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
         return process_code(problem)

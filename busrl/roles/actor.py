@@ -22,15 +22,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import numpy.typing as npt
 
 from busrl.bus import Endpoint
 from busrl.config import Topology
-from busrl.errors import BusNotReady, DiskFull, NoSuchRun, SharedMemoryFull, cause
+from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, cause
 from busrl.faults import Trouble, trouble_for
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
@@ -47,33 +45,23 @@ SPACE_LOOK_S = 0.5
 BUS_WAIT_S = 3.0
 
 
-def open_run(run_dir: str | Path) -> tuple[RunPaths, Topology]:
-    """The paths and the resolved topology of a run. NoSuchRun where no run was started."""
-    paths = RunPaths.of(run_dir)
-    if not paths.topology.is_file():
-        raise NoSuchRun(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
-    return paths, Topology.from_json(paths.topology.read_text())
-
-
 class Doorbell:
-    """Coalesces announcements of one topic: remembers the first slot, counts the rest, rings when flushed."""
+    """Coalesces announcements of one topic: a message that names the first slot and counts the others."""
 
     def __init__(self) -> None:
-        self.first: m.Message | None = None
-        self.count = 0
+        self._message: Any = None
 
     def add(self, make: Callable[[], m.Message], count: int = 1) -> None:
         """`count` slots more; their message is made only if they are the first, since the others are merely counted."""
-        if self.first is None:
-            self.first = make()
-        self.count += count
+        if self._message is None:
+            self._message = make()
+            self._message.count = 0
+        self._message.count += count
 
     def take(self) -> m.Message | None:
-        """Return the message to send, its `count` filled in, and start afresh."""
-        if self.first is None:
-            return None
-        message = msgspec.structs.replace(self.first, count=self.count)
-        self.first, self.count = None, 0
+        """The message to send; None if there is nothing to announce."""
+        message: m.Message | None = self._message
+        self._message = None
         return message
 
 
@@ -110,13 +98,13 @@ class Actor:
     role: ClassVar[str] = ""
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     singleton: ClassVar[bool] = False
-    tick_s: ClassVar[float] = 0.05
+    tick_s: float = 0.05
     _activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
 
     def __init__(self, run_dir: str, name: str) -> None:
-        self.name = name
-        self.worker_id = name.replace("/", "-")
-        self.paths, self.topology = open_run(run_dir)
+        self.name, self.worker_id = name, name.replace("/", "-")
+        self.paths = RunPaths.of(run_dir)
+        self.topology = Topology.from_json(self.paths.topology.read_text())
         self.stopping = ""
         self._next_heartbeat = 0.0
         self._throttle = Throttle()
@@ -131,10 +119,13 @@ class Actor:
         configure_process(self.name)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda got, _frame: self.stop(signal.Signals(got).name))
-        self._attach()
+        self.ring = Ring.attach(self.paths.ring_name)
+        self.ring.register(self.role, self.name)
         try:
-            if not self._acquire_lock():
-                return 0
+            if self.singleton:
+                self._lock = OfdLock(str(self.paths.lock(self.worker_id)))
+                if not acquire_lock(self._lock, self.ring, lambda: self.stopping, self.paths, self.name):
+                    return 0
             self._connect()
             return self._live()
         except Exception as problem:
@@ -169,10 +160,8 @@ class Actor:
 
     @contextlib.contextmanager
     def activity(self, name: str, deadline_s: float) -> Iterator[None]:
-        """Declare a long piece of work: the supervisor accepts silence for `deadline_s` seconds.
-
-        An activity inside another replaces it while it lasts; then the time of the outer one starts again.
-        """
+        """Declare a long piece of work: the supervisor accepts silence for `deadline_s` seconds. An activity inside
+        another replaces it while it lasts; then the time of the outer one starts again."""
         self._activities = (*self._activities, (name, deadline_s))
         self.ring.activity(name, deadline_s)
         try:
@@ -182,24 +171,17 @@ class Actor:
             self.ring.activity(*(self._activities[-1] if self._activities else ("",)))
             self.ring.progress()
 
-    def ring_bell(self, bell: Doorbell, to: str = "") -> None:
-        message = bell.take()
-        if message is not None:
-            self.bus.send(message, to)
+    def ring_bells(self, *bells: Doorbell) -> None:
+        for bell in bells:
+            if (message := bell.take()) is not None:
+                self.bus.send(message)
 
     def warn(
-        self,
-        where: str,
-        text: str,
-        severity: str = "warning",
-        kind: str = "",
-        uids: Sequence[int] = (),
+        self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Sequence[int] = (),
         trace: str = "",
     ) -> None:
         """Log, publish and file an event that a person should see; repeats of one kind become one line with a count.
-
-        `uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback.
-        """
+        `uids`: the samples concerned, whose history the line becomes part of. `trace`: the traceback."""
         kind = kind or re.sub(r"[0-9]+", "#", text)
         if self._throttle.admit(f"{where}/{kind}", (where, text, severity, trace), time.monotonic(), uids):
             self._publish_warning(where, text, severity, trace, uids)
@@ -240,20 +222,10 @@ class Actor:
 
     # -- internals ----------------------------------------------------------------------------------------------
 
-    def _acquire_lock(self) -> bool:
-        if not self.singleton:
-            return True
-        self._lock = OfdLock(str(self.paths.lock(self.name.replace("/", "-"))))
-        return acquire_lock(self._lock, self.ring, lambda: self.stopping, self.paths, self.name)
-
     def keep_lock(self) -> None:
         """Make the lock file of the role again if it was removed. RunInUse if another process holds the new one."""
         if self._lock is not None and reacquire_lock(self._lock, self.name):
             self.warn(self.role, f"{self._lock.path} was removed by another program; it is made and held again")
-
-    def _attach(self) -> None:
-        self.ring = Ring.attach(self.paths.ring_name)
-        self.ring.register(self.role, self.name)
 
     def _connect(self) -> None:
         self.ring.activity("starting", self.topology.limits.ready_s)
@@ -261,28 +233,25 @@ class Actor:
         self.validate_fates = Fates(str(self.paths.validate_fates))
         self.ring.bind_fates(self.fates, self.validate_fates)
         self.trouble = trouble_for(self.topology.faults, self.role, self.worker_id)
+        own = self.topology.bus
         self.bus = Endpoint(
-            self.worker_id,
-            self.paths.frontend,
-            self.paths.backend,
-            subscribe=self.subscriptions(),
-            hwm=self.topology.bus.hwm,
-            max_bytes=self.topology.bus.max_message_bytes,
-            trouble=self.trouble,
-            report=lambda text: self.warn("bus", text),
+            self.worker_id, self.paths.frontend, self.paths.backend, subscribe=self.subscriptions(), hwm=own.hwm,
+            max_bytes=own.max_message_bytes, trouble=self.trouble, report=lambda text: self.warn("bus", text),
         )
 
     def subscriptions(self) -> list[str]:
         """Topic prefixes; a role that has topics of its own extends it."""
-        kinds: tuple[type[m.Message], ...] = (*self.subscribe, m.Stop)
-        return [topic(kind) for kind in kinds]
+        return [*map(topic, self.subscribe), topic(m.Stop)]
 
     def _live(self) -> int:
         self.setup()
         # What is loaded by now stays: collecting among all of torch's objects stops a learner for a tenth of a second.
         gc.freeze()
         if not self.stopping:
-            self._find_bus()
+            try:
+                self.bus.ready(BUS_WAIT_S)
+            except BusNotReady as problem:  # it is only the doorbell: the ring is enough to work
+                self.warn(self.role, f"continues without the bus: {problem}", kind="no bus")
             self.bus.send(m.Hello(role=self.role, pid=os.getpid(), host=os.uname().nodename, index=self.ring.index))
             self.ring.activity("")
             self.ring.set_ready()
@@ -292,13 +261,6 @@ class Actor:
         log.info("stopping: %s", self.stopping)
         self.teardown()
         return 0
-
-    def _find_bus(self) -> None:
-        """The bus is only the doorbell: a process without it says so, and works by the ring alone."""
-        try:
-            self.bus.ready(BUS_WAIT_S)
-        except BusNotReady as problem:
-            self.warn(self.role, f"continues without the bus: {problem}", kind="no bus")
 
     def _pass(self) -> None:
         for message in self.bus.drain():

@@ -18,8 +18,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 from busrl.bus import CurveListener, Refusal, allow_many_connections, run_broker
 from busrl.errors import QueuesFull
@@ -34,41 +32,60 @@ SILENT_NS = 2_000_000_000
 log = logging.getLogger("busrl")
 
 
-class Refusals:
-    """Reports refused connections: `add` each of them, and `report` from time to time those that were held back."""
+class Bus:
+    """The process of the broker: `main` is the broker until a signal ends it, and shows its progress in the ring."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write, self._throttle, self._total = write, Throttle(REPORT_EVERY_S), 0
+    def __init__(self, run_dir: str, name: str) -> None:
+        self.name, self.paths, self.stop = name, RunPaths.of(run_dir), threading.Event()
+        self.settings = json.loads(self.paths.topology.read_text())["bus"]  # all of busrl.config would take too long
+        self._throttle, self._refused = Throttle(REPORT_EVERY_S), 0
 
-    def add(self, refusal: Refusal) -> None:
-        self._total += refusal.count
-        text = f"{refusal} ({self._total} refused in all)"
+    def main(self) -> int:
+        configure_process(self.name)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda _got, _frame: self.stop.set())
+        self.ring = Ring.attach(self.paths.ring_name)
+        self.ring.register("bus", self.name)
+        self.lock = OfdLock(str(self.paths.lock("bus")))
+        if acquire_lock(self.lock, self.ring, self.stop.is_set, self.paths, self.name):
+            self._serve()
+            self.ring.close()
+        return 0
+
+    def _serve(self) -> None:
+        allow_many_connections()
+        self._least_mib = resident_mib()
+        own, paths = self.settings, self.paths
+        run_broker(
+            paths.frontend, paths.backend, self.lock, self.stop, tap=paths.tap, on_ready=self._ready,
+            on_progress=self._progress, listener=CurveListener.of(own["endpoint"], own["keys"]),
+            on_refused=self.refused, max_bytes=own["max_message_bytes"], hwm=own["hwm"],
+        )
+
+    def _ready(self) -> None:
+        self.ring.activity("")
+        self.ring.set_ready()
+
+    def _progress(self) -> None:
+        self.ring.progress()
+        check_queues(self.ring, resident_mib() - self._least_mib)
+        self.report_refusals()
+        reacquire_lock(self.lock, "bus")
+
+    def refused(self, refusal: Refusal) -> None:
+        self._refused += refusal.count
+        text = f"{refusal} ({self._refused} refused in all)"
         if self._throttle.admit(refusal.address, (text,), time.monotonic()):
             self._report(text)
 
-    def report(self) -> None:
+    def report_refusals(self) -> None:
+        """Report those that were held back."""
         for count, (text,), _ in self._throttle.due(time.monotonic()):
             self._report(f"{count} more like this, the latest: {text}")
 
     def _report(self, text: str) -> None:
         log.warning(text)
-        self._write(text)
-
-
-def main(run_dir: str, name: str) -> int:
-    configure_process(name)
-    paths, stop = RunPaths.of(run_dir), threading.Event()
-    settings = json.loads(paths.topology.read_text())["bus"]  # all of busrl.config would take longer than the rest
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _got, _frame: stop.set())
-    ring = Ring.attach(paths.ring_name)
-    ring.register("bus", name)
-    lock = OfdLock(str(paths.lock("bus")))
-    if not acquire_lock(lock, ring, stop.is_set, paths, name):
-        return 0
-    serve(paths, settings, ring, lock, stop)
-    ring.close()
-    return 0
+        record_error(self.paths, "bus", "warning", "bus", text)
 
 
 def resident_mib() -> float:
@@ -88,36 +105,4 @@ def check_queues(ring: Ring, queued_mib: float) -> None:
     raise QueuesFull(
         f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; {named}): "
         "the bus starts again without them, which costs time and no sample. `busrl monitor` shows who sends so much"
-    )
-
-
-def serve(paths: RunPaths, settings: dict[str, Any], ring: Ring, lock: OfdLock, stop: threading.Event) -> None:
-    """Be the broker until `stop`; the ring shows that it is ready and makes progress."""
-    allow_many_connections()
-    refusals = Refusals(lambda text: record_error(paths, "bus", "warning", "bus", text))
-
-    def ready() -> None:
-        ring.activity("")
-        ring.set_ready()
-
-    least = resident_mib()
-
-    def progress() -> None:
-        ring.progress()
-        check_queues(ring, resident_mib() - least)
-        refusals.report()
-        reacquire_lock(lock, "bus")
-
-    run_broker(
-        paths.frontend,
-        paths.backend,
-        lock,
-        stop,
-        tap=paths.tap,
-        on_ready=ready,
-        on_progress=progress,
-        listener=CurveListener.of(settings["endpoint"], settings["keys"]),
-        on_refused=refusals.add,
-        max_bytes=settings["max_message_bytes"],
-        hwm=settings["hwm"],
     )

@@ -1,13 +1,9 @@
 """The keeper: takes back what dead processes held, completes their half-done drops, and serves remote workers.
 
-Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It clears the validation hold of a
-dead validator, and reports on the bus and in errors.jsonl what was taken back and from which process. Knows nothing of
-prompts or tokens.
-
-It is also the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway` decides (its
-head says why the wire is the bus and what holds under loss and death), and `RingLedger` claims, writes and commits in
-the names of the workers. Those claims stand in REMOTE entries of the process table, which the keeper's death does not
-touch. `gateway.json` holds the counts that `busrl status` shows.
+Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the validation hold
+of a dead validator. It is the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway`
+decides, and `RingLedger` claims, writes and commits in the workers' names. Those claims stand in REMOTE entries of the
+process table, which the keeper's death does not touch. `gateway.json` holds the counts that `busrl status` shows.
 
 - A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
   nothing is written in a wrong name.
@@ -31,29 +27,17 @@ from busrl import files
 from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
-from busrl.errors import MessageTooLarge
-from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, GatewaySettings, Refused, Tally, tensor
+from busrl.errors import FateRefused, MessageTooLarge, NotOwner, RingError, RingFull, SlotTooSmall
+from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, Refused, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
-from busrl.ring import (
-    UID_NONE,
-    FateRefused,
-    NotOwner,
-    Ring,
-    RingError,
-    RingFull,
-    SlotTooSmall,
-    State,
-    segments_of,
-    seq_of,
-    state_of,
-)
+from busrl.ring import UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.segments import SegmentCuts, claim_queued
-from busrl.roles.trajectory import read_generated, read_task, read_text, write_parts, write_segment, write_text
+from busrl.roles.trajectory import read_generated, read_task, read_text, write_parts
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
@@ -64,12 +48,7 @@ MOST_TRIES = 3
 TENSORS = ("tokens", "logprobs", "versions")
 SAVE_EVERY_S = 1.0
 MOST_NAMED = 16
-CODES = {
-    Fault.MALFORMED: "malformed",
-    Fault.UNKNOWN_TYPE: "malformed",
-    Fault.WRONG_VERSION: "version",
-    Fault.OVERSIZE: "oversize",
-}
+CODES = {Fault.WRONG_VERSION: "version", Fault.OVERSIZE: "oversize"}  # for any other fault "malformed"
 POISON_DEATHS = 2
 LOOK_EVERY_S = 0.02  # requests may come by the thousand; the dead are looked for at most so often
 
@@ -86,7 +65,7 @@ class RingLedger:
         self.ring, self.announce, self.cuts = ring, announce, cuts
         self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
         self.steps = VersionSteps()
-        self._hands: dict[int, Ring] = {}
+        self._stand_ins: dict[int, Ring] = {}
         self.note_version()
 
     def note_version(self) -> None:
@@ -108,56 +87,53 @@ class RingLedger:
         try:
             return self.ring.enter_remote(role, name, life=life)
         except RingFull as problem:
-            raise Refused(str(problem)) from None
+            raise Refused(str(problem), "full") from None
 
     def leave(self, index: int) -> None:
-        hand = self._hands.pop(index, None)
-        if hand is not None:
-            hand.close()
+        stand_in = self._stand_ins.pop(index, None)
+        if stand_in is not None:
+            stand_in.close()
         self.ring.leave_remote(index)
 
     def show(self, index: int, tasks: int) -> None:
-        hand = self._hand(index)
-        hand.activity(f"remote, holds {tasks}")
-        hand.progress()
+        stand_in = self._stand_in(index)
+        stand_in.activity(f"remote, holds {tasks}")
+        stand_in.progress()
 
-    def _hand(self, index: int) -> Ring:
-        if index not in self._hands:
-            self._hands[index] = self.ring.stand_in(index)
-        return self._hands[index]
+    def _stand_in(self, index: int) -> Ring:
+        if index not in self._stand_ins:
+            self._stand_ins[index] = self.ring.stand_in(index)
+        return self._stand_ins[index]
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
-        hand = self._hand(index)
+        stand_in = self._stand_in(index)
         if role == "reward":
-            taken = hand.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+            taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         else:
-            taken, _ = claim_queued(hand, self.cuts.waves, limit, idle)
+            taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle)
         return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
 
     def task(self, index: int, claim: Claim) -> g.Task | None:
+        line, segments = self.ring.line(claim.slot), segments_of(claim.word)
+        rewarding = state_of(claim.word) == State.REWARDING
         try:
-            return self._task(claim)
+            most = 0 if rewarding else self.limits(claim).tokens
+            cut = self.cuts.next(int(line["cls"]), segments, most)
+            return g.Task(
+                task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
+                record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
+                attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
+                top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
+                completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
+                tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
+            )
         except (RingError, ValueError) as problem:
             log.warning("sample %d cannot be sent to a remote worker: %s", claim.uid, problem)
             self.drop(index, claim, Fate.MALFORMED)
             return None
-
-    def _task(self, claim: Claim) -> g.Task:
-        line, segments = self.ring.line(claim.slot), segments_of(claim.word)
-        rewarding = state_of(claim.word) == State.REWARDING
-        most = 0 if rewarding else self.limits(claim).tokens
-        cut = self.cuts.next(int(line["cls"]), segments, most)
-        return g.Task(
-            task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
-            record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
-            attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
-            top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
-            completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
-            tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
-        )
 
     def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
         if not segments:
@@ -175,28 +151,22 @@ class RingLedger:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def commit_answer(self, index: int, claim: Claim, answer: Answer) -> None:
-        hand, slot, word, segment = self._hand(index), claim.slot, claim.word, segments_of(claim.word)
+        stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
         line, limits = self.ring.line(slot), self.limits(claim)
         whole = self._whole(limits, answer)
-        length = int(line["max_new_tokens"]) - limits.tokens + len(answer.token_ids)
         with _as_refusals():
             if answer.prompt_ids is not None:
-                hand.put(slot, word, "prompt_ids", answer.prompt_ids)
-            write_segment(hand, slot, word, segment, answer.token_ids, answer.logprobs, answer.versions)
-            if whole:
-                write_text(hand, slot, word, segment, answer.text)
-        version, step = int(line["version"]), int(line["step"])
-        version, step = self.cuts.trained_as(hand, version, step, int(answer.versions.min()), self.steps, whole)
-        hand.set(
-            slot, word, version=version, step=step, finish=answer.finish if whole else 0, response_tokens=length,
-            prompt_tokens=len(hand.get(slot, "prompt_ids")),
-        )
-        done = _moved(hand.commit_segment(slot, word, whole))
-        hand.add(tokens=len(answer.token_ids), samples=int(whole))
-        if whole:
-            self.cuts.finished(length)
-        newest, status = int(answer.versions[-1]), "generated" if whole else "segment"
-        self.announce(m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=claim.uid, version=newest, status=status))
+                stand_in.put(slot, word, "prompt_ids", answer.prompt_ids)
+            message = self.cuts.commit(
+                stand_in, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
+                version=int(line["version"]), step=int(line["step"]),
+                earlier=int(line["max_new_tokens"]) - limits.tokens,
+                prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
+            )
+        if message is None:
+            raise ClaimGone
+        stand_in.add(tokens=len(answer.token_ids), samples=int(whole))
+        self.announce(message)
 
     def _whole(self, limits: AnswerLimits, answer: Answer) -> bool:
         """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
@@ -211,27 +181,29 @@ class RingLedger:
         )
 
     def commit_reward(self, index: int, claim: Claim, reward: float, parts: dict[str, float]) -> None:
-        hand, slot, word = self._hand(index), claim.slot, claim.word
+        stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
         with _as_refusals():
-            write_parts(hand, slot, word, parts)
-            hand.set(slot, word, reward=reward, reward_parts=1)
-        done = _moved(hand.release(slot, word, State.REWARDED))
-        hand.add(samples=1)
+            write_parts(stand_in, slot, word, parts)
+            stand_in.set(slot, word, reward=reward, reward_parts=1)
+        done = stand_in.release(slot, word, State.REWARDED)
+        if not done:
+            raise ClaimGone
+        stand_in.add(samples=1)
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
 
     def give_back(self, index: int, claim: Claim) -> None:
-        self._hand(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
+        self._stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
 
     def expire(self, index: int, claim: Claim) -> bool:
         rewarding = state_of(claim.word) == State.REWARDING
         if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
             self.drop(index, claim, Fate.REWARD_HUNG)
             return True
-        self._hand(index).expire(claim.slot, claim.word)
+        self._stand_in(index).expire(claim.slot, claim.word)
         return False
 
     def drop(self, index: int, claim: Claim, fate: Fate) -> None:
-        self._hand(index).drop(claim.slot, claim.word, fate)
+        self._stand_in(index).drop(claim.slot, claim.word, fate)
         if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
 
@@ -258,28 +230,16 @@ def _claim(slot: int, line: np.void) -> Claim:
     return Claim(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
-def _moved(word: int) -> int:
-    if not word:
-        raise ClaimGone
-    return word
-
-
-def gateway_settings(topology: Topology) -> GatewaySettings:
-    """What the desk needs of a topology. Remote workers never take the entries that the run itself may need."""
+def desk_of(topology: Topology, book: RingLedger, tally: Tally) -> Desk:
+    """The desk of a run. Remote workers never take the entries that the run itself may need."""
     data, processes = topology.data, topology.processes()
-    return GatewaySettings(
-        welcome=g.GatewayWelcome(
-            life=0,
-            lease_s=topology.limits.lease_s,
-            max_message_bytes=topology.bus.max_message_bytes,
-            max_prompt_tokens=topology.max_prompt_tokens,
-            seed=topology.run.seed,
-            model=topology.model.path,
-            prompt_key=data.prompt_key,
-            answer_key=topology.reward.answer_key or data.answer_key,
-            template=data.template,
-        ),
-        biggest=topology.task_message_bytes,
+    welcome = g.GatewayWelcome(
+        life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
+        max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
+        prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
+    )
+    return Desk(
+        book, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
         reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
     )
@@ -299,7 +259,7 @@ class Keeper(Actor):
     role = "keeper"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
-    tick_s: ClassVar[float] = 0.1
+    tick_s = 0.1
 
     def setup(self) -> None:
         self._next_look = self._next_save = 0.0
@@ -309,7 +269,7 @@ class Keeper(Actor):
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
         self.book = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
-        self.desk = Desk(self.book, gateway_settings(self.topology), self.tally, time.monotonic())
+        self.desk = desk_of(self.topology, self.book, self.tally)
         self.bus.on_reject = self._answer_unreadable
 
     def step(self) -> bool:
@@ -368,8 +328,7 @@ class Keeper(Actor):
 
     def _tend_workers(self) -> None:
         """Ring for what was committed, end leases that are over, and save the counts now and then."""
-        for bell in self._bells.values():
-            self.ring_bell(bell)
+        self.ring_bells(*self._bells.values())
         self.book.note_version()
         now = time.monotonic()
         for lease in self.desk.tick(now):
@@ -386,7 +345,7 @@ class Keeper(Actor):
     def _answer_unreadable(self, rejected: Rejected, target: bytes) -> None:
         name = target.decode("ascii", "replace").partition("/")[0]
         if issubclass(BY_NAME.get(name, m.Message), g.Remote):
-            code = CODES[rejected.fault]
+            code = CODES.get(rejected.fault, "malformed")
             self._send(rejected.sender, self.desk.unreadable(rejected.sender, code, name, str(rejected)))
 
     def _send(self, to: str, answers: list[m.Message]) -> None:

@@ -43,7 +43,14 @@ def save_plain(path: Path, data: Mapping[str, Any]) -> None:
     """Write numbers, strings, lists, dicts with string keys, and arrays among them as a NumPy archive without pickle:
     the arrays under numbers, and a JSON text that says where each belongs. OSError if the disk refuses."""
     arrays: list[npt.NDArray[Any]] = []
-    text = json.dumps(_taken_out(dict(data), arrays)).encode()
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value.item()
+        arrays.append(value)
+        return {ARRAY: len(arrays) - 1}
+
+    text = json.dumps(data, default=place).encode()
     members = {f"a{number}": array for number, array in enumerate(arrays)}
     with replacing(path, durable=False) as descriptor, open(descriptor, "wb", closefd=False) as file:
         np.savez(file, allow_pickle=False, **{TEXT: np.frombuffer(text, np.uint8)}, **members)
@@ -53,31 +60,15 @@ def load_plain(path: Path) -> dict[str, Any] | None:
     """The data of a file, tuples as lists; None if there is no file. ValueError if it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found: dict[str, Any] = _put_back(json.loads(archive[TEXT].tobytes()), archive)
+            found: dict[str, Any] = json.loads(
+                archive[TEXT].tobytes(),
+                object_hook=lambda one: archive[f"a{one[ARRAY]}"] if one.keys() == {ARRAY} else one,
+            )
             return found
     except FileNotFoundError:
         return None
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as problem:
         raise ValueError(f"{path}: cannot be read ({problem}); it is not used") from None
-
-
-def _taken_out(value: Any, arrays: list[npt.NDArray[Any]]) -> Any:
-    if isinstance(value, np.ndarray):
-        arrays.append(value)
-        return {ARRAY: len(arrays) - 1}
-    if isinstance(value, Mapping):
-        return {str(name): _taken_out(item, arrays) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_taken_out(item, arrays) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _put_back(value: Any, archive: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {ARRAY}:
-            return archive[f"a{value[ARRAY]}"]
-        return {name: _put_back(item, archive) for name, item in value.items()}
-    return [_put_back(item, archive) for item in value] if isinstance(value, list) else value
 
 
 class PredictorState:
@@ -89,8 +80,7 @@ class PredictorState:
         predictor = make_predictor(topology.scheduler.predictor, keywords=words, lengths_of=_lengths(topology, stream))
         self.guard = Guard(predictor, RulesPredictor(words), clock=time.perf_counter, report=warn)
         self._saved_at = 0  # answers that the saved state knows
-        self._last_save = -math.inf
-        self._cost_s = 0.0
+        self._last_save, self._cost_s = -math.inf, 0.0
         self._before = -1  # the step for whose checkpoint was saved last
 
     def restore(self) -> bool:

@@ -1,8 +1,7 @@
 """A process of a run before it is a role: its title, its log, and the lock of a role of which there is one.
 
-Talks to the lock and to the process's own entry in the ring. Knows nothing of the bus or of topologies. A module of
-its own because the broker imports it and all others wait for the broker: it imports neither NumPy nor the topology,
-which together take longer than the rest of the broker's start.
+Talks to the lock and to the process's own entry in the ring. Knows nothing of the bus or of topologies. All processes
+wait for the broker, which imports this: it imports neither NumPy nor the topology, which would take long.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections.abc import Callable
 
 import setproctitle
 
-from busrl.errors import RunInUse
+from busrl.errors import LockTimeout, RingError, RunInUse
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
-from busrl.ring import LockTimeout, OfdLock, Ring, RingError
+from busrl.ring import OfdLock, Ring
 
 LOCK_LOOK_S = 0.5
 PREDECESSOR_S = 10.0  # a dead holder's lock is free by then

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from busrl.errors import SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.ring import SlotTooSmall, State, segments_of, seq_of
+from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.states import Fate
@@ -33,8 +34,7 @@ class RewardLoad:
     """How busy the reward functions are, and what that costs when samples wait. Pure: time comes from the caller."""
 
     def __init__(self, workers: int, processes: int, step_samples: int, now: float) -> None:
-        self.workers, self.processes = workers, processes
-        self.step_samples = step_samples
+        self.workers, self.processes, self.step_samples = workers, processes, step_samples
         self.busy_s = 0.0
         self._window_s, self._since, self._busy, self._judged = WINDOW_S, now, 0.0, 0
 
@@ -45,7 +45,7 @@ class RewardLoad:
         return int(more * 1e9)
 
     def due(self, now: float) -> bool:
-        """Whether the window that is judged together has ended."""
+        """Whether the window has ended."""
         return now - self._since >= self._window_s
 
     def slow(self, judged: int, waiting: int, now: float) -> str:
@@ -135,7 +135,7 @@ class Reward(Actor):
                 text, _, trace = outcome.text.partition("\n")
                 text += self.load.hung() if outcome.error == "hung" else ""
                 self._drop(outcome.key, outcome.error, f"{outcome.error}: {text}", trace)
-        self.ring_bell(self.bell)
+        self.ring_bells(self.bell)
         if outcomes:
             self.ring.add(samples=len(outcomes))
         return len(outcomes)
@@ -152,24 +152,22 @@ class Reward(Actor):
         """What the function needs of each; a sample that cannot be read is dropped as malformed."""
         self.held.update(taken)
         try:
-            tasks = read_copies(self.ring, taken, "task")
-            texts = map(text_of, read_copies(self.ring, taken, "text"))
-            ids = [self._ids(slot, word) if self.wants_ids else [] for slot, word in taken]
-            return [Item(held[0], *parts) for held, parts in zip(taken, zip(tasks, texts, ids))]
+            both = zip(read_copies(self.ring, taken, "task"), map(text_of, read_copies(self.ring, taken, "text")))
+            return [Item(slot, *read, self._ids(slot, word)) for (slot, word), read in zip(taken, both)]
         except UNREADABLE:  # one by one, to find which of them
             return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
 
     def _item(self, slot: int, word: int) -> Item | None:
         try:
-            ids = self._ids(slot, word) if self.wants_ids else []
-            return Item(slot, read_task(self.ring, slot), read_text(self.ring, slot, segments_of(word)), ids)
+            text = read_text(self.ring, slot, segments_of(word))
+            return Item(slot, read_task(self.ring, slot), text, self._ids(slot, word))
         except UNREADABLE as problem:
             self._drop(slot, "malformed", f"has a payload that cannot be read: {problem}")
             return None
 
-    def _ids(self, slot: int, word: int) -> list[int]:
-        ids: list[int] = read_generated(self.ring, slot, "tokens", segments_of(word)).tolist()
-        return ids
+    def _ids(self, slot: int, word: int) -> Any:
+        """The token ids; none where only the text is judged."""
+        return read_generated(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else []
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:
         """Write the rewards of judged samples and commit their slots."""
@@ -197,7 +195,3 @@ class Reward(Actor):
         self.pool.close()
         for slot, word in self.held.items():
             self.ring.release(slot, word, State.GENERATED)
-
-
-def main(run_dir: str, name: str) -> int:
-    return Reward(run_dir, name).main()

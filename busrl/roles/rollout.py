@@ -27,22 +27,14 @@ import numpy.typing as npt
 from busrl.data import prompt_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
-from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
+from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import SlotTooSmall, State, segments_of, seq_of
+from busrl.ring import State, segments_of
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.segments import SegmentCuts, claim_queued
-from busrl.roles.trajectory import (
-    UNREADABLE,
-    read_copies,
-    read_generated,
-    read_prompt_ids,
-    read_task,
-    write_segment,
-    write_text,
-)
+from busrl.roles.trajectory import UNREADABLE, read_generated, read_prompt_ids, read_task
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import Receiver, VersionSteps
 from busrl.weights.factory import Settings, make_receiver
@@ -57,7 +49,7 @@ SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others ma
 WEIGHTS_TURN_S = 0.25
 LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
 WAVE_TICK_S = 0.01
-LINE_FIELDS = ("uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p")
+LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
 
@@ -65,23 +57,23 @@ NO_TOKENS: Ids = np.empty(0, np.int32)
 # -- the pace of decoding, for `busrl simulate --fit` ------
 
 
-class PaceRow(msgspec.Struct, kw_only=True):
+class PaceRow(msgspec.Struct):
     """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
     steps, so their mean is tokens / steps. `engine`: its statistics since it was made."""
 
-    wall_s: float
-    step_s: float
-    weights_s: float
-    idle_s: float
-    steps: int
-    tokens: int
-    joined: int
-    updates: int
-    engine: Any
+    wall_s: float = 0.0
+    step_s: float = 0.0
+    weights_s: float = 0.0
+    idle_s: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    joined: int = 0
+    updates: int = 0
+    engine: Any = None
 
 
 class Pace:
-    """Sums over short intervals in `pace/NAME.jsonl`, a line per interval. `joined` is added to from outside.
+    """Sums over short intervals in `pace/NAME.jsonl`, a line per interval. The role adds to `row`.
 
     The file is thinned as it grows, also over restarts: each further `MIB_EACH` MiB take as long as all before, down to
     a line a minute. A first week makes some 20 MB, later ones 3 MB. Each line is of one short interval, whatever was
@@ -93,48 +85,27 @@ class Pace:
         directory.mkdir(exist_ok=True)
         self._file = LineFile(directory / f"{name}.jsonl")
         self._left_out = 0
-        self._clear()
+        self._began, self.row = time.monotonic(), PaceRow()
 
-    def _clear(self) -> None:
-        self._began = time.monotonic_ns()
-        self._step = self._weights = self._idle = 0
-        self._steps = self._tokens = self._updates = self.joined = 0
-
-    def stepped(self, active: int, drawn: int, nanoseconds: int) -> None:
+    def stepped(self, active: int, drawn: int, seconds: float) -> None:
         """An engine's step: `drawn` tokens by `active` sequences, which is one decoding step or several."""
-        self._step += nanoseconds
-        self._steps += drawn // active
-        self._tokens += drawn
-        self._write_when_due()
+        self.row.step_s += seconds
+        self.row.steps += drawn // active
+        self.row.tokens += drawn
+        self.write_when_due()
 
-    def idled(self, nanoseconds: int) -> None:
-        """A wait for slots."""
-        self._idle += nanoseconds
-        self._write_when_due()
-
-    def updated(self, nanoseconds: int) -> None:
-        """New weights were loaded."""
-        self._weights += nanoseconds
-        self._updates += 1
-
-    def _write_when_due(self) -> None:
-        wall = time.monotonic_ns() - self._began
-        if wall < PACE_EVERY_S * 1e9:
+    def write_when_due(self) -> None:
+        """End the interval if it has lasted long enough."""
+        row, now = self.row, time.monotonic()
+        if now < self._began + PACE_EVERY_S:
             return
         self._left_out += 1
         if self._left_out >= one_in(self._file.size()):
-            self._left_out = 0
-            self._write(wall)
-        self._clear()
-
-    def _write(self, wall: int) -> None:
-        row = PaceRow(
-            wall_s=round(wall / 1e9, 6), step_s=round(self._step / 1e9, 6), weights_s=round(self._weights / 1e9, 6),
-            idle_s=round(self._idle / 1e9, 6), steps=self._steps, tokens=self._tokens, joined=self.joined,
-            updates=self._updates, engine=self._engine(),
-        )
-        with contextlib.suppress(MachineError, OSError):
-            self._file.append(msgspec.json.encode(row))
+            self._left_out, row.wall_s, row.engine = 0, now - self._began, self._engine()
+            times = {name: round(getattr(row, name), 6) for name in ("wall_s", "step_s", "weights_s", "idle_s")}
+            with contextlib.suppress(MachineError, OSError):
+                self._file.append(msgspec.json.encode(msgspec.structs.replace(row, **times)))
+        self._began, self.row = now, PaceRow()
 
     def close(self) -> None:
         self._file.close()
@@ -231,16 +202,15 @@ class Rollout(Actor):
         self.segments = SegmentCuts.of(self.topology)
         self.waves = self.segments.waves
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # a wave begins without a transition that could wake us
+            self.tick_s = WAVE_TICK_S  # a wave begins without a transition that could wake us
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
         weights = Settings.of(self.topology, self.paths)
         own = self.engine.receiver(weights, self.worker_id)
         self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
-        finish = self.topology.weights.on_restart == "finish"
         if self.receiver.kind == "folder":
-            self.restart = EngineRestart(finish)
+            self.restart = EngineRestart(finish=self.topology.weights.on_restart == "finish")
         self._next_request = self._last_bell = 0.0
         self.joined = False  # since the last decoding step
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
@@ -254,17 +224,16 @@ class Rollout(Actor):
         self._request_tasks()
         if not self.engine.active:
             return False
-        begun, active = time.monotonic_ns(), self.engine.active
-        drawn = self.engine.drawing
+        begun, active, drawn = time.monotonic(), self.engine.active, self.engine.drawing
         # Counted before they are drawn: a death in the middle of the step hides none.
         self.ring.add(tokens=drawn)
         finished = self._engine_step(joining=self.joined or drawn < active)
         whole = sum([self._commit(sequence) for sequence in finished])
         self._announce()
-        busy_ns = time.monotonic_ns() - begun
-        self.segments.stepped(busy_ns / 1e9)
-        self.ring.add(busy_ns=busy_ns, samples=whole)
-        self.pace.stepped(active, drawn, busy_ns)
+        busy_s = time.monotonic() - begun
+        self.segments.stepped(busy_s)
+        self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
+        self.pace.stepped(active, drawn, busy_s)
         return True
 
     def _engine_step(self, joining: bool) -> list[Finished]:
@@ -283,19 +252,16 @@ class Rollout(Actor):
         pause = SPARSE_BELL_EVERY_S if self.engine.active < self.engine.capacity // SPARSE else BELL_EVERY_S
         if now >= self._last_bell + pause:
             self._last_bell = now
-            self._ring_bells()
-
-    def _ring_bells(self) -> None:
-        self.ring_bell(self.bell)
-        self.ring_bell(self.segment_bell)
+            self.ring_bells(self.bell, self.segment_bell)
 
     def idle(self, timeout_s: float) -> None:
-        self._ring_bells()
+        self.ring_bells(self.bell, self.segment_bell)
         seen = self.ring.transitions(State.QUEUED)
         if not self._take():
-            begun = time.monotonic_ns()
+            begun = time.monotonic()
             self.ring.wait(State.QUEUED, seen, timeout_s)
-            self.pace.idled(time.monotonic_ns() - begun)
+            self.pace.row.idle_s += time.monotonic() - begun
+            self.pace.write_when_due()
 
     def subscriptions(self) -> list[str]:
         return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
@@ -319,7 +285,7 @@ class Rollout(Actor):
             newest, _ = self.receiver.newest()
         if newest <= max(self.version, self.refused) or (self.restart is not None and self.restart.waits(self.engine)):
             return
-        begun = time.monotonic_ns()
+        begun = time.monotonic()
         try:
             with self.activity("new weights", self.topology.limits.ready_s):  # some engines restart for them
                 self.version, step = self._new_weights()
@@ -328,11 +294,13 @@ class Rollout(Actor):
             self.warn("rollout", f"continues with version {self.version}: {problem}", "error", kind="weights refused")
             return
         self.joined = True
-        self.segments.fetched((time.monotonic_ns() - begun) / 1e9)
+        seconds = time.monotonic() - begun
+        self.segments.fetched(seconds)
         self.steps.add(self.version, step)
         self.ring.set_version_seen(self.version)
         if not wait:
-            self.pace.updated(time.monotonic_ns() - begun)
+            self.pace.row.weights_s += seconds
+            self.pace.row.updates += 1
 
     def _new_weights(self) -> tuple[int, int]:
         """Load between two decoding steps; running answers leave an engine that has to restart, and come back."""
@@ -386,30 +354,14 @@ class Rollout(Actor):
                 self.restart.submitted(requests)
             self.engine.submit(requests)
             self.joined = True
-            self.pace.joined += len(taken)
+            self.pace.row.joined += len(taken)
         return bool(taken)
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
         """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
-        own = self.ring.lines([slot for slot, _ in taken])
-        described = zip(*(own[name].tolist() for name in LINE_FIELDS))
-        made = [
-            self._request(slot, word, task, dict(zip(LINE_FIELDS, values)))
-            for (slot, word), task, values in zip(taken, self._tasks(taken), described)
-        ]
+        described = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist()
+        made = [self._request(*claim, dict(zip(LINE_FIELDS, values))) for claim, values in zip(taken, described)]
         return [request for request in made if request is not None]
-
-    def _tasks(self, taken: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The prompts' lines; an empty one, which renders as no prompt, for a slot that cannot be read."""
-        try:
-            return read_copies(self.ring, taken, "task")
-        except UNREADABLE:
-            return [self._task(slot) for slot, _ in taken]
-
-    def _task(self, slot: int) -> bytes:
-        with contextlib.suppress(*UNREADABLE):
-            return read_task(self.ring, slot)
-        return b""
 
     def _left_behind(self) -> bool:
         """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
@@ -425,16 +377,15 @@ class Rollout(Actor):
             self.warn("rollout", text, kind="left behind")
         return True
 
-    def _request(self, slot: int, word: int, task: bytes, line: dict[str, Any]) -> Request | None:
+    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
         if (own := self.steps.step_of(self.version)) < step:
             # Admitted with newer weights than these: write it now, since the learner counts the age from it.
             version, step = self.version, own
             self.ring.set(slot, word, version=version, step=step)
-        self.held[slot] = ClaimedSlot(word, line["uid"], version, step)
         segments = segments_of(word)
         try:
-            prompt = self._prompt_ids(slot, word, task, segments)
+            prompt = self._prompt_ids(slot, word, segments)
             prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
         except UNREADABLE as problem:
             self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
@@ -443,28 +394,28 @@ class Rollout(Actor):
             return None
         left = line["max_new_tokens"] - len(prefix)
         cut = self.segments.next(line["cls"], segments, left)
-        self.held[slot] = self.held[slot]._replace(
-            prompt_tokens=len(prompt), earlier=len(prefix), tokens=cut.tokens, last=cut.last
-        )
+        counted = (len(prompt), len(prefix), cut.tokens, cut.last)
+        self.held[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
         return Request(
             key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
             max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
             seed=self.topology.run.seed,
         )
 
-    def _prompt_ids(self, slot: int, word: int, task: bytes, segments: int) -> Ids | None:
+    def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
         if segments:
             earlier: Ids = read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            ids = np.asarray(self.engine.encode(prompt_of(msgspec.json.decode(task), self.topology.data)), np.int32)
+            prompt = prompt_of(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
+            ids = np.asarray(self.engine.encode(prompt), np.int32)
         except Exception as problem:
             self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
             return None
         limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
-            why = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
-            self._drop(slot, word, Fate.LONG, why)
+            text = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+            self._drop(slot, word, Fate.LONG, text)
             return None
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids
@@ -485,27 +436,27 @@ class Rollout(Actor):
             why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, word, Fate.LONG, why)
             return True
-        segment, whole = segments_of(word), not self._is_cut(task, sequence)
-        ids, logprobs, versions = sequence.token_ids, sequence.logprobs, sequence.versions
+        whole = not self._is_cut(task, sequence)
         try:
-            write_segment(self.ring, slot, word, segment, ids, logprobs, versions)
-            if whole:
-                write_text(self.ring, slot, word, segment, self._text(slot, segment, sequence))
-            self._note(slot, task, sequence, whole)
+            message = self.segments.commit(
+                self.ring, slot, word, sequence, self._text(slot, word, sequence) if whole else None, self.steps,
+                uid=task.uid, version=task.version, step=task.step, earlier=task.earlier,
+                prompt_tokens=task.prompt_tokens,
+            )
         except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, Fate.MALFORMED, str(problem))
             return True
-        done = self.ring.commit_segment(slot, word, whole)
-        bell, status = (self.bell, "generated") if whole else (self.segment_bell, "segment")
-        version = int(versions[-1])
-        bell.add(lambda: m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=task.uid, version=version, status=status))
+        if message is not None:
+            (self.bell if whole else self.segment_bell).add(lambda: message)
         return whole
 
-    def _text(self, slot: int, segment: int, sequence: Finished) -> str:
+    def _text(self, slot: int, word: int, sequence: Finished) -> str:
         """The whole answer; a scripted engine brings its own."""
         if sequence.text is not None:
             return sequence.text
-        ids: Ids = read_generated(self.ring, slot, "tokens", segment + 1) if segment else sequence.token_ids
+        ids = sequence.token_ids
+        if segments := segments_of(word):
+            ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
         return self.engine.decode(ids, sequence.finish == EOS)
 
     def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
@@ -514,19 +465,6 @@ class Rollout(Actor):
             return False
         room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
         return room > 0 and math.isfinite(sequence.logprobs[-1])
-
-    def _note(self, slot: int, task: ClaimedSlot, sequence: Finished, whole: bool) -> None:
-        """Fill the control line."""
-        oldest = int(sequence.versions[0])  # versions only grow
-        version, step = self.segments.trained_as(self.ring, task.version, task.step, oldest, self.steps, whole)
-        length = task.earlier + len(sequence.token_ids)
-        if whole:
-            self.segments.finished(length)
-        self.ring.set(
-            slot, task.word,
-            version=version, step=step, finish=sequence.finish if whole else 0, response_tokens=length,
-            prompt_tokens=task.prompt_tokens,
-        )
 
     def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
@@ -541,7 +479,3 @@ class Rollout(Actor):
         self.pace.close()
         self.receiver.close()
         self.engine.close()
-
-
-def main(run_dir: str, name: str) -> int:
-    return Rollout(run_dir, name).main()

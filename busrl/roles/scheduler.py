@@ -36,11 +36,11 @@ from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, kept_back, not_ahead
+from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.scheduling.pool import FinishedAnswers, LearnerState, Record
+from busrl.scheduling.pool import FinishedAnswers, LearnerState, Open
 from busrl.states import HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
@@ -74,7 +74,7 @@ class DispatchFeed:
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )
         self._answers = FinishedAnswers()
-        self._records: list[Record] = []
+        self._records: list[Open] = []
 
     def look(self, view: GroupView, lines: Lines, rows: int) -> None:
         """Feed the policy what finished since the last look, what is open, and how many rows the workers have."""
@@ -90,7 +90,7 @@ class DispatchFeed:
 
     def offer(self, view: GroupView, groups: int, arrived: int) -> None:
         """Supply the policy with the draws within its horizon that have arrived: those below `arrived`."""
-        draws = view.unopened_draws(self.policy.horizon + groups)
+        draws = view.unopened(self.policy.horizon + groups)
         missing = self.policy.missing(draw for draw in draws if draw < arrived)
         if missing:
             self.policy.offer(self._candidates(missing))
@@ -108,7 +108,7 @@ class DispatchFeed:
         measures = self.predictor.metrics()
         return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
-    def _write(self, records: Sequence[Record], least: int = RECORDS_A_LINE) -> None:
+    def _write(self, records: Sequence[Open], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
         self._records += records
         if len(self._records) < max(1, least):
@@ -124,7 +124,6 @@ class DispatchFeed:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
     def close(self) -> None:
-        """Write the last records."""
         self._write(self.policy.take_records(), least=1)
 
 
@@ -134,11 +133,10 @@ class Scheduler(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.LearnerStateUpdate)
 
     def setup(self) -> None:
-        data, derived = self.topology.data, self.topology.derived
+        data, derived, limits = self.topology.data, self.topology.derived, self.topology.derived.limits
         self.group_size = self.topology.groups.size
         # The answer key is not checked here: a Python reward may need none.
         self.stream = JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key)
-        limits = self.topology.derived.limits
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
         warn = partial(self.warn, "scheduler")
@@ -148,10 +146,12 @@ class Scheduler(Actor):
         self.policy = self.feed.policy
         self.probes = Probes(derived.limits.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
-        self.arrivals = make_arrivals(self.topology)
+        self.arrivals: Arrivals | None = None
+        if data.arrivals:  # an open stream, checked when the run was started
+            self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
         self.waves = waves_of(limits)
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # type: ignore[misc]  # everybody waits for the next wave
+            self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
         self.bell = Doorbell()
         self.room = Room(0, "starting")
         self.held = 0  # groups that wait for their probes
@@ -166,7 +166,8 @@ class Scheduler(Actor):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
             self.policy.feedback(LearnerState(message.step, message.entropy))
-            self.trained = _count(message, "groups_total") or self.trained
+            total = message.metrics.get("groups_total", 0.0)
+            self.trained = int(total) if math.isfinite(total) and total else self.trained
 
     def _announced(self, message: m.TaskRequest) -> None:
         """Note a worker: its name must be one that a topic can hold, and its rows count up to the number of slots."""
@@ -196,17 +197,17 @@ class Scheduler(Actor):
         try:
             self._dispatch_all(view)
         except DiskFull as problem:
-            self._wait_for_disk(problem)
+            self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
+            with self.activity("waiting for disk space", math.inf):
+                self.idle(1.0)
             return False
         self._announce(view)
         return False
 
     def _signs(self, now: float) -> tuple[int, ...]:
         """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
-        progress, or, where these hold it back, a probe ended, an engine took a sample, a prompt arrived.
-
-        Read before the scan, so that what happens during it shows at the next pass. They save looks; LOOK_EVERY_S
-        bounds what a missed change may cost.
+        progress, or, where these hold it back, a probe ended, an engine took a sample, a prompt arrived. Read before
+        the scan, so that what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs.
         """
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS)
         ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
@@ -232,7 +233,10 @@ class Scheduler(Actor):
         re-rolls. The group credit keeps slots for them."""
         sent = 0
         for todo, members in in_a_row(view.todo_of(groups)):
-            index = todo.admission if todo.admission >= 0 else self._newest_index()
+            # A re-roll of a group whose slots are all gone, and its index with them, shares the newest index: a new one
+            # would shift the rounds of `sync`, which are cut by counting.
+            newest = max(0, self.ring.header(HeaderWord.NEXT_ADMISSION) - 1)
+            index = todo.admission if todo.admission >= 0 else newest
             done = self._put(todo.uid, todo.member, members, self._fields(todo.draw, index))
             sent += done
             if done < members:
@@ -261,7 +265,7 @@ class Scheduler(Actor):
             next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION),
             step=self.ring.header(HeaderWord.STEP),
             free=view.free_slots,
-            reserve=kept_back(self.topology.derived.val_reserve, validating),
+            reserve=max(0, self.topology.derived.val_reserve - validating),
             wave_over=self.waves is not None and self.waves.over(lines, self.ring.header(HeaderWord.NEXT_ADMISSION)),
         )
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
@@ -276,13 +280,6 @@ class Scheduler(Actor):
             # After its members: once the index is counted the whole group is in the ring.
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, index + 1)
         return sent
-
-    def _newest_index(self) -> int:
-        """For a re-roll of a group whose slots are all gone, and its index with them.
-
-        It shares the newest one: a new index would shift the rounds of `sync`, which are cut by counting.
-        """
-        return max(0, self.ring.header(HeaderWord.NEXT_ADMISSION) - 1)
 
     def _fields(self, draw: int, index: int, probe: bool = False) -> dict[str, Any]:
         """What the members of a group have in common."""
@@ -377,32 +374,6 @@ class Scheduler(Actor):
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, max(self.ring.header(HeaderWord.NEXT_ADMISSION), highest))
 
     def _without_fates(self, samples: int) -> None:
-        """By the fates these were never dispatched, and trained samples look new: nothing may be dispatched. `launch`
-        ends the run for it."""
-        text = (
-            f"dispatch pauses: {samples} samples in slots have no fate in {self.paths.fates}, which another program "
-            "changed"
-        )
-        self.warn("scheduler", text, "error", kind="no fates")
-
-    def _wait_for_disk(self, problem: DiskFull) -> None:
-        self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
-        with self.activity("waiting for disk space", math.inf):
-            self.idle(1.0)
-
-
-def make_arrivals(topology: Topology) -> Arrivals | None:
-    """The arrival times of an open stream (`data.arrivals`), checked when the run was started."""
-    if not topology.data.arrivals:
-        return None
-    return Arrivals([task.arrival_s or 0.0 for task in trace.read(topology.data.train, topology.data.prompt_key)])
-
-
-def _count(message: m.LearnerStateUpdate, name: str) -> int | None:
-    """A count among the learner's metrics; None if there is none."""
-    found = message.metrics.get(name)
-    return int(found) if found is not None and math.isfinite(found) else None
-
-
-def main(run_dir: str, name: str) -> int:
-    return Scheduler(run_dir, name).main()
+        """By the fates these were never dispatched, and trained samples look new. `launch` ends the run for it."""
+        text = f"{samples} samples in slots have no fate in {self.paths.fates}, which another program changed"
+        self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")

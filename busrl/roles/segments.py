@@ -1,7 +1,7 @@
-"""Segments as a worker sees them: which queued slots it may claim, and how long the next segment may be.
+"""Segments as a worker sees them: which queued slots it may claim, how long the next segment may be, its commit.
 
-Joins the topology, `busrl.scheduling` and this process's clock readings; talks to the ring for claims. Used by the
-rollout role and by the keeper for remote workers. Knows nothing of what is generated.
+Joins the topology, `busrl.scheduling` and this process's clock readings; talks to the ring. Used by the rollout role
+and by the keeper for remote workers. Knows nothing of how tokens are generated.
 
 - Validation answers are made in one segment: no round waits for pieces of them.
 """
@@ -9,14 +9,21 @@ rollout role and by the keeper for remote workers. Knows nothing of what is gene
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from busrl.config import Topology
-from busrl.ring import Ring, State
+from busrl.protocol import messages as m
+from busrl.ring import Ring, State, segments_of, seq_of
+from busrl.roles.trajectory import write_segment, write_text
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.limits import AdmissionLimits
 from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
 from busrl.weights.base import VersionSteps
+
+if TYPE_CHECKING:
+    from busrl.engines import Finished
+    from busrl.gateway import Answer
 
 log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times
@@ -70,17 +77,32 @@ class SegmentCuts:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""
         return self.plan.next(segment, left) if cls == SampleClass.TRAIN else Cut(left, True)
 
-    def trained_as(
-        self, ring: Ring, version: int, step: int, oldest: int, steps: VersionSteps, whole: bool
-    ) -> tuple[int, int]:
-        """Version and step from which a sample's age counts: those of its admission, or of older weights that made a
-        token; those of now where only the last segment is trained and this was not the last (`whole`)."""
-        if not whole and self.trains_last_only:
-            step = ring.header(HeaderWord.VERSION_STEP)
-            return ring.header(HeaderWord.VERSION), step
-        if oldest < version:
-            return oldest, min(step, steps.step_of(oldest))
-        return version, step
+    def commit(
+        self, ring: Ring, slot: int, word: int, drawn: Finished | Answer, text: str | None, steps: VersionSteps, *,
+        uid: int, version: int, step: int, earlier: int, prompt_tokens: int,
+    ) -> m.DataGenerated | None:
+        """Write what was `drawn` as the next segment and commit it; without a `text` the answer is cut here. `version`
+        and `step`: those of its admission, of which the sample's age counts. Returns the doorbell; None if the slot
+        has moved. SlotTooSmall: nothing is committed."""
+        segment, length = segments_of(word), earlier + len(drawn.token_ids)
+        write_segment(ring, slot, word, segment, drawn.token_ids, drawn.logprobs, drawn.versions)
+        if text is not None:
+            write_text(ring, slot, word, segment, text)
+        if (oldest := int(drawn.versions.min())) < version:  # older weights than those of the admission made a token
+            version, step = oldest, min(step, steps.step_of(oldest))
+        if text is None and self.trains_last_only:  # as if admitted now: what is trained is still to come
+            step, version = ring.header(HeaderWord.VERSION_STEP), ring.header(HeaderWord.VERSION)
+        ring.set(
+            slot, word, version=version, step=step, finish=drawn.finish if text is not None else 0,
+            response_tokens=length, prompt_tokens=prompt_tokens,
+        )
+        done = ring.commit_segment(slot, word, text is not None)
+        if not done:
+            return None
+        if text is not None:
+            self.finished(length)
+        newest, status = int(drawn.versions[-1]), "segment" if text is None else "generated"
+        return m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=uid, version=newest, status=status)
 
     def finished(self, tokens: int) -> None:
         """A whole answer ended."""

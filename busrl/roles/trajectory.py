@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, Ring, SlotTooSmall
+from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
+from busrl.ring import NO_SEGMENT, Ring
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int32]

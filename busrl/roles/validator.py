@@ -25,9 +25,10 @@ from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
 from busrl.data import JsonlStream
 from busrl.data.prompts import lines_of, mean_over_prompts
+from busrl.errors import BadTensor
 from busrl.files import LineFile, json_lines
 from busrl.protocol import messages as m
-from busrl.ring import BadTensor, State, segments_of
+from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts
@@ -83,10 +84,11 @@ class Validator(Actor):
         self.asked = lines_of(self.samples, len(self.stream))
         self.log_path = self.paths.root / "validation.log"
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
-        self.rounds = Rounds(config.at_start, config.every, config.at_end, _finished_rounds(self.paths.validation))
+        done = _finished_rounds(self.paths.validation)
+        self.rounds = Rounds(config.at_start, config.every, config.at_end, set(done))
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = config.every * self.topology.learner.trigger.n_min if batch_varies(self.topology) else 0
-        self.groups, self.groups_done = 0, _groups_done(self.paths.validation)
+        self.groups, self.groups_done = 0, max(done.values(), default=0)
         self.round: int | None = None
         self.results: dict[int, Result] = {}
         # A slot that a predecessor was about to fill must be decided before its sample is dispatched again.
@@ -117,7 +119,10 @@ class Validator(Actor):
     def _maybe_start(self) -> bool:
         finished = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
         step = self.ring.header(HeaderWord.STEP)
-        due = self.rounds.due(step, finished, self._newest(step))
+        newest = None  # where groups are counted: the round that is due by them, 0 if none is
+        if self.interval:
+            newest = step if due_by(self.interval, self.groups_done, self.groups) else 0
+        due = self.rounds.due(step, finished, newest)
         if due is None:
             if finished:
                 self.stop("all rounds are done")
@@ -132,12 +137,6 @@ class Validator(Actor):
         self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
         log.info("round %d begins at version %d", due, version)
         return True
-
-    def _newest(self, step: int) -> int | None:
-        """The round that is due by groups, 0 if none is; None where steps are counted."""
-        if not self.interval:
-            return None
-        return step if due_by(self.interval, self.groups_done, self.groups) else 0
 
     def _uids(self) -> range:
         """Rounds are numbered by steps, so their uids are apart by `samples` and never meet."""
@@ -195,12 +194,8 @@ class Validator(Actor):
         if not len(versions):
             raise BadTensor(f"slot {slot}: no tokens")
         return Result(
-            uid=uid,
-            round=(uid & ~VALIDATE_BIT) // self.samples,
-            reward=float(line["reward"]),
-            version=int(versions.max()),
-            oldest=int(versions.min()),
-            tokens=int(line["response_tokens"]),
+            uid=uid, round=(uid & ~VALIDATE_BIT) // self.samples, reward=float(line["reward"]),
+            version=int(versions.max()), oldest=int(versions.min()), tokens=int(line["response_tokens"]),
             parts=read_parts(self.ring, slot),
         )
 
@@ -219,7 +214,7 @@ class Validator(Actor):
     def _finish(self) -> None:
         round_number = self.round or 0
         record = self._record(round_number)
-        versions, mean, samples = record["versions"], record["val/reward"], record["samples"]
+        mean, samples = record["val/reward"], record["samples"]
         if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return
         version_pin.unpin(self.ring)
@@ -233,25 +228,19 @@ class Validator(Actor):
                 f"round {round_number}: {record['dropped']} of {self.samples} samples ended without a reward; "
                 f"{'its mean is over the others' if samples else 'it has no mean, and says 0'}",
             )
-        log.info("round %d: mean reward %.3f over %d samples of versions %s", round_number, mean, samples, versions)
+        found = (round_number, mean, samples, record["versions"])
+        log.info("round %d: mean reward %.3f over %d samples of versions %s", *found)
         self.rounds.done.add(round_number)
         self.round = None
 
     def _record(self, round_number: int) -> dict[str, Any]:
         """The round's line of validation.jsonl."""
-        place_of = {uid: (uid & ~VALIDATE_BIT) % self.samples for uid in self.results}
         versions = sorted({v for result in self.results.values() for v in (result.oldest, result.version)})
-        reward, length = (
-            mean_over_prompts({place_of[uid]: getattr(one, name) for uid, one in self.results.items()}, self.asked)
-            for name in ("reward", "tokens")
-        )
         names = dict.fromkeys(name for one in self.results.values() for name in one.parts)
-        parts = {
-            name: mean_over_prompts(
-                {place_of[uid]: one.parts[name] for uid, one in self.results.items() if name in one.parts}, self.asked
-            )
-            for name in names
-        }
+        parts = {name: self._mean({uid: one.parts.get(name) for uid, one in self.results.items()}) for name in names}
+        reward, length = (
+            self._mean({uid: getattr(one, name) for uid, one in self.results.items()}) for name in ("reward", "tokens")
+        )
         return {
             "round": round_number, "val/reward": reward, **({"val/parts": parts} if parts else {}),
             "samples": len(self.results), "dropped": self.samples - len(self.results),
@@ -260,18 +249,20 @@ class Validator(Actor):
             "groups": self.groups_done, "val/length": length,
         }
 
+    def _mean(self, values: dict[int, float | None]) -> float:
+        """Of the samples that have a value, each prompt with the same weight."""
+        at = {(uid & ~VALIDATE_BIT) % self.samples: value for uid, value in values.items() if value is not None}
+        return mean_over_prompts(at, self.asked)
+
     def teardown(self) -> None:
         version_pin.unpin(self.ring)
 
 
-def _finished_rounds(path: Path) -> set[int]:
-    """The rounds with a line; a round whose line was damaged is finished again: its samples are in the log."""
-    return {row["round"] for row in json_lines(path) if isinstance(row.get("round"), int)}
-
-
-def _groups_done(path: Path) -> int:
-    """Groups that were trained when the last finished round began."""
-    return max((row["groups"] for row in json_lines(path) if isinstance(row.get("groups"), int)), default=0)
+def _finished_rounds(path: Path) -> dict[int, int]:
+    """The rounds with a line, and how many groups were trained when each began. A round whose line was damaged is
+    finished again: its samples are in the log."""
+    rows = [row for row in json_lines(path) if isinstance(row.get("round"), int)]
+    return {row["round"]: row["groups"] if isinstance(row.get("groups"), int) else 0 for row in rows}
 
 
 def _read_log(path: Path, round_number: int, tail: int) -> dict[int, Result]:
@@ -285,7 +276,3 @@ def _read_log(path: Path, round_number: int, tail: int) -> dict[int, Result]:
         if result.round == round_number:
             found[result.uid] = result
     return found
-
-
-def main(run_dir: str, name: str) -> int:
-    return Validator(run_dir, name).main()

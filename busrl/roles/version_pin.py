@@ -46,9 +46,8 @@ def clear_stale(ring: Ring) -> bool:
 
 def is_stale(ring: Ring, seen: int) -> bool:
     """Whether the life that this word names is over."""
-    index = seen & ((1 << INDEX_BITS) - 1)
-    entry = next((entry for entry in ring.processes() if entry.index == index), None)
-    return entry is None or entry.epoch != seen >> INDEX_BITS or ring.is_dead(index)
+    lives = {entry.epoch << INDEX_BITS | entry.index for entry in ring.processes()}
+    return seen not in lives or ring.is_dead(seen & ((1 << INDEX_BITS) - 1))
 
 
 def name_of(ring: Ring, seen: int) -> str:

@@ -1,17 +1,14 @@
 """How many new groups may be opened now, and which rule says no: credit, limits, age, rounds, arrivals, probes.
 
-Is given a view of the groups, the free slots, a few header words and clock values. Knows nothing of prompts, policies,
-files or messages.
+Takes a view of the groups, the free slots, header words and clock values. Knows nothing of prompts or policies.
 
 - Group credit: a group is opened only when the free slots of its class cover the members still due of all open groups
-  and one whole group more; a member of an open group may always be dispatched. Without it the ring fills up with groups
-  that can never be completed.
+  and one whole group more; a member of an open group may always be dispatched. Else the ring fills with partial ones.
 - In flight = unfinished groups + groups trained but not yet published; at most B of them. A learner counts its groups
   as unpublished *before* it frees their slots, so they are never missing from both counts.
-- sync: round r is made of the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight and
-  is never refilled.
+- sync: round r has the admission indices [r x n_min, (r + 1) x n_min). It begins with nothing in flight, unrefilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
-  Nobody may claim any of it before all of it is admitted (`Waves`), so nothing holds a part of it back.
+  No part of it may be claimed before all of it is admitted (`Waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.
 - Nothing is remembered from one call to the next, so a restarted scheduler answers the same.
 """
@@ -35,8 +32,7 @@ class Arrivals:
     """An open stream: which prompts are there by now. `times`: seconds after the start of each line, ascending.
 
     Draw d is line d mod N of epoch d div N; a later epoch is the first one again, after it and one mean gap. The clock
-    starts when it is first asked. A successor that finds groups admitted continues where the last of them arrived, so a
-    restart makes nobody wait again for what was there.
+    starts with the first call; a successor continues where the last admitted group arrived.
     """
 
     def __init__(self, times: Sequence[float]) -> None:
@@ -79,16 +75,10 @@ class Room:
     whole: bool = False
 
 
-def kept_back(reserve: int, in_use: int) -> int:
-    """Free slots that belong to another class: its reserve less what it already holds."""
-    return max(0, reserve - in_use)
-
-
 def not_ahead(room: Room, ahead: int, waiting: int, group_size: int) -> Room:
     """Fewer groups where `waiting` samples wait for an engine already and `ahead` of them are enough (0: never enough).
 
-    What was dispatched cannot be reordered any more. A group that is opened when an engine is nearly free is chosen
-    among more, and is younger when it is trained.
+    What was dispatched keeps its order. A group opened late is chosen among more, and younger when it is trained.
     """
     if not ahead or room.groups <= 0 or room.whole:
         return room
@@ -100,9 +90,7 @@ class Admission:
     """Admits groups under the limits: the same arguments give the same answer after any restart."""
 
     def __init__(self, limits: AdmissionLimits, over_age: str = "wait") -> None:
-        if over_age not in ("wait", "drop"):
-            raise ValueError(f"over_age = {over_age!r}: must be wait or drop")
-        self.limits, self.over_age = limits, over_age
+        self.limits, self.staleness = limits, Staleness(limits.max_staleness, over_age)
 
     def room(
         self, view: GroupView, *, unpublished: int, next_admission: int, step: int, free: int, reserve: int = 0,
@@ -110,15 +98,15 @@ class Admission:
     ) -> Room:
         """Groups that may be opened now.
 
-        `free`: FREE slots; `reserve`: those of them kept for other classes (`kept_back`); `next_admission`: the index
-        that the next group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
+        `free`: FREE slots; `reserve`: those of them kept for other classes; `next_admission`: the index that the next
+        group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
         `wave_over`: see `scheduling.waves`.
         """
         due = int(view.due.sum())
         blocker = view.oldest_unresolved()
-        old = self._too_old(view, step)
-        if old is not None:
-            return Room(0, "staleness", old)
+        if (held := self.staleness.holds(view.oldest_step, step)).any():
+            oldest = np.argmin(np.where(held, view.oldest_step, NOT_STARTED))
+            return Room(0, "staleness", int(view.draws[oldest]))
         if self.limits.max_staleness == 0 and unpublished and not self.limits.sync:
             return Room(0, "in_flight", blocker)  # the step under way would make it too old before it is trained
         settled = wave_over and not unpublished and not due and not bool(view.resolved.any())
@@ -138,15 +126,6 @@ class Admission:
         if position == 0 and not may_begin:
             return 0, "round"
         return self.limits.n_min - position, "round"
-
-    def _too_old(self, view: GroupView, step: int) -> int | None:
-        """Under `wait`: a group that is already above max_staleness; nothing is admitted until it is trained."""
-        bound = self.limits.max_staleness
-        if bound is None or self.over_age != "wait" or not len(view):
-            return None
-        oldest = int(np.argmin(view.oldest_step))
-        began = int(view.oldest_step[oldest])
-        return int(view.draws[oldest]) if began != NOT_STARTED and step - began > bound else None
 
 
 # -- age -----------------------------------------------------------------------------------------------------
@@ -173,19 +152,18 @@ class Staleness:
         above: Bools = ages(oldest_step, step) > bound
         return above
 
+    def holds(self, oldest_step: Ints, step: int) -> Bools:
+        """Under `wait`: groups above the bound; nothing is admitted until they are trained."""
+        return self.too_old(oldest_step, step) & (self.over_age == "wait")
+
     def would_outlive(self, oldest_step: Ints, step: int) -> Bools:
         """Groups that would be above the bound if a step were made without them."""
         late: Bools = (oldest_step != NOT_STARTED) & self.too_old(oldest_step, step + 1)
         return late
 
 
-def age(oldest_step: int, step: int) -> int:
-    """Steps between the oldest version of a group and now; 0 for a group that has not begun."""
-    return 0 if oldest_step == NOT_STARTED else max(0, step - oldest_step)
-
-
 def ages(oldest_step: Ints, step: int) -> Ints:
-    """`age` of many groups."""
+    """Steps between the oldest version of each group and now; 0 for a group that has not begun."""
     return np.where(oldest_step == NOT_STARTED, 0, np.maximum(0, step - oldest_step))
 
 
@@ -254,7 +232,7 @@ class Rows:
         return True
 
     def workers(self, now: float) -> list[str]:
-        """Who announced lately."""
+        """Names of those that announced lately."""
         self._said = {name: said for name, said in self._said.items() if now - said[1] < self.forget_s}
         return list(self._said)
 
@@ -270,11 +248,10 @@ class Probes:
     """One sample of a group first, its siblings when it ended, so that they go in the order that it taught.
 
     `bound`: groups admitted after a group until its siblings wait no longer (the learner's W, as from then on its
-    window may be waiting for this group); 0 = no probes. Whether a group waits follows from the view alone. It waits
-    only while its probe is being generated; a probe that ended by accident ends the wait too. The probe itself waits
-    for nothing but a row, and siblings count as members due in the group credit, so nothing can dead-lock. Rows are
-    never left empty for it: while workers could run more than is QUEUED, waiting groups are released, the one
-    admitted first before others.
+    window may be waiting for this group); 0 = no probes. A group waits only while its probe is generated, as the view
+    shows; an accident of the probe ends the wait too. The probe waits for nothing but a row, and siblings count as
+    members due in the group credit, so there is no deadlock. No row stays empty for it: while workers could run more
+    than is QUEUED, waiting groups are released, the first admitted first.
     """
 
     def __init__(self, bound: int) -> None:

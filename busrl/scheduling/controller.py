@@ -217,14 +217,6 @@ class Band(str, Enum):
     LOW = "low"
 
 
-@dataclass
-class Trend:
-    """Ratio and reward at the last decision, to tell rising from falling."""
-
-    ratio: float | None = None
-    reward: float | None = None
-
-
 @dataclass(frozen=True)
 class Decision:
     """One decision, also one that changes nothing. `old` and `new` hold all knobs; equal if none moved."""
@@ -248,14 +240,15 @@ class Decision:
 
 
 class Controller:
-    """`observe` after every step. `knobs` are what the rules say; only in mode `act` does anybody follow them."""
+    """`observe` after every step. `knobs` are what the rules say; the learner follows them in mode `act` alone."""
 
     def __init__(self, settings: ControlSettings) -> None:
         self.settings = settings
         self.signals = Signals(settings)
         self.knobs = Knobs(settings.n_min, settings.t_max_ms)
         self.moves = 0
-        self.band, self.trend = Band.NORMAL, Trend()
+        self.band = Band.NORMAL
+        self._before: tuple[float | None, float | None] = (None, None)  # ratio and reward at the last decision
         self._rest_until = 0
 
     @property
@@ -278,7 +271,7 @@ class Controller:
         band = self._band_of(ratio)
         target, reason = self._target(band), f"H / H_ref {ratio:.3f} is {band.value}"
         vetoes = tuple(self._vetoes()) if target.n_min < self.knobs.n_min else ()
-        self.trend = Trend(ratio, self.signals.mean("reward"))
+        self._before = ratio, self.signals.mean("reward")
         if target == self.knobs:
             self.band = band
             return self._decided(step, target, f"{reason}, nothing to change")
@@ -298,17 +291,18 @@ class Controller:
 
     def _target(self, band: Band) -> Knobs:
         s = self.settings
-        n_min = {Band.HIGH: s.n_lo, Band.NORMAL: s.n_min, Band.LOW: s.n_hi}[band]
-        t_max = {Band.HIGH: s.high_t_max, Band.NORMAL: s.t_max_ms, Band.LOW: s.low_t_max}[band]
+        n_min, t_max = {
+            Band.HIGH: (s.n_lo, s.high_t_max), Band.NORMAL: (s.n_min, s.t_max_ms), Band.LOW: (s.n_hi, s.low_t_max)
+        }[band]
         return Knobs(n_min, t_max if math.isfinite(s.t_max_ms) else math.inf)
 
     def _vetoes(self) -> Iterator[str]:
         """Why n_min must not be lowered now. Near 0 a multiple of the clip baseline means nothing, hence its floor."""
-        s, signals, before = self.settings, self.signals, self.trend
+        s, signals, (ratio_before, reward_before) = self.settings, self.signals, self._before
         ratio, reward = signals.ratio, signals.mean("reward")
-        known = None not in (ratio, reward, before.ratio, before.reward)
-        if known and ratio > before.ratio and reward < before.reward:  # type: ignore[operator]
-            entropy, rewards = f"{before.ratio:.3f} to {ratio:.3f}", f"{before.reward:.3f} to {reward:.3f}"
+        known = None not in (ratio, reward, ratio_before, reward_before)
+        if known and ratio > ratio_before and reward < reward_before:  # type: ignore[operator]
+            entropy, rewards = f"{ratio_before:.3f} to {ratio:.3f}", f"{reward_before:.3f} to {reward:.3f}"
             yield f"entropy rises ({entropy}) while reward falls ({rewards})"
         clip, first = signals.mean("clip"), signals.first("clip")
         if clip is not None and first is not None and clip > s.clip_factor * max(first, s.clip_floor):
@@ -337,10 +331,11 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint; `load` of an equally set controller continues from it."""
+        ratio, reward = self._before
         return {
             "version": STATE_VERSION, "rules": NAME, "knobs": self.knobs.to_dict(), "moves": self.moves,
             "rest_until": self._rest_until, "signals": self.signals.state(),
-            "rule_state": {"band": self.band.value, "ratio": self.trend.ratio, "reward": self.trend.reward},
+            "rule_state": {"band": self.band.value, "ratio": ratio, "reward": reward},
         }
 
     def load(self, state: Mapping[str, Any]) -> bool:
@@ -349,7 +344,7 @@ class Controller:
             return False
         self.signals.load(state["signals"])
         own, s, knobs = state["rule_state"], self.settings, Knobs.from_dict(state["knobs"])
-        self.band, self.trend = Band(own["band"]), Trend(own["ratio"], own["reward"])
+        self.band, self._before = Band(own["band"]), (own["ratio"], own["reward"])
         self.knobs = Knobs(min(max(knobs.n_min, s.n_lo), s.n_hi), knobs.t_max_ms)  # the bounds may be others now
         self.moves, self._rest_until = int(state["moves"]), int(state["rest_until"])
         return True

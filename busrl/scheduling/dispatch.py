@@ -1,17 +1,14 @@
 """Which group is opened next: the order of dispatch, within a horizon, behind one interface (`Policy`).
 
 `fifo`, `sjf` and `ljf`, `adaptive`. They talk to a predictor of answer lengths and know nothing of slots, credit,
-workers or clocks: how long a group has waited is how early it was drawn, so that a simulated and a live scheduler
-decide alike.
+workers or clocks: a group has waited as long as it was drawn early, in a simulated as in a live run.
 
-- Reordering stays within a horizon of H draws: a draw is opened only while it is less than H beyond the oldest draw
-  that is still waiting.
+- Reordering stays within a horizon of H draws: a draw is opened only less than H beyond the oldest draw that waits.
 - Nothing starves: between the moment a draw comes within the horizon and its opening, at most 2H - 2 other groups are
   opened. (They are draws from o to d + H - 1, o being the oldest waiting then, and d <= o + H - 1.) Aging makes
   the wait shorter, the horizon makes it bounded. `adaptive` in rounds of n groups: at most n - 1.
 - Same offers, looks and feedback, same order. A new scheduler starts without what the old one had learned.
-- Shortest-first raises no throughput in a closed loop with bounded slots; it makes the first groups of a stream ready
-  earlier.
+- Shortest-first makes the first groups of a stream ready earlier; it raises no throughput in a closed loop.
 """
 
 from __future__ import annotations
@@ -25,16 +22,15 @@ import numpy as np
 from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.lengths import Candidate, Predictor, make_predictor
 from busrl.scheduling.pool import (
+    BEYOND,
     PROBE,
     Entry,
     LearnerState,
     Open,
     Pool,
     Present,
-    Record,
     SlotOrder,
     Strength,
-    as_draws,
 )
 
 # -- the interface -------------------------------------------------------------------------------------------
@@ -83,14 +79,13 @@ class Policy:
         """All open groups now, how many members of each run or are due, and the rows of all workers (0: unknown)."""
 
     def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
-        """Members of open groups that finished since the last call: draw and tokens of each, once. Its predictor
-        learns from them."""
+        """Members of open groups that finished since the last call, for its predictor: draw and tokens of each."""
 
     def priority(self, draw: int, admission: int, probe: bool = False) -> int:
         """Priority of a slot with a member of this open group; larger goes first."""
         return slot_priority(admission)
 
-    def take_records(self) -> list[Record]:
+    def take_records(self) -> list[Open]:
         """What was predicted of groups that ended since the last call, and what came out."""
         return []
 
@@ -111,7 +106,7 @@ class Fifo(Policy):
         self._present = Present()
 
     def missing(self, draws: Iterable[int]) -> list[int]:
-        return self._present.missing(as_draws(draws))
+        return self._present.missing(draws)
 
     def offer(self, candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -168,7 +163,7 @@ class Ordered(Policy):
         self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
         self.tail_rows = 0  # members of long groups that run or are due
         self._open: dict[int, Open] = {}
-        self._records: deque[Record] = deque(maxlen=RECORDS_KEPT)
+        self._records: deque[Open] = deque(maxlen=RECORDS_KEPT)
         self._waits: deque[int] = deque(maxlen=WAITS_KEPT)
         self._mean = 0.0
         self._observed = 0
@@ -210,8 +205,8 @@ class Ordered(Policy):
 
     def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
         now = dict(zip(draws, running))
-        for draw in [draw for draw in self._open if draw not in now]:
-            self._ended(self._open.pop(draw))
+        ended = [self._open.pop(draw) for draw in [draw for draw in self._open if draw not in now]]
+        self._records += [group for group in ended if group.members]
         for draw, group in self._open.items():
             group.running = now[draw]
         self.tail_rows = sum(group.running for group in self._open.values() if group.tail)
@@ -234,7 +229,7 @@ class Ordered(Policy):
         group = self._open.get(draw)
         return PROBE if probe else self.order.sample(admission, group.estimate if group else 1.0)
 
-    def take_records(self) -> list[Record]:
+    def take_records(self) -> list[Open]:
         found = list(self._records)
         self._records.clear()
         return found
@@ -256,14 +251,8 @@ class Ordered(Policy):
 
     def _opened(self, group: Open) -> None:
         group.tail = self._is_tail(group.predicted)
-        self._open[group.candidate.draw] = group
+        self._open[group.draw] = group
         self.tail_rows += group.running if group.tail else 0
-
-    def _ended(self, group: Open) -> None:
-        if group.members:
-            mean = group.tokens / group.members
-            draw = group.candidate.draw
-            self._records.append(Record(draw, group.wait, group.predicted, mean, group.longest, group.members))
 
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon
@@ -368,7 +357,7 @@ class Adaptive(Ordered):
         while self._tail:
             entry = self.pool.entry(self._tail[0])
             if entry is not None:
-                return self.pool.waiting(self._tail[0])
+                return entry if entry.since != BEYOND else None
             heapq.heappop(self._tail)
         return None
 
@@ -388,15 +377,8 @@ class Adaptive(Ordered):
 
 
 def make_policy(
-    name: str,
-    horizon: int,
-    predictor: str | Predictor = "rules",
-    aging: float = 0.5,
-    *,
-    tail_share: float = 0.25,
-    round_groups: int = 0,
-    window: int = 1,
-    group_size: int = 1,
+    name: str, horizon: int, predictor: str | Predictor = "rules", aging: float = 0.5, *, tail_share: float = 0.25,
+    round_groups: int = 0, window: int = 1, group_size: int = 1,
 ) -> Policy:
     """The policy that `scheduler.policy` names.
 

@@ -1,8 +1,7 @@
 """What every open group is up to: recomputed from the ring's lines and the fate bytes at each scan.
 
-Is given two arrays. A group is a draw of the loader; its members' uids are
-`(draw x 2 + try) x G + member`, try 1 being the one re-roll of a member that ended by accident. Knows nothing of
-policies, triggers or how the arrays came about.
+A group is a draw of the loader; its members' uids are `(draw x 2 + try) x G + member`, try 1 being the one re-roll of
+a member that ended by accident. Knows nothing of policies, triggers or how the two arrays came about.
 
 - Everything is recomputed from ring and fates. What a scanner keeps (low and high water, admission indices of groups
   whose lines are all gone) are hints: losing them costs time or order, never a sample.
@@ -17,8 +16,8 @@ policies, triggers or how the arrays came about.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,30 +55,31 @@ class Todo(NamedTuple):
     admission: int  # UNKNOWN: the group shares the newest index; a new one would shift the rounds of sync
 
 
-@dataclass(frozen=True)
 class GroupView:
-    """The open groups (opened, not finished) at one instant, in the order of their draws; one array entry per group."""
+    """The open groups (opened, not finished) at one instant, in the order of their draws; one array entry per group.
 
-    group_size: int
-    draws: Ints
-    admission: Ints
-    due: Ints  # members still to be dispatched, re-rolls included
-    running: Ints  # members dispatched and not yet rewarded
-    survivors: Ints  # members with a reward, still in their slots
-    training: Ints  # of these, in a learner's hands
-    oldest_step: Ints  # learner step at the oldest admission among its members in the ring, or NOT_STARTED
-    resolved: Bools
-    usable: Bools
-    closed_by: Bytes  # fate of a member that ended the group (trained, or set aside by a rule), 0 if there is none
-    free_slots: int
-    queued: int  # slots of any class that wait for a worker
-    generating: int  # slots of any class that a worker has a row for
-    unrecorded: int  # samples that stand in a slot without a fate: the table was damaged from outside
-    ended_fates: Bytes  # [group, member]: of each group that was not seen finished before, the last fate of each member
-    _cells: _Cells
-    _keep: Ints  # our groups among those of the cells
-    _unopened: Ints
-    _high: int
+    `unrecorded`: samples that stand in a slot without a fate, as the table was damaged from outside; `ended_fates`
+    [group, member]: the last fate of each member of the groups that were not seen finished before.
+    """
+
+    def __init__(self, scanner: GroupScanner, cells: _Cells, counts: Ints) -> None:
+        c, self._cells, self.group_size = cells, cells, scanner.group_size
+        keep = self._keep = np.flatnonzero(c.opened & ~c.finished)
+        self.draws: Ints = scanner._low + c.rows[keep]
+        self.admission = scanner._admission_of(self.draws, c.admission[keep])
+        self.due: Ints = c.due.sum((1, 2))[keep]  # members still to be dispatched, re-rolls included
+        self.running: Ints = c.running.sum(1)[keep]  # members dispatched and not yet rewarded
+        self.survivors: Ints = c.survivors[keep]  # members with a reward, still in their slots
+        self.training: Ints = c.training[keep]  # of these, in a learner's hands
+        self.oldest_step = c.oldest_step[keep]  # learner step at the oldest admission of a member in the ring
+        self.resolved: Bools = c.resolved[keep]
+        self.usable: Bools = (c.resolved & (c.closed_by == NONE) & (c.survivors >= scanner.g_min))[keep]
+        self.closed_by = c.closed_by[keep]  # fate of a member that ended the group: trained, set aside by a rule, or 0
+        self.free_slots, self.queued, self.generating = (int(counts[one]) for one in (FREE, QUEUED, GENERATING))
+        self.unrecorded = c.unrecorded
+        self.ended_fates: Bytes = c.fate[c.opened & c.finished & ~c.ended[c.rows]]
+        self._unopened: Ints = scanner._low + np.flatnonzero(~c.touched)
+        self._high = scanner._high
 
     @cached_property
     def flat(self) -> Bools:
@@ -131,19 +131,14 @@ class GroupView:
         return [int(slot) for slot in per_member if slot >= 0]
 
     def oldest_unresolved(self) -> int | None:
-        """The draw admitted first among those not resolved: the group that everybody may be waiting for."""
+        """The draw admitted first among those not resolved: the group that all may wait for."""
         waiting = np.flatnonzero(~self.resolved & (self.admission != UNKNOWN))
         if not len(waiting):
             return None
         return int(self.draws[waiting[np.argmin(self.admission[waiting])]])
 
-    def unopened(self, count: int) -> list[int]:
+    def unopened(self, count: int) -> Ints:
         """The next `count` draws of the loader that have no fate yet, in order."""
-        found: list[int] = self.unopened_draws(count).tolist()
-        return found
-
-    def unopened_draws(self, count: int) -> Ints:
-        """`unopened` as an array: with a horizon of 100,000 draws a list would cost more than all the rest."""
         found = self._unopened[:count]
         if not len(found):
             return np.arange(self._high, self._high + count)
@@ -158,7 +153,7 @@ class GroupScanner:
         self.group_size, self.cls = group_size, cls
         self.g_min = least_survivors(group_size)
         self._width = 2 * group_size
-        self._low = self._high = self._queued = self._generating = 0
+        self._low = self._high = 0
         self._ended = np.empty(0, np.bool_)  # groups from _low on that were seen finished
         self._look = max(1, horizon)
         self._admissions: tuple[Ints, Ints] = (np.empty(0, np.int64), np.empty(0, np.int64))
@@ -181,7 +176,6 @@ class GroupScanner:
         """The view that follows from a copy of the ring's lines and from the fates as they are now."""
         state = np.ascontiguousarray(lines["state"])
         counts = np.bincount(state, minlength=GENERATING + 1)
-        free_slots, self._queued, self._generating = (int(counts[one]) for one in (FREE, QUEUED, GENERATING))
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
         # No sample has a uid beyond the fates: a line that says so is none of ours, and must not size our arrays.
         possible = lines["uid"] < min(VALIDATE_BIT, len(self.fates))
@@ -190,7 +184,13 @@ class GroupScanner:
         own = {name: lines[name][picked] for name in FIELDS}
         uids = own["uid"].astype(np.int64)
         self._cover(uids)
-        return self._view(_Cells(self, picked, own, uids), free_slots)
+        cells = _Cells(self, picked, own, uids)
+        view = GroupView(self, cells, counts)
+        self._ended = cells.ended
+        self._ended[cells.rows[cells.opened & cells.finished]] = True
+        past = len(self._ended) if self._ended.all() else int(np.argmin(self._ended))
+        self._low, self._ended = self._low + past, self._ended[past:]
+        return view
 
     def _cover(self, uids: Ints) -> None:
         """Make [low, high) hold every draw that has a line or a fate."""
@@ -209,39 +209,6 @@ class GroupScanner:
             if not len(used):
                 return
             self._high += int(used[-1]) // self._width + 1
-
-    def _view(self, c: _Cells, free_slots: int) -> GroupView:
-        low, high = self._low, self._high
-        keep = np.flatnonzero(c.opened & ~c.finished)
-        draws = low + c.rows[keep]
-        admission = self._admission_of(draws, c.admission[keep])
-        view = GroupView(
-            group_size=self.group_size,
-            draws=draws,
-            admission=admission,
-            due=c.due.sum((1, 2))[keep],
-            running=c.running.sum(1)[keep],
-            survivors=c.survivors[keep],
-            training=c.training[keep],
-            oldest_step=c.oldest_step[keep],
-            resolved=c.resolved[keep],
-            usable=c.usable(self.g_min)[keep],
-            closed_by=c.closed_by[keep],
-            free_slots=free_slots,
-            queued=self._queued,
-            generating=self._generating,
-            unrecorded=c.unrecorded,
-            ended_fates=c.fate[c.opened & c.finished & ~c.ended[c.rows]],
-            _cells=c,
-            _keep=keep,
-            _unopened=low + np.flatnonzero(~c.touched),
-            _high=high,
-        )
-        self._ended = c.ended
-        self._ended[c.rows[c.opened & c.finished]] = True
-        past = len(self._ended) if self._ended.all() else int(np.argmin(self._ended))
-        self._low, self._ended = low + past, self._ended[past:]
-        return view
 
     def _admission_of(self, draws: Ints, seen: Ints) -> Ints:
         """Indices read from lines; for a group without lines the one it was last seen with."""
@@ -291,16 +258,15 @@ class _Cells:
         self.rewarded = dispatched & ((now == REWARDED) | (now == TRAINING))
         self.running = dispatched & ~self.rewarded
         self.closed_by: Bytes = np.where(_CLOSES[self.fate], self.fate, 0).max(1, initial=0)
-        closed = self.closed_by != NONE
         live = (state != FREE).any((1, 2))
         self.opened = (fates != NONE).any((1, 2)) | live
-        wanted = (self.fate == NONE) & (self.opened & ~closed)[:, None]
+        wanted = (self.fate == NONE) & (self.opened & (self.closed_by == NONE))[:, None]
         self.due = np.stack((wanted & ~rerolled, wanted & rerolled), 1)
         self.resolved = self.opened & ~self.running.any(1) & ~wanted.any(1)
         self.finished = self.resolved & ~live
         self.survivors = self.rewarded.sum(1)
         self.training = (self.rewarded & (now == TRAINING)).sum(1)
-        self.closed, self.rerolled, self.now = closed, rerolled, now
+        self.rerolled, self.now = rerolled, now
         self._per_group()
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -318,10 +284,6 @@ class _Cells:
         held = (state >= QUEUED) & (state <= TRAINING)  # age counts from admission, so a queued member counts too
         self.oldest_step = np.full(self.shape[0], NOT_STARTED, np.int64)
         np.minimum.at(self.oldest_step, groups[held], self.own["step"][held].astype(np.int64))
-
-    def usable(self, g_min: int) -> Bools:
-        enough: Bools = self.resolved & ~self.closed & (self.survivors >= g_min)
-        return enough
 
     def probing(self) -> Bools:
         rest = self.due[:, 0, 1:].all(1)
@@ -356,16 +318,10 @@ def _any_byte(rows: Bytes) -> Bools:
 
 def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
     """Members whose uids follow each other, as the first of them and how many: what one dispatch can put."""
-    first, count = None, 0
-    for one in todo:
-        if first is not None and one[:3] == (first.uid + count, first.draw, first.attempt):
-            count += 1
-            continue
-        if first is not None:
-            yield first, count
-        first, count = one, 1
-    if first is not None:
-        yield first, count
+    runs = groupby(enumerate(todo), lambda pair: (pair[1].uid - pair[0], pair[1].draw, pair[1].attempt))
+    for _, run in runs:
+        first, *rest = (one for _, one in run)
+        yield first, 1 + len(rest)
 
 
 def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:

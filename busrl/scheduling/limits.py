@@ -4,8 +4,7 @@ Arithmetic on a few numbers of the topology. Knows nothing of slots' contents, c
 
 - batch-async: B + W <= (max_staleness + 1) x n_lo + 1. A group is trained after at most B - 1 older and W - 1 younger
   ones, and every step takes at least n_lo of them, so its age is at most (B + W - 2) // n_lo <= max_staleness.
-- The bound holds only if a group's credit returns when its step is *published*; returned when taken, one step more is
-  reachable.
+- A group's credit must return when its step is *published*: returned when taken, one step more is reachable.
 - B and W never change during a run, also when a controller moves the threshold n_min between n_lo and n_hi.
 """
 
@@ -114,15 +113,8 @@ class AdmissionLimits:
 
 
 def derive(
-    mode: str,
-    n_min: int,
-    max_staleness: int,
-    group_size: int,
-    n_lo: int | None = None,
-    n_hi: int | None = None,
-    n_floor: int = 0,
-    window: int = 0,
-    waves: int = 0,
+    mode: str, n_min: int, max_staleness: int, group_size: int, n_lo: int | None = None, n_hi: int | None = None,
+    n_floor: int = 0, window: int = 0, waves: int = 0,
 ) -> AdmissionLimits:
     """The limits of a run. `n_lo`, `n_hi`: thresholds that a controller may choose (default: n_min, it does not act);
     `window`: W, 0 to derive it; `waves`: segments of an answer where rounds of sync are made of segments.
@@ -141,18 +133,10 @@ def derive(
     else:
         admitted, width = _admitted(low, high, max_staleness, window)
     return AdmissionLimits(
-        mode=mode,
-        n_min=n_min,
-        n_lo=low,
-        n_hi=high,
-        n_floor=n_floor or min(low, max(4, n_min // 4)),
+        mode=mode, n_min=n_min, n_lo=low, n_hi=high, n_floor=n_floor or min(low, max(4, n_min // 4)),
         max_staleness={"sync": None if waves else 0, "fully-async": None}.get(mode, max_staleness),
-        group_size=group_size,
-        g_min=least_survivors(group_size),
-        B=admitted,
-        W=width,
-        waves=waves if mode == "sync" else 0,
-        window=0 if mode == "sync" else window,
+        group_size=group_size, g_min=least_survivors(group_size), B=admitted, W=width,
+        waves=waves if mode == "sync" else 0, window=0 if mode == "sync" else window,
     )
 
 
@@ -185,12 +169,8 @@ def least_staleness(n_lo: int, n_hi: int) -> int:
 
 def _largest_admitted(total: int) -> int:
     """The largest B with B + floor(0.3 B) <= total."""
-    admitted = max(1, math.floor(total / (1 + WINDOW_SHARE)))
-    while admitted + 1 + window_of(admitted + 1) <= total:
-        admitted += 1
-    while admitted > 1 and admitted + window_of(admitted) > total:
-        admitted -= 1
-    return admitted
+    at_most = int(total / (1 + WINDOW_SHARE)) + 2
+    return next((some for some in range(at_most, 1, -1) if some + window_of(some) <= total), 1)
 
 
 def _explain_mode(limits: AdmissionLimits) -> str:

@@ -10,7 +10,6 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +38,7 @@ class Pool:
 
     key = per_token x predicted + per_draw x draw, 0 until `rekey`; the smallest is `first`, equal keys go by draw. A
     key is fixed when a group comes within the horizon and stays until `rekey`, so taking and adding cost O(log n).
-    Only a draw below `limit(oldest waiting draw)` is ever taken; an entry that was taken and is added again has lost
-    nothing.
+    Only a draw below `limit(oldest waiting draw)` is ever taken; one that is added again has lost nothing.
 
     `way`: 1 or -1, the sign by which predictions alone would order them, the smallest being `best`.
     """
@@ -68,7 +66,7 @@ class Pool:
 
     def missing(self, draws: Iterable[int]) -> list[int]:
         """Those of `draws` that do not wait here."""
-        return self._present.missing(as_draws(draws))
+        return self._present.missing(draws)
 
     def add(self, candidate: Candidate, predicted: float) -> None:
         """A group begins to wait; one that waits already stays as it is."""
@@ -108,17 +106,12 @@ class Pool:
         return self._peek(self._near)
 
     def best(self) -> Entry | None:
-        """The entry within the horizon that would be taken if nobody had waited."""
+        """The entry within the horizon that would be taken by length alone."""
         return self._peek(self._best)
 
     def entry(self, draw: int) -> Entry | None:
         """The entry of a draw if it waits."""
         return self._waiting.get(draw)
-
-    def waiting(self, draw: int) -> Entry | None:
-        """The entry of a draw if it waits within the horizon."""
-        entry = self._waiting.get(draw)
-        return entry if entry is not None and entry.since != BEYOND else None
 
     def take(self, entry: Entry) -> int:
         """Remove an entry; the number of groups that were opened since it came within the horizon."""
@@ -171,11 +164,6 @@ def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int
     return list(zip(keys[order].tolist(), draws[order].tolist()))
 
 
-def as_draws(draws: Iterable[int]) -> Ints:
-    """Draws as an array."""
-    return draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
-
-
 class Present:
     """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once."""
 
@@ -192,7 +180,8 @@ class Present:
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
 
-    def missing(self, draws: Ints) -> list[int]:
+    def missing(self, draws: Iterable[int]) -> list[int]:
+        draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
         if not len(draws):
             return []
         flags = np.frombuffer(self._flags, np.uint8)
@@ -221,24 +210,12 @@ class Present:
 UNSEEN = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A group that ended: what was predicted, and what came out. Lengths in tokens, `wait` in groups opened.
-
-    `wait` is UNSEEN for a group that an earlier scheduler opened. `actual` is the mean over `members` finished ones.
-    """
-
-    draw: int
-    wait: int
-    predicted: float
-    actual: float
-    longest: int
-    members: int
-
-
 @dataclass(slots=True)
 class Open:
-    """An open group."""
+    """An open group: what was predicted, and what came out. Lengths in tokens.
+
+    `wait`: groups opened while it waited, UNSEEN if an earlier scheduler opened it; `members`: those that finished.
+    """
 
     candidate: Candidate
     predicted: float
@@ -248,6 +225,14 @@ class Open:
     longest: int = 0
     tokens: int = 0
     members: int = 0
+
+    @property
+    def draw(self) -> int:
+        return self.candidate.draw
+
+    @property
+    def actual(self) -> float:
+        return self.tokens / max(1, self.members)
 
     @property
     def estimate(self) -> float:
@@ -274,9 +259,8 @@ class LearnerState:
 class Strength:
     """How far a policy departs from the order drawn: 0 (as drawn) to 1 (by length), as the learner's entropy asks for.
 
-    High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0. Without a
-    reference (the first updates) it is 1. It moves in steps of 1 / LEVELS, so that an order is sorted again only
-    rarely.
+    High entropy (against its reference) takes the strength to 1: answers are wanted early. Low takes it to 0. In the
+    first updates, without a reference, it is 1. It moves in steps of 1 / LEVELS, so an order is rarely sorted again.
     """
 
     def __init__(self) -> None:
@@ -337,14 +321,7 @@ def level(tokens: float) -> int:
 
 # -- finished answers ----------------------------------------------------------------------------------------
 
-NOBODY = (1 << 64) - 1
-
-
-class Answers(NamedTuple):
-    """Uids and lengths in tokens of finished answers."""
-
-    uids: Ints
-    tokens: Ints
+NO_UID = (1 << 64) - 1
 
 
 class FinishedAnswers:
@@ -357,14 +334,14 @@ class FinishedAnswers:
     def __init__(self) -> None:
         self._given = np.empty(0, np.uint64)
 
-    def look(self, lines: Lines) -> Answers:
-        """What is new in a copy of the ring's lines."""
+    def look(self, lines: Lines) -> tuple[Ints, Ints]:
+        """Uids, and lengths in tokens, of what is new in a copy of the ring's lines."""
         uids, state = lines["uid"], lines["state"]
         if len(self._given) != len(lines):
-            self._given = np.full(len(lines), NOBODY, np.uint64)
+            self._given = np.full(len(lines), NO_UID, np.uint64)
         ended = ((state >= GENERATED) & (state <= TRAINING)) | (state == FREE)
         fresh = np.flatnonzero(ended & (uids != self._given) & (uids < VALIDATE_BIT))
         # Field by field, and only of what is new: most slots are not.
         fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == SampleClass.TRAIN)]
         self._given[fresh] = uids[fresh]
-        return Answers(uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64))
+        return uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64)

@@ -1,8 +1,7 @@
 """The learner's decisions: what to set aside, what to claim, whether to fire, or what it waits for. Pure.
 
-Joins groups, window, trigger and staleness. Given a view of the groups, what is already claimed for the coming step,
-the step number and a clock value, `LearnerPlan` returns actions; the learner role carries them out and asks again.
-Knows nothing of slots' contents, files or tensors.
+From a view of the groups, what is claimed for the coming step, the step number and a clock value, `LearnerPlan` makes
+actions; the learner role carries them out and asks again. Knows nothing of slots' contents, files or tensors.
 
 - A group is claimed at most once: claimed draws come in with every call, and are never among the actions again.
 - A step holds at most n_min groups (set-aside ones counted in where the trigger counts every ended group), plus those
@@ -72,19 +71,6 @@ class Cause(str, Enum):
     DRAIN = "drain"
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What the trigger looks at. `groups` = claimed + ready inside the window; `counted` goes against n_min."""
-
-    groups: int
-    now: float
-    counted: int = 0
-    unresolved: int = 0  # open groups that are not resolved yet
-    round_full: bool = False  # sync: every group of the round has been admitted
-    draining: bool = False  # nothing will be admitted any more
-    leaves_too_old: bool = False  # a step now would leave a group above the staleness bound
-
-
 class Trigger:
     """When a step fires: enough groups, enough time, or the end of a round or of the run. `sync` knows rounds only.
 
@@ -96,13 +82,7 @@ class Trigger:
     """
 
     def __init__(
-        self,
-        n_min: int,
-        n_floor: int = 0,
-        t_max_s: float = math.inf,
-        *,
-        sync: bool = False,
-        count_ended: bool = False,
+        self, n_min: int, n_floor: int = 0, t_max_s: float = math.inf, *, sync: bool = False, count_ended: bool = False
     ) -> None:
         if n_min < 1 or n_floor < 0 or t_max_s <= 0:
             raise ValueError(f"n_min = {n_min}, n_floor = {n_floor}, t_max_s = {t_max_s}: must be >= 1, >= 0 and > 0")
@@ -131,25 +111,28 @@ class Trigger:
         since = now if self._since is None else self._since
         return max(0.0, since + self.t_max_s - now)
 
-    def cause(self, moment: Moment) -> Cause | None:
-        """Why to fire now, or None."""
-        if self._since is None:
-            self._since = moment.now
-        if moment.groups < 1:
-            return None
-        at_rest = moment.unresolved == 0
-        if self.sync:
-            if at_rest and moment.round_full:
-                return Cause.ROUND
-        elif max(moment.groups, moment.counted) >= self.n_min:
-            return Cause.COUNT
-        elif self._time_is_up(moment):
-            return Cause.TIME
-        return Cause.DRAIN if at_rest and moment.draining else None
+    def cause(
+        self, groups: int, now: float, *, counted: int = 0, at_rest: bool = True, round_full: bool = False,
+        draining: bool = False, leaves_too_old: bool = False,
+    ) -> Cause | None:
+        """Why to fire now, or None.
 
-    def _time_is_up(self, moment: Moment) -> bool:
-        late = self.deadline_s(moment.now) <= 0 < self.t_max_s
-        return late and moment.groups >= self.n_floor and not moment.leaves_too_old
+        `groups`: claimed and ready inside the window; `counted` goes against n_min; `at_rest`: every open group is
+        resolved; `round_full`: sync, all groups of the round are admitted; `draining`: nothing will be admitted any
+        more; `leaves_too_old`: a step now would leave a group above the staleness bound.
+        """
+        if self._since is None:
+            self._since = now
+        if groups < 1:
+            return None
+        if self.sync:
+            if at_rest and round_full:
+                return Cause.ROUND
+        elif max(groups, counted) >= self.n_min:
+            return Cause.COUNT
+        elif self.deadline_s(now) <= 0 < self.t_max_s and groups >= self.n_floor and not leaves_too_old:
+            return Cause.TIME
+        return Cause.DRAIN if at_rest and draining else None
 
 
 # -- the plan ------------------------------------------------------------------------------------------------
@@ -181,15 +164,12 @@ class Fire:
 class Wait:
     """Nothing fires. `reason`: admission (nothing in flight) | groups | window | round | staleness.
 
-    `group` is the draw that is waited for, `admission` its index; `ready` counts the groups that are held up by it.
-    Without a `group` nothing is on its way: a learner that has unpublished groups must publish now, as they may be what
-    stops admission.
+    `group` is the draw that is waited for. Without one nothing is on its way: a learner must publish now, as its
+    unpublished groups may stop admission.
     """
 
     reason: str
     group: int | None = None
-    admission: int | None = None
-    ready: int = 0
 
 
 Action = SetAside | Claim | Fire | Wait
@@ -202,16 +182,8 @@ class LearnerPlan:
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
 
     def decide(
-        self,
-        view: GroupView,
-        claimed: Sequence[int],
-        *,
-        step: int,
-        now: float,
-        next_admission: int = 0,
-        draining: bool = False,
-        aside: int = 0,
-        wave_over: bool | None = None,
+        self, view: GroupView, claimed: Sequence[int], *, step: int, now: float, next_admission: int = 0,
+        draining: bool = False, aside: int = 0, wave_over: bool | None = None,
     ) -> list[Action]:
         """Actions to carry out in this order; the last one is a Fire or a Wait.
 
@@ -222,28 +194,19 @@ class LearnerPlan:
         """
         asides, active = self._set_aside(view, claimed, step)
         counted = len(claimed) + (aside + len(asides) if self.trigger.count_ended else 0)
-        seen = _Seen(view, active, self._ready(view, active))
+        seen = _Seen(view, active)
         fresh, blocker = self._choose(seen, len(claimed), counted, step)
-        moment = Moment(
-            groups=len(claimed) + len(fresh),
-            counted=counted + len(fresh),
-            now=now,
-            unresolved=int(np.count_nonzero(active & ~view.resolved)) if wave_over is None else int(not wave_over),
+        cause = self.trigger.cause(
+            len(claimed) + len(fresh), now, counted=counted + len(fresh),
+            at_rest=not (active & ~view.resolved).any() if wave_over is None else wave_over,
             round_full=self.limits.sync and next_admission % self.limits.n_min == 0,
-            draining=draining or self._admission_is_held(view, step),
             leaves_too_old=blocker is not None,
+            # Under `wait` nothing is admitted while a group is too old: too few for a step would wait for ever.
+            draining=draining or bool(self.staleness.holds(view.oldest_step, step).any()),
         )
-        cause = self.trigger.cause(moment)
         if cause and blocker is not None and self.staleness.over_age == "wait":
             cause = None
         return [*asides, *self._claims(cause, claimed, fresh, seen, blocker)]
-
-    def _admission_is_held(self, view: GroupView, step: int) -> bool:
-        """Under `wait` nothing is admitted while a group is too old: too few for a step would wait for ever."""
-        late = self.staleness.too_old(view.oldest_step, step)
-        return self.staleness.over_age == "wait" and bool(np.any(late))
-
-    # -- groups -------------------------------------------------------------------------------------------------
 
     def _set_aside(self, view: GroupView, claimed: Collection[int], step: int) -> tuple[list[SetAside], Bools]:
         """What is dropped now, and the mask of groups that stay in play: open, not claimed, with an index."""
@@ -253,16 +216,10 @@ class LearnerPlan:
         gone = active & view.resolved & (view.training == 0) & (~view.usable | view.flat | old)
         return [SetAside(int(view.draws[i]), _fate(view, int(i))) for i in np.flatnonzero(gone)], active & ~gone
 
-    @staticmethod
-    def _ready(view: GroupView, active: Bools) -> Bools:
-        """Resolved, usable, not flat, and in nobody's hands (a dead learner's claims come back by reaping)."""
-        ready: Bools = active & view.usable & ~view.flat & (view.training == 0)
-        return ready
-
     def _choose(self, seen: _Seen, claimed: int, counted: int, step: int) -> tuple[list[int], int | None]:
         """Groups to add to the step, and the one that the step would leave too old, if any (both as draws)."""
         limit = self.limits.B if self.limits.sync else max(0 if claimed else 1, self.trigger.n_min - counted)
-        window = seen.look(self.limits.W, limit)
+        window = look(seen.admission, seen.ready, self.limits.W, limit)
         late = self.staleness.would_outlive(seen.oldest_step, step)
         urgent = window.inside[late[window.inside]]
         chosen = list(dict.fromkeys([*window.chosen.tolist(), *urgent.tolist()]))
@@ -270,8 +227,6 @@ class LearnerPlan:
         rest = np.flatnonzero(late)
         blocker = int(seen.draws[rest[np.argmin(seen.admission[rest])]]) if len(rest) else None
         return [int(seen.draws[i]) for i in chosen], blocker
-
-    # -- actions ------------------------------------------------------------------------------------------------
 
     def _claims(
         self, cause: Cause | None, claimed: Sequence[int], fresh: list[int], seen: _Seen, blocker: int | None
@@ -285,14 +240,12 @@ class LearnerPlan:
 
     def _wait(self, seen: _Seen, groups: int, blocker: int | None) -> Wait:
         if blocker is not None and groups >= self.trigger.n_min:
-            return seen.wait("staleness", blocker, groups)
-        window = seen.look(self.limits.W, self.limits.B)
+            return Wait("staleness", blocker)
+        window = look(seen.admission, seen.ready, self.limits.W, self.limits.B)
         if window.anchor is None:
-            return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission", ready=groups)
-        anchor = int(seen.draws[window.anchor])
-        if window.waiting:
-            return seen.wait("window", anchor, window.waiting)
-        return seen.wait("round" if self.limits.sync else "groups", anchor, groups)
+            return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission")
+        reason = "window" if window.waiting else "round" if self.limits.sync else "groups"
+        return Wait(reason, int(seen.draws[window.anchor]))
 
 
 def _fate(view: GroupView, i: int) -> str:
@@ -304,20 +257,13 @@ def _fate(view: GroupView, i: int) -> str:
 
 
 class _Seen:
-    """The groups in play, without those set aside or claimed."""
+    """The groups in play, without those set aside or claimed. Ready: resolved, usable, not flat, and claimed by no
+    learner (a dead one's claims come back by reaping)."""
 
-    def __init__(self, view: GroupView, active: Bools, ready: Bools) -> None:
+    def __init__(self, view: GroupView, active: Bools) -> None:
         at = np.flatnonzero(active)
-        self.draws: Ints = view.draws[at]
-        self.admission: Ints = view.admission[at]
-        self.oldest_step: Ints = view.oldest_step[at]
-        self.ready: Bools = ready[at]
-
-    def look(self, width: int, limit: int) -> Window:
-        return look(self.admission, self.ready, width, limit)
-
-    def wait(self, reason: str, draw: int, ready: int) -> Wait:
-        return Wait(reason, draw, int(self.admission[np.flatnonzero(self.draws == draw)[0]]), ready)
+        self.draws, self.admission, self.oldest_step = view.draws[at], view.admission[at], view.oldest_step[at]
+        self.ready: Bools = (view.usable & ~view.flat & (view.training == 0))[at]
 
 
 def publication_is_due(unpublished: int, step: int, *, n_min: int, admitted: int, publish_every: int) -> bool:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.config.schema import Simulate
-from busrl.scheduling.admission import age
+from busrl.scheduling.admission import ages
 from busrl.scheduling.groups import (
     DISPATCHED,
     FREE,
@@ -29,6 +29,7 @@ from busrl.scheduling.groups import (
     GroupView,
     uid_of,
 )
+from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.figures import Counts, StepRow
@@ -95,10 +96,9 @@ UNFINISHED = 1 << 40  # more priority for a slot that has segments already
 class SimRing:
     """`slots` slots for training, of groups of `group_size`: the lines and fates that the group scanner reads.
 
-    NumPy arrays instead of shared memory, and no owners, since nobody dies here; otherwise the ledger's rules: a fate
-    is stored before its slot is freed. `changes` counts every change of a line or a fate, so that a view is made
-    again only when it must be. Slots wait by priority: unfinished samples first, then groups in the order of their
-    admission.
+    NumPy arrays instead of shared memory, and no owners, since nothing dies here; a fate is stored before its slot is
+    freed. `changes` counts every change of a line or a fate, so that a view is made again only when it must be. Slots
+    wait by priority: unfinished samples first, then groups in the order of their admission.
     """
 
     def __init__(self, slots: int, group_size: int) -> None:
@@ -208,7 +208,7 @@ def drawn(draw: Callable[[np.random.Generator], Floats], seed: Sequence[int]) ->
 
 
 class RewardWorkers:
-    """Workers of the reward processes: each makes one call after the other, and whoever is free first takes the next
+    """Workers of the reward processes: each makes one call after the other, and the one free first takes the next
     answer. Given a clock value with every call."""
 
     def __init__(self, count: int, call_s: float) -> None:
@@ -271,15 +271,9 @@ class Actors:
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
-        self.idle: deque[int] = deque(range(count))  # those without any sequence, the longest idle first
+        self.idle = deque(range(count))  # those without any sequence, the longest idle first
         self._idle_set = set(self.idle)
         self.partly: dict[int, None] = {}  # those that run some, and have room
-
-    # -- sequences ------------------------------------------------------------------------------------------------
-
-    def room(self, index: int) -> int:
-        """Sequences that may still join."""
-        return self.rows - self.all[index].active
 
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
         """Let (slot, tokens) join at the end of the present step; the time of the next event."""
@@ -344,11 +338,6 @@ class Actors:
             self._idle_set.add(index)
             self.idle.append(index)
 
-    # -- weights --------------------------------------------------------------------------------------------------
-
-    def publish(self, now: float) -> None:
-        self.published.append(now)
-
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
         for actor in self.all:
@@ -362,8 +351,6 @@ class Actors:
             late = min(over, actor.stalled_s - stalled)
             actor.stalled_s -= late
             actor.busy_s -= over - late
-
-    # -- internals ------------------------------------------------------------------------------------------------
 
     def _draw_pace(self, actor: Actor) -> None:
         """A new pace every PACE_S. Only when everything is counted up to `at`: what is past keeps the old one."""
@@ -386,7 +373,7 @@ class Actors:
         self._stall(actor, now)
         duration = self.step_time[actor.active] * actor.pace
         passed = math.ceil((now - actor.at) / duration - 1e-9)
-        # Whoever ends at that step is counted by its own event.
+        # A sequence that ends at that step is counted by its own event.
         self._advance(actor, min(max(0, passed), actor.ends[0][0] - actor.steps))
 
     def _advance(self, actor: Actor, steps: int) -> None:
@@ -407,6 +394,18 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 # -- the learner ---------------------------------------------------------------------------------------------
 
 @dataclass
+class Group:
+    """An open group."""
+
+    candidate: Candidate
+    lengths: tuple[int, ...]
+    rewards: tuple[float, ...]
+    since: float  # its arrival, or the time of its opening in a closed loop
+    prompt_tokens: int
+    left: int
+
+
+@dataclass
 class Look:
     """What one look came to: seconds of work, whether slots came free, and what it waits for if it does."""
 
@@ -419,7 +418,7 @@ class Look:
 
 @dataclass
 class Learner:
-    """`lengths`: draw -> tokens of each member, for every open group."""
+    """`groups`: the open ones by draw; it removes those that it trains or sets aside."""
 
     topology: Topology
     plan: LearnerPlan
@@ -427,13 +426,12 @@ class Learner:
     ring: SimRing
     counts: Counts
     paces: Iterator[float]
-    lengths: Mapping[int, tuple[int, ...]]
+    groups: dict[int, Group]
     pace: float = 1.0  # factor on the work of the step that fills up now
     step: int = 0
     unpublished: int = 0
     aside: int = 0
     claimed: dict[int, list[int]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)  # draws trained or set aside since they were last collected
     _pending_tokens: int = 0
     _pending_samples: int = 0
     _row: StepRow | None = None
@@ -478,12 +476,10 @@ class Learner:
         self._wait(self._waits, found)
         return found
 
-    # -- actions ------------------------------------------------------------------------------------------------
-
     def _set_aside(self, view: GroupView, action: SetAside, found: Look) -> None:
         self.ring.end(view.slots_of(action.draw), action.fate)
         self.counts.aside[action.fate] += 1
-        self.ended.add(action.draw)
+        del self.groups[action.draw]
         self.aside += 1
         found.cost_s += self.times.learner_group_s
         found.freed = True
@@ -493,22 +489,20 @@ class Learner:
             slots = view.slots_of(draw)
             self.ring.move(slots, TRAINING)
             self.claimed[draw] = slots
-            self._pending_tokens += sum(self.lengths[draw])
+            self._pending_tokens += sum(self.groups[draw].lengths)
             self._pending_samples += len(slots)
 
     def _fire(self, view: GroupView, action: Fire, now: float, found: Look) -> None:
-        oldest = view.oldest_step
-        ages = [age(int(oldest[view.index(draw)]), self.step) for draw in action.draws]
+        old: list[int] = ages(view.oldest_step[[view.index(draw) for draw in action.draws]], self.step).tolist()
         slots = [slot for draw in action.draws for slot in self.claimed[draw]]
-        lengths = [tokens for draw in action.draws for tokens in self.lengths[draw]]
+        lengths = [tokens for draw in action.draws for tokens in self.groups.pop(draw).lengths]
         self._row = StepRow(
-            self.step + 1, now, action.cause.value, len(ages), len(slots), sum(lengths), len(ages) + self.aside,
-            sum(ages) / len(ages), max(ages),
+            self.step + 1, now, action.cause.value, len(old), len(slots), sum(lengths), len(old) + self.aside,
+            sum(old) / len(old), max(old),
         )
-        self.counts.ages.update(ages)
+        self.counts.ages.update(old)
         self.counts.consumed.extend(lengths)
-        self.ended.update(action.draws)
-        self.unpublished += len(ages)
+        self.unpublished += len(old)
         self.ring.end(slots, Fate.TRAINED.letter)
         self.claimed.clear()
         found.cost_s += self._micro_batch() + self.times.learner_step_s * self.pace

@@ -12,9 +12,9 @@ from __future__ import annotations
 import bisect
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
+from busrl.config import Topology
 from busrl.data.trace import Task
 
 WINDOW_STEPS = 5  # a recorded group stands for the steps this close to its own
@@ -28,36 +28,14 @@ class Answer:
     rewards: tuple[float, ...]
 
 
-class Answers(Protocol):
-    """Where the simulator gets its samples from."""
-
-    name: str
-
-    def prompt(self, draw: int) -> Task | None:
-        """Prompt, tag and arrival of a draw; None after the last one."""
-        ...
-
-    def answer(self, draw: int, step: int) -> Answer:
-        """Lengths and rewards of the group of a draw that is opened after `step` optimiser steps."""
-        ...
-
-
 class TraceAnswers:
     """The lines of a trace in the order in which a run would draw them. `endless`: again and again, each draw at the
     time that `arrival` gives (None: at once); otherwise once, at the times of the lines."""
 
     def __init__(
-        self,
-        tasks: Sequence[Task],
-        group_size: int,
-        limit: int,
-        *,
-        order: Callable[[int], int] | None = None,
-        flat_share: float = 0.0,
-        seed: int = 0,
-        endless: bool = True,
-        arrival: Callable[[int], float | None] | None = None,
-        name: str = "trace",
+        self, tasks: Sequence[Task], group_size: int, limit: int, *, order: Callable[[int], int] | None = None,
+        flat_share: float = 0.0, seed: int = 0, endless: bool = True,
+        arrival: Callable[[int], float | None] | None = None, name: str = "trace",
     ) -> None:
         self.tasks, self.size, self.limit, self.name = tasks, group_size, limit, name
         self.order = order or (lambda draw: draw % len(tasks))
@@ -66,6 +44,7 @@ class TraceAnswers:
         self._known: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
 
     def prompt(self, draw: int) -> Task | None:
+        """Prompt, tag and arrival of a draw; None after the last one."""
         if not self.endless and draw >= len(self.tasks):
             return None
         task = self.tasks[self.order(draw)]
@@ -75,6 +54,7 @@ class TraceAnswers:
         return task
 
     def answer(self, draw: int, step: int) -> Answer:
+        """Lengths and rewards of the group of a draw that is opened after `step` optimiser steps."""
         index = self.order(draw)
         found = self._known.get(index) or self._known.setdefault(index, self._make(self.tasks[index]))
         if self.tasks[index].rewards or chance(self.seed, draw) >= self.flat_share:
@@ -103,24 +83,21 @@ class Recorded:
     rewards: tuple[float, ...]
 
 
-@dataclass
 class RecordedAnswers:
     """Groups of a recorded run. A draw gets the group of the same prompt if one was seen at about that step, else any
     group of about that step: lengths and rewards move on with training as they did there."""
 
-    groups: Sequence[Recorded]
-    size: int
-    limit: int
-    line_of: Callable[[int], int]
-    text_of: Callable[[int], Task]
-    seed: int = 0
-    name: str = "recorded run"
-    _by_line: dict[int, list[int]] = field(init=False, default_factory=dict)
-    _steps: list[int] = field(init=False)
+    name = "recorded run"
 
-    def __post_init__(self) -> None:
-        self.groups = sorted(self.groups, key=lambda group: group.step)
+    def __init__(
+        self, groups: Sequence[Recorded], topology: Topology, seed: int, line_of: Callable[[int], int],
+        text_of: Callable[[int], Task],
+    ) -> None:
+        self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
+        self.seed, self.line_of, self.text_of = seed, line_of, text_of
+        self.groups = sorted(groups, key=lambda group: group.step)
         self._steps = [group.step for group in self.groups]
+        self._by_line: dict[int, list[int]] = {}
         for i, group in enumerate(self.groups):
             self._by_line.setdefault(group.line, []).append(i)
 
@@ -141,3 +118,6 @@ class RecordedAnswers:
             tuple(min(group.lengths[m % len(group.lengths)], self.limit) for m in members),
             tuple(group.rewards[m % len(group.rewards)] for m in members),
         )
+
+
+Answers = TraceAnswers | RecordedAnswers

@@ -1,7 +1,6 @@
 """What a simulated run came to: counted while it runs, put together at the end.
 
-Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of why anything
-happened.
+Times are in seconds of the virtual clock, lengths in tokens, ages in learner steps. Knows nothing of causes.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class Counts:
 class Figures:
     """The answer to "how would this run go" after `seconds`; shares are of that time.
 
-    `busy` and `stalled`: seconds of each actor, `decoded`: decoding steps of all, `told`: metrics of policy and
-    predictor.
+    `busy`, `stalled`: seconds of each actor; `decoded`: decoding steps of all; `told`: metrics of policy and predictor.
     """
 
     def __init__(

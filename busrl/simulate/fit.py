@@ -18,9 +18,8 @@ beside a topology; changes nothing. Knows nothing of events or tables.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -55,13 +54,11 @@ GROUP_KEYS = ("draws", "born", "lengths", "rewards")
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares fit: the numbers, what they give for each observation, and by how much single observations are
-    off (mean over mean)."""
+    """A least-squares fit: the numbers, what they give for each observation, and their mean error over the mean."""
 
     values: tuple[float, ...]
     expected: Floats
     error: float
-    count: int
 
 
 @dataclass(frozen=True)
@@ -85,18 +82,16 @@ class Fitted:
 
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
         """The recorded groups, for the draws of `topology`."""
-        same = topology.data.train in (self.topology.data.train,) or topology.data.train.startswith(TINY)
-        path = self.topology.data.train if same else topology.data.train
-        data = topology.data
-        stream = JsonlStream(path, topology.run.seed, data.shuffle, data.prompt_key)
-        return RecordedAnswers(
-            self.groups,
-            topology.groups.size,
-            topology.generation.max_new_tokens,
-            line_of=(lambda draw: stream.item(draw).index) if same else lambda draw: -1,
-            text_of=lambda draw: task_of(stream, draw),
-            seed=seed,
-        )
+        own, data = self.topology.data.train, topology.data
+        same = data.train == own or data.train.startswith(TINY)
+        stream = JsonlStream(own if same else data.train, topology.run.seed, data.shuffle, data.prompt_key)
+
+        def text_of(draw: int) -> Task:
+            record = stream.record(stream.item(draw))
+            return Task(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
+
+        line_of = (lambda draw: stream.item(draw).index) if same else lambda draw: -1
+        return RecordedAnswers(self.groups, topology, seed, line_of, text_of)
 
 
 def fit(run_dir: str | Path) -> Fitted:
@@ -105,28 +100,25 @@ def fit(run_dir: str | Path) -> Fitted:
     if not paths.topology.is_file():
         raise NoSuchRun(f"{run_dir}: not a run directory (no topology.json); give the --run-dir of a finished run")
     topology = recorded(paths.topology)
-    values: dict[str, float] = {}
-    notes: list[str] = []
-    floor = topology.mock.learner_s_per_token
-    for part in (_actors(paths), _learner(paths, floor), _rewards(paths, reward_workers(topology))):
-        values.update(part[0])
-        notes.append(part[1])
+    paces, steps = _paces(paths), _steps(paths)
+    parts = (
+        _actors(paths, paces), _learner(paths, steps, topology.mock.learner_s_per_token),
+        _rewards(paths, reward_workers(topology)),
+    )
+    values = {name: value for part, _ in parts for name, value in part.items()}
     groups = _groups(paths, topology)
-    notes.append(f"answers: {len(groups)} groups of {sum(len(g.lengths) for g in groups)} samples by prompt and step")
+    answers = f"answers: {len(groups)} groups of {sum(len(g.lengths) for g in groups)} samples by prompt and step"
     times = Times().with_source(dict.fromkeys(values, f"fitted, {paths.root.name}"), **values)
-    return Fitted(paths.root, topology, times, groups, tuple(notes), _seen(paths))
+    tokens = [float(row["tokens"]) for row in steps]
+    rows = [row["tokens"] / row["steps"] for _, row in paces if row["steps"]]
+    seen = Seen((min(tokens), max(tokens)), (min(rows), max(rows)))
+    return Fitted(paths.root, topology, times, groups, (*(note for _, note in parts), answers), seen)
 
 
-def task_of(stream: JsonlStream, draw: int) -> Task:
-    """A draw as policies see it."""
-    record = stream.record(stream.item(draw))
-    return Task(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
-
-
-def _intervals(paths: RunPaths) -> dict[str, list[dict[str, Any]]]:
-    """What each rollout process wrote of its pace."""
+def _paces(paths: RunPaths) -> list[tuple[str, dict[str, Any]]]:
+    """What the rollout processes wrote of their pace: which of them, and an interval."""
     files = sorted(paths.pace.glob("*.jsonl")) if paths.pace.is_dir() else []
-    return {path.stem: _rows(path, PACE_KEYS) for path in files}
+    return [(path.stem, row) for path in files for row in _rows(path, PACE_KEYS)]
 
 
 def _steps(paths: RunPaths) -> list[dict[str, Any]]:
@@ -135,50 +127,32 @@ def _steps(paths: RunPaths) -> list[dict[str, Any]]:
     return [row for row in rows if not row.get("replayed") and row["step"] > 1]
 
 
-def _seen(paths: RunPaths) -> Seen:
-    tokens = [float(row["tokens"]) for row in _steps(paths)]
-    rows = [row["tokens"] / row["steps"] for some in _intervals(paths).values() for row in some if row["steps"]]
-    return Seen((min(tokens), max(tokens)), (min(rows), max(rows)))
-
-
-def _actors(paths: RunPaths) -> tuple[dict[str, float], str]:
-    found = _intervals(paths)
-    rows = [(name, row) for name, some in found.items() for row in some if row["steps"]]
+def _actors(paths: RunPaths, paces: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, float], str]:
+    names, rows = [name for name, row in paces if row["steps"]], [row for _, row in paces if row["steps"]]
     if len(rows) < LEAST_INTERVALS:
         raise _missing(paths.pace, f"{len(rows)} intervals with decoding steps, at least {LEAST_INTERVALS} are needed")
-    at_work = np.array([row["wall_s"] - row["idle_s"] - row["weights_s"] for _, row in rows])
-    sums = np.array([[row["steps"], row["tokens"], row["joined"]] for _, row in rows], np.float64)
+    at_work = np.array([row["wall_s"] - row["idle_s"] - row["weights_s"] for row in rows])
+    sums = np.array([[row["steps"], row["tokens"], row["joined"]] for row in rows], np.float64)
     line = nonnegative(sums, at_work)
-    updates = sum(row["updates"] for some in found.values() for row in some)
+    by = np.array(names)
+    factors = [at_work[by == name].sum() / max(1e-12, line.expected[by == name].sum()) for name in dict.fromkeys(names)]
     values = {
-        "step_s": line.values[0],
-        "row_s": line.values[1],
-        "sequence_s": line.values[2],
-        "prefill_token_s": 0.0,
-        "weights_s": sum(row["weights_s"] for some in found.values() for row in some) / max(1, updates),
-        "busy_share": float(min(1.0, sum(row["step_s"] for _, row in rows) / at_work.sum())),
-        "speed_spread": _spread(line, sums, at_work, [name for name, _ in rows]),
+        "step_s": line.values[0], "row_s": line.values[1], "sequence_s": line.values[2], "prefill_token_s": 0.0,
+        "weights_s": sum(row["weights_s"] for _, row in paces) / max(1, sum(row["updates"] for _, row in paces)),
+        "busy_share": float(min(1.0, sum(row["step_s"] for row in rows) / at_work.sum())),
+        "speed_spread": float(np.std(np.log(factors))),  # of measured over expected time, by process
         "step_spread": 0.0,
     }
     text = (
         f"actors: a step takes {1e3 * values['step_s']:.3g} ms + {1e6 * values['row_s']:.3g} us per row, a sequence "
-        f"{1e6 * values['sequence_s']:.3g} us ({line.count} intervals of {len(found)} processes, "
+        f"{1e6 * values['sequence_s']:.3g} us ({len(rows)} intervals of {len(dict(paces))} processes, "
         f"error {line.error:.0%})"
     )
     return values, text
 
 
-def _spread(line: Line, sums: Floats, seconds: Floats, names: Sequence[str]) -> float:
-    """How much processes differ: spread of the log of measured over expected time, by process."""
-    expected = sums @ np.array(line.values)
-    by = np.array(names)
-    factors = [seconds[by == name].sum() / max(1e-12, expected[by == name].sum()) for name in dict.fromkeys(names)]
-    return float(np.std(np.log(factors)))
-
-
-def _learner(paths: RunPaths, floor_s: float) -> tuple[dict[str, float], str]:
+def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) -> tuple[dict[str, float], str]:
     """`floor_s`: what [mock] makes a token take at least."""
-    rows = _steps(paths)
     if len(rows) < LEAST_STEPS:
         raise _missing(paths.metrics, f"{len(rows)} steps after the first, at least {LEAST_STEPS} are needed")
     publish = float(np.mean([row["publish_s"] for row in rows]))
@@ -192,11 +166,8 @@ def _learner(paths: RunPaths, floor_s: float) -> tuple[dict[str, float], str]:
     rest = np.maximum(0.0, busy - np.maximum(passes, floor_s * tokens))
     line = nonnegative(np.array([[1.0, row["groups_ended"] - row["groups"]] for row in rows], np.float64), rest)
     values = {
-        "learner_step_s": line.values[0],
-        "learner_token_s": token_s,
-        "learner_group_s": line.values[1],
-        "learner_spread": 0.0,
-        "publish_s": publish,
+        "learner_step_s": line.values[0], "learner_token_s": token_s, "learner_group_s": line.values[1],
+        "learner_spread": 0.0, "publish_s": publish,
         "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
     }
     error = float(np.abs(line.expected + token_s * tokens - busy).mean() / max(1e-12, busy.mean()))
@@ -273,12 +244,11 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
     found = tuple(factor * value for value in best[1])
     expected = sums @ np.array(found)
     error = float(np.abs(expected - seconds).mean() / max(1e-12, seconds.mean()))
-    return Line(found, expected, error, len(seconds))
+    return Line(found, expected, error)
 
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The whole lines of a file that grew, each with these keys; none if there is no file. Lines about groups without a
-    step are left out."""
+    """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
     if not path.is_file():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -328,14 +298,8 @@ class FitFile:
         def prompt_of(draw: int) -> str:
             return self.prompts[int(chance(topology.run.seed, draw) * len(self.prompts))]
 
-        return RecordedAnswers(
-            self.groups,
-            topology.groups.size,
-            topology.generation.max_new_tokens,
-            line_of=lambda draw: _kind_of(prompt_of(draw)),
-            text_of=lambda draw: Task(prompt_of(draw), (1,)),
-            seed=seed,
-        )
+        kind_of, text_of = lambda draw: _kind_of(prompt_of(draw)), lambda draw: Task(prompt_of(draw), (1,))
+        return RecordedAnswers(self.groups, topology, seed, kind_of, text_of)
 
 
 def fit_file(topology: Topology) -> FitFile | None:
@@ -376,11 +340,20 @@ def times_of(
     topology: Topology, written: Collection[str] = (), fitted: Times | None = None, measured: FitFile | None = None
 ) -> Times:
     """The times of one simulated run. `written`: dotted keys that topology file and overrides give."""
-    own = dataclasses.asdict(topology.simulate)
-    values, sources = {name: float(own[name]) for name in TIMES}, dict.fromkeys(TIMES, STATED)
-    for source, known in reversed([*_known(topology, written, fitted, measured)]):
-        values.update(known)
-        sources.update(dict.fromkeys(known, source))
+    own, default = topology.simulate, Simulate()
+    known: list[tuple[str, Mapping[str, float]]] = [(STATED, {name: float(getattr(own, name)) for name in TIMES})]
+    if fitted is not None:
+        known.append((next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}))
+    elif topology.scripted:
+        known.append((MOCK, scripted(topology)))
+    elif measured is not None:
+        known.append((measured.source, measured.times))
+    changed = (name for name in TIMES if f"simulate.{name}" in written or getattr(own, name) != getattr(default, name))
+    known.append((SET, {name: float(getattr(own, name)) for name in changed}))
+    values, sources = dict[str, float](), dict[str, str]()
+    for source, times in known:  # what counts more comes later
+        values.update(times)
+        sources.update(dict.fromkeys(times, source))
     floor = topology.mock.learner_s_per_token
     if floor > values["learner_token_s"] and sources["learner_token_s"] != SET:
         values["learner_token_s"], sources["learner_token_s"] = floor, MOCK
@@ -389,32 +362,12 @@ def times_of(
     return Times().with_source(sources, **values)
 
 
-def _known(
-    topology: Topology, written: Collection[str], fitted: Times | None, measured: FitFile | None
-) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Every source with what it knows, the one that counts most first."""
-    own, default = dataclasses.asdict(topology.simulate), dataclasses.asdict(Simulate())
-    given = {name: float(own[name]) for name in TIMES if f"simulate.{name}" in written or own[name] != default[name]}
-    yield SET, given
-    if fitted is not None:
-        yield next(iter(fitted.source.values())), {name: getattr(fitted, name) for name in fitted.source}
-        return
-    if topology.scripted:
-        yield MOCK, scripted(topology)
-    elif measured is not None:
-        yield measured.source, measured.times
-
-
 def scripted(topology: Topology) -> dict[str, float]:
     """What [mock] says of engines. A scripted engine counts its deadlines on, so joining and new weights cost it
     nothing; its jitter evens out over the interval for which a simulated actor keeps its pace."""
     mock = topology.mock
     return {
-        "step_s": mock.token_s,
-        "row_s": mock.per_sequence_s,
-        "prefill_token_s": mock.prefill_s_per_token,
-        "sequence_s": 0.0,
-        "weights_s": 0.0,
-        "speed_spread": 0.0,
+        "step_s": mock.token_s, "row_s": mock.per_sequence_s, "prefill_token_s": mock.prefill_s_per_token,
+        "sequence_s": 0.0, "weights_s": 0.0, "speed_spread": 0.0,
         "step_spread": mock.jitter * float((SLICE_S / (3 * PACE_S)) ** 0.5),
     }

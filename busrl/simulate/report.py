@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from busrl.config import Topology, sketch
+from busrl.config import Topology, load_for_simulation
 from busrl.errors import TopologyError, UserError
 from busrl.simulate.actors import STATED, reward_workers
 from busrl.simulate.figures import Figures
@@ -71,12 +71,12 @@ def _chart(name: str, series: Sequence[Series], labels: Sequence[str], found: Se
 
 
 def _axes(top: float) -> str:
-    lines = []
-    for part in (0.0, 0.5, 1.0):
-        y = _y(part * top, top)
-        lines.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
-        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{part * top:.3g}</text>')
-    return "".join(lines)
+    places = [(part * top, _y(part * top, top)) for part in (0.0, 0.5, 1.0)]
+    return "".join(
+        f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
+        f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        for value, y in places
+    )
 
 
 def _names(labels: Sequence[str]) -> str:
@@ -84,9 +84,8 @@ def _names(labels: Sequence[str]) -> str:
     every, y = max(1, len(labels) // 16), HEIGHT - BOTTOM + 14
     return "".join(
         f'<text transform="translate({_x(i, len(labels)):.1f},{y}) rotate(-30)" text-anchor="end">'
-        f"{escape(label)}</text>"
-        for i, label in enumerate(labels)
-        if i % every == 0
+        f"{escape(labels[i])}</text>"
+        for i in range(0, len(labels), every)
     )
 
 
@@ -103,12 +102,7 @@ def _y(value: float, top: float) -> float:
 MAX_POINTS = 1000
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One key and its values, as text."""
-
-    key: str
-    values: tuple[str, ...]
+Axis = tuple[str, tuple[str, ...]]  # a key and its values, as text
 
 
 @dataclass(frozen=True)
@@ -126,36 +120,30 @@ def axis(text: str) -> Axis:
     found = tuple(value.strip() for value in values.split(","))
     if not equals or not key.strip() or not all(found):
         raise UserError(f"--sweep {text}: must be key=a,b,c, for example --sweep learner.trigger.n_min=16,32,64")
-    return Axis(key.strip(), found)
+    return key.strip(), found
 
 
 def points(file: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[Point]:
     """Every combination, loaded and checked; the first that is wrong is reported with its values."""
-    twice = {one.key for one in axes if sum(other.key == one.key for other in axes) > 1}
-    if twice:
-        raise UserError(f"--sweep {twice.pop()}: given twice; give all its values at once, separated by commas")
-    combinations = list(itertools.product(*(one.values for one in axes)))
+    keys = [key for key, _ in axes]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"--sweep {twice[0]}: given twice; give all its values at once, separated by commas")
+    combinations = list(itertools.product(*(values for _, values in axes)))
     if len(combinations) > MAX_POINTS:
         raise UserError(f"--sweep: {len(combinations)} combinations, at most {MAX_POINTS}; give fewer values")
-    return [_load(file, overrides, axes, values) for values in combinations]
+    return [_load(file, overrides, keys, values) for values in combinations]
 
 
-def _load(file: Path, overrides: Sequence[str], axes: Sequence[Axis], values: tuple[str, ...]) -> Point:
-    chosen = [f"{one.key}={value}" for one, value in zip(axes, values)]
+def _load(file: Path, overrides: Sequence[str], keys: Sequence[str], values: tuple[str, ...]) -> Point:
     try:
-        found = sketch(file, [*overrides, *chosen])
-        return Point(values, found.topology, found.written)
+        chosen = [f"{key}={value}" for key, value in zip(keys, values)]
+        return Point(values, *load_for_simulation(file, [*overrides, *chosen]))
     except TopologyError as error:
-        if not axes:
-            raise
-        keys = {one.key for one in axes}
-        renamed = (
-            dataclasses.replace(problem, place=problem.place.replace("--set", "--sweep", 1))
-            if any(key in problem.place for key in keys)
-            else problem
-            for problem in error.problems
-        )
-        raise TopologyError(renamed) from None
+        raise TopologyError(
+            dataclasses.replace(one, place=one.place.replace("--set", "--sweep", 1))
+            if any(key in one.place for key in keys) else one
+            for one in error.problems
+        ) from None
 
 
 # -- pages and tables ----------------------------------------------------------------------------------------
@@ -185,21 +173,18 @@ def page(topology: Topology, setting: Setting, found: Figures, took_s: float, co
 
 
 def assumed(setting: Setting) -> list[str]:
-    """Names of the decisive times that nobody measured or stated; with any of them there is nothing to advise."""
+    """Names of the decisive times that were neither measured nor stated; with any, nothing is advised."""
     return [name for name, _, source in setting.times.notes() if source == STATED and name in DECISIVE]
 
 
 def warning(setting: Setting) -> list[str]:
     """First of all, whose times these are."""
-    names = assumed(setting)
-    if not names:
-        return []
-    return [
-        f"ASSUMED, not measured: {', '.join(names)}. They are those of a tiny model on two cores, so what follows "
-        "shows how a schedule works and no figure of yours, and nothing is advised. `--fit RUN_DIR` of a short run, or "
-        "simulate.*, gives times that are.",
-        "",
-    ]
+    text = (
+        f"ASSUMED, not measured: {', '.join(assumed(setting))}. They are those of a tiny model on two cores, so what "
+        "follows shows how a schedule works and no figure of yours, and nothing is advised. `--fit RUN_DIR` of a short "
+        "run, or simulate.*, gives times that are."
+    )
+    return [text, ""] if assumed(setting) else []
 
 
 def _head(topology: Topology, setting: Setting, found: Figures, took_s: float) -> list[str]:
@@ -220,12 +205,8 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
     aside = ", ".join(f"{count} {FATES.get(fate, fate)}" for fate, count in found.set_aside.items()) or "none"
     causes = ", ".join(f"{cause} {count}" for cause, count in found.causes.items())
     judged = (
-        [
-            f"reward      {found.reward_busy:.0%} busy: calls of {_seconds(setting.times.reward_call_s)}, "
-            f"{reward_workers(topology)} at a time"
-        ]
-        if setting.times.reward_call_s
-        else []
+        f"reward      {found.reward_busy:.0%} busy: calls of {_seconds(setting.times.reward_call_s)}, "
+        f"{reward_workers(topology)} at a time"
     )
     return [
         f"throughput  {_short(found.samples_per_s)} samples/s and {_short(found.tokens_per_s)} tokens/s trained, "
@@ -233,7 +214,7 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
         f"learner     {found.learner_busy:.0%} busy; waits for: {waited}; steps by {causes}",
         f"rollout     {found.actors_busy:.0%} busy (least {found.actors_busy_least:.0%}, most "
         f"{found.actors_busy_most:.0%}); stopped by new weights {found.actors_stalled:.1%}",
-        *judged,
+        *([judged] if setting.times.reward_call_s else []),
         f"age         {found.age_mean:.2f} steps (most {found.age_max}); groups by age: {ages}",
         f"waiting     an answer is begun after {_seconds(found.queued_p50_s)} (p99 {_seconds(found.queued_p99_s)}), "
         f"has its reward after {_seconds(found.completion_mean_s)} (p99 {_seconds(found.completion_p99_s)}); "
@@ -326,8 +307,7 @@ def _origin(topology: Topology, setting: Setting) -> list[str]:
     for name, value, source in setting.times.notes():
         if not name.endswith("busy_share"):
             by.setdefault(source, []).append(f"{name} {value:.3g}")
-    for source, numbers in by.items():
-        lines.append(f"{source}: {', '.join(numbers)}")
+    lines += [f"{source}: {', '.join(numbers)}" for source, numbers in by.items()]
     if STATED in by:
         lines.append(
             "Assumed times: make a short run and give it with --fit RUN_DIR, or set simulate.* "

@@ -1,11 +1,10 @@
 """The scheduler of a simulated run: what one look of it opens, by the rules of the live one.
 
-Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, asked in
-its order and given the same. Takes no time; when it looks is decided by `world`. Knows nothing of actors, rewards or
-events.
+Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, called in
+its order. It takes no time; `world` decides when it looks. Knows nothing of actors, rewards or events.
 
 - Members of open groups (siblings of probes) go before new groups, and those held for a probe come last, if rows idle.
-- Nobody dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
+- No process dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
 - A finished answer is given to the policy alone, which hands it on to the predictor.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,12 +19,12 @@ from busrl.config import Topology, files
 from busrl.data.trace import Task
 from busrl.errors import UserError
 from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Probes, kept_back, not_ahead
+from busrl.scheduling.admission import Admission, Probes, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.scheduling.pool import LearnerState
-from busrl.simulate.actors import Learner, SimRing
+from busrl.simulate.actors import Group, Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
 
@@ -100,18 +98,6 @@ def keywords_of(path: str) -> Keywords | None:
 CHARACTERS_PER_TOKEN = 4  # of a prompt, for the cost of its prefill
 
 
-@dataclass
-class Group:
-    """An open group."""
-
-    candidate: Candidate
-    lengths: tuple[int, ...]
-    rewards: tuple[float, ...]
-    since: float  # its arrival, or the time of its opening in a closed loop
-    prompt_tokens: int
-    left: int
-
-
 class Scheduler:
     """`rows`: sequences that all actors can run at once."""
 
@@ -125,7 +111,6 @@ class Scheduler:
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = waves_of(self.limits)
         self.groups: dict[int, Group] = {}
-        self.lengths: dict[int, tuple[int, ...]] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
         self.to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
@@ -152,13 +137,11 @@ class Scheduler:
             return None
         return not view.due.any() and self.waves.over(self.ring.lines, self.next_admission)
 
-    # -- new groups -----------------------------------------------------------------------------------------------
-
     def _open_new(self, view: GroupView, learner: Learner, now: float) -> int:
         free = len(self.ring.free) + self._reserve
         room = self.admission.room(
             view, unpublished=learner.unpublished, next_admission=self.next_admission, step=learner.step,
-            free=free, reserve=kept_back(self._reserve, 0), wave_over=bool(self.wave_over(view)),
+            free=free, reserve=self._reserve, wave_over=bool(self.wave_over(view)),
         )
         room = not_ahead(room, self.ahead, view.queued, self.size)
         if room.groups <= 0:
@@ -175,7 +158,7 @@ class Scheduler:
 
     def _offer(self, view: GroupView, groups: int, now: float) -> None:
         policy, offered = self.feed.policy, []
-        for draw in policy.missing(view.unopened_draws(policy.horizon + groups)):
+        for draw in policy.missing(view.unopened(policy.horizon + groups)):
             task = self.answers.prompt(draw)
             if task is None:
                 self.end = min(self.end, draw)
@@ -194,12 +177,9 @@ class Scheduler:
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
-        self.lengths[draw] = answer.lengths
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
         return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))
-
-    # -- members --------------------------------------------------------------------------------------------------
 
     def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
         """Siblings of probes. The group credit keeps their slots free."""
@@ -210,7 +190,7 @@ class Scheduler:
         return sent
 
     def _put(self, draw: int, first: int, members: int, index: int, priority: int) -> int:
-        lengths = self.lengths[draw]
+        lengths = self.groups[draw].lengths
         hold = self.waves is not None
         slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority, hold)
         for member, slot in enumerate(slots, first):

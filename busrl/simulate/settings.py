@@ -24,7 +24,7 @@ from busrl.errors import DataError, UserError
 from busrl.scheduling.admission import Arrivals
 from busrl.simulate import fit
 from busrl.simulate.actors import Times
-from busrl.simulate.answers import Answers, RecordedAnswers, TraceAnswers
+from busrl.simulate.answers import Answers, Recorded, RecordedAnswers, TraceAnswers
 from busrl.simulate.fit import FitFile, Fitted
 
 # -- answers -------------------------------------------------------------------------------------------------
@@ -36,24 +36,20 @@ def answers_of(
     topology: Topology, trace: Path | None, fitted: Fitted | None, measured: FitFile | None, seed: int
 ) -> tuple[Answers, str]:
     """The answers, and a line for people: where they come from, and what happens to them."""
+    train, tiny = Path(topology.data.train), topology.data.train.startswith(TINY)
+    groups: Sequence[Recorded | Task]
     if trace is not None:
-        return _traced(topology, trace, seed)
-    if fitted is not None:
-        found = fitted.answers(topology, seed)
-        if topology.data.arrivals:
-            _arrive(found, topology)
-        return found, f"recorded in {fitted.run_dir}{_changes([g.lengths for g in fitted.groups], topology)}"
-    train = Path(topology.data.train)
-    if not topology.data.train.startswith(TINY) and (_needs_trace(topology) or _is_trace(train, topology)):
-        return _trained_on(topology, train, seed)
-    if measured is not None:
-        text = f"{measured.source} ({len(measured.groups)} groups of it, by step)"
-        return measured.answers(topology, seed), text + _changes([g.lengths for g in measured.groups], topology)
-    return _generated(topology, train, seed)
-
-
-def _needs_trace(topology: Topology) -> bool:
-    return topology.scripted or topology.data.arrivals
+        answers, note, groups = _traced(topology, trace, seed)
+    elif fitted is not None:
+        answers, note, groups = _recorded(topology, fitted, seed), f"recorded in {fitted.run_dir}", fitted.groups
+    elif not tiny and (topology.scripted or topology.data.arrivals or _is_trace(train, topology)):
+        answers, note, groups = _trained_on(topology, train, seed)
+    elif measured is not None:
+        answers, groups = measured.answers(topology, seed), measured.groups
+        note = f"{measured.source} ({len(groups)} groups of it, by step)"
+    else:
+        return _generated(topology, train, seed)
+    return answers, note + _changes([group.lengths for group in groups], topology)
 
 
 def _is_trace(path: Path, topology: Topology) -> bool:
@@ -66,21 +62,20 @@ def _is_trace(path: Path, topology: Topology) -> bool:
         return False
 
 
-def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str]:
+def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[Task]]:
     """--trace: drawn as a run would draw the lines; an open stream in its own order, once."""
     tasks = read(path, topology.data.prompt_key)
-    note = f"trace {path}"
     if tasks[0].arrival_s is None:
-        return _repeated(topology, path, tasks, seed), note + _changes([t.lengths for t in tasks], topology)
+        return _repeated(topology, path, tasks, seed), f"trace {path}", tasks
     tasks = sorted(tasks, key=lambda task: task.arrival_s or 0.0)
     answers = TraceAnswers(
         tasks, topology.groups.size, topology.generation.max_new_tokens, flat_share=topology.simulate.flat_share,
         seed=seed, endless=False,
     )
-    return answers, f"{note}; open stream: arrivals obeyed{_changes([t.lengths for t in tasks], topology)}"
+    return answers, f"trace {path}; open stream: arrivals obeyed", tasks
 
 
-def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str]:
+def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[Task]]:
     """`data.train` with lengths, as a live run draws from it."""
     tasks = read(path, topology.data.prompt_key)
     arrivals = _arrivals(path, tasks) if topology.data.arrivals else None
@@ -89,14 +84,16 @@ def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str
         note += "; open stream: arrivals obeyed"
     elif tasks[0].arrival_s is not None:
         note += "; its arrival_s are ignored, as in a run with data.arrivals = false"
-    return _repeated(topology, path, tasks, seed, arrivals), note + _changes([t.lengths for t in tasks], topology)
+    return _repeated(topology, path, tasks, seed, arrivals), note, tasks
 
 
-def _arrive(answers: RecordedAnswers, topology: Topology) -> None:
-    """Give the prompts of a recorded run the times at which they arrive."""
-    path, text_of = Path(topology.data.train), answers.text_of
-    arrivals = _arrivals(path, read(path, topology.data.prompt_key))
-    answers.text_of = lambda draw: replace(text_of(draw), arrival_s=arrivals.time_of(draw))
+def _recorded(topology: Topology, fitted: Fitted, seed: int) -> RecordedAnswers:
+    """The answers of a recorded run, whose prompts arrive when those of `data.train` do."""
+    answers, path = fitted.answers(topology, seed), Path(topology.data.train)
+    if topology.data.arrivals:
+        text_of, arrivals = answers.text_of, _arrivals(path, read(path, topology.data.prompt_key))
+        answers.text_of = lambda draw: replace(text_of(draw), arrival_s=arrivals.time_of(draw))
+    return answers
 
 
 def _arrivals(path: Path, tasks: Sequence[Task]) -> Arrivals:
@@ -136,19 +133,12 @@ def _generated(topology: Topology, train: Path, seed: int) -> tuple[Answers, str
 def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:
     """What the topology does to answers of these lengths, one group each: cut, or repeated."""
     size, limit = topology.groups.size, topology.generation.max_new_tokens
-    cut = sum(_times(one, size, i) for one in lengths for i, length in enumerate(one[:size]) if length > limit)
+    cut = sum(one[member % len(one)] > limit for one in lengths for member in range(size))
     short = sum(len(one) < size for one in lengths)
-    said = []
-    if cut:
-        said.append(f"{cut} of {size * len(lengths)} answers cut by generation.max_new_tokens = {limit}")
+    text = f"; {cut} of {size * len(lengths)} answers cut by generation.max_new_tokens = {limit}" if cut else ""
     if short:
-        said.append(f"{short} of {len(lengths)} groups have fewer lengths than groups.size = {size}: they repeat")
-    return "".join(f"; {text}" for text in said)
-
-
-def _times(one: Sequence[int], size: int, i: int) -> int:
-    """How many members of a group of `size` get length i of `one`."""
-    return -(-(size - i) // len(one))
+        text += f"; {short} of {len(lengths)} groups have fewer lengths than groups.size = {size}: they repeat"
+    return text
 
 
 def notes(given: Iterable[tuple[str, str]]) -> list[str]:
@@ -156,9 +146,7 @@ def notes(given: Iterable[tuple[str, str]]) -> list[str]:
     by: dict[str, list[str]] = {}
     for point, note in given:
         by.setdefault(note, []).append(point)
-    if len(by) == 1:
-        return list(by)
-    return [f"{', '.join(points)}: {note}" for note, points in by.items()]
+    return list(by) if len(by) == 1 else [f"{', '.join(points)}: {note}" for note, points in by.items()]
 
 
 # -- the setting ---------------------------------------------------------------------------------------------
@@ -179,35 +167,27 @@ class Setting:
     answers_note: str
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says; None or "" where it says nothing."""
-
-    trace: Path | None = None
-    actors: int | None = None
-    steps: int | None = None
-    seed: int | None = None
-
-
 def make(
-    topology: Topology, asked: Asked, fitted: Fitted | None = None, written: Collection[str] = frozenset()
+    topology: Topology, fitted: Fitted | None = None, written: Collection[str] = frozenset(), *,
+    trace: Path | None = None, actors: int | None = None, steps: int | None = None, seed: int | None = None,
 ) -> Setting:
-    """The setting of one simulated run; `UserError` for what cannot be. `written`: keys that the topology gives."""
+    """The setting of one simulated run; `UserError` for what cannot be. `written`: keys that the topology gives; the
+    rest: what the command line says, None where it says nothing."""
     if topology.learner.controller.mode == "act":
         raise UserError(
             'learner.controller.mode = "act": the controller follows the entropy of the policy, and a simulation '
             "trains none; add --set learner.controller.mode=off"
         )
-    seed = topology.run.seed if asked.seed is None else asked.seed
+    seed = topology.run.seed if seed is None else seed
     if seed < 0:
         raise UserError(f"--seed {seed}: must be >= 0; give another")
-    steps = min(STEPS, topology.run.max_steps) if asked.steps is None else asked.steps
+    steps = min(STEPS, topology.run.max_steps) if steps is None else steps
     if steps < 1:
         raise UserError(f"--steps {steps}: must be >= 1; leave it out for the first {STEPS}")
     known = fit.fit_file(topology)
     times = fit.times_of(topology, written, None if fitted is None else fitted.times, known)
-    answers, note = answers_of(topology, asked.trace, fitted, known, seed)
-    return Setting(times, answers, actors_of(topology, asked.actors), steps, seed, note)
+    answers, note = answers_of(topology, trace, fitted, known, seed)
+    return Setting(times, answers, actors_of(topology, actors), steps, seed, note)
 
 
 def actors_of(topology: Topology, asked: int | None) -> int:

@@ -1,16 +1,12 @@
-"""One simulated run: the event queue, the virtual clock, and who is woken by what.
+"""One simulated run: the event queue, the virtual clock, and which part looks when.
 
-Drives the objects that the live roles drive (GroupScanner, Admission, the policy, LearnerPlan with its trigger and
-staleness) over a ring in memory. What takes time comes from `Times`, what comes out of it from `Answers`. Knows
-nothing of files, tables or the command line.
+Drives the objects of the live roles (GroupScanner, Admission, the policy, LearnerPlan) over a ring in memory. Durations
+come from `Times`, samples from `Answers`. Knows nothing of files, tables or the command line.
 
 - The clock never goes back; same topology, times, answers and seed: same run, event for event.
-- The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as their
-  live counterparts do after a doorbell.
-- Rewards are delivered on a grid of `grid_s` (0: each at its own time). It bounds the looks of a large run; the live
-  rewards come in batches too.
-- A trace may be repeated for ever, so groups that train nothing would be made for ever too: after so many in a row that
-  it is no chance the run ends with the reason.
+- The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as live.
+- Rewards are delivered on a grid of `grid_s` (0: each at its own time), which bounds the looks of a large run.
+- A trace may repeat for ever, and so may groups that train nothing: too many in a row end the run with the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ TICK_S = 0.03  # the scheduler sees slots that came free without a message at it
 PROBING_TICK_S = 0.01  # and the end of a probe after this
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
 LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
-EVENTS_WATCHED = 4096  # between two calls of who watches
+EVENTS_WATCHED = 4096  # between two calls of `watch`
 ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
@@ -61,17 +57,8 @@ class World:
     """A run of `steps` optimiser steps; `run` plays it to the end."""
 
     def __init__(
-        self,
-        topology: Topology,
-        times: Times,
-        answers: Answers,
-        *,
-        actors: int,
-        steps: int,
-        seed: int = 0,
-        oracle: bool = False,
-        segment_length: int | None = None,
-        grid_s: float | None = None,
+        self, topology: Topology, times: Times, answers: Answers, *, actors: int, steps: int, seed: int = 0,
+        oracle: bool = False, segment_length: int | None = None, grid_s: float | None = None,
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
@@ -83,11 +70,11 @@ class World:
         self.counts = Counts()
         rows = actors * topology.generation.max_batch
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
-        self.feed, self.groups, self.lengths = self.scheduler.feed, self.scheduler.groups, self.scheduler.lengths
+        self.feed, self.groups = self.scheduler.feed, self.scheduler.groups
         streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
         plan = make_plan(topology, streaming=streaming)
         paces = noise(times.learner_spread, [seed, 4])
-        self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.lengths)
+        self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
         self.cuts = cuts_of(topology, segment_length)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
@@ -198,7 +185,7 @@ class World:
             self.ring.allow(waves.claimable(self.ring.lines, self.scheduler.next_admission))
 
     def _end_wave(self) -> None:
-        """The last segment of a wave has ended: everybody looks."""
+        """The last segment of a wave has ended: scheduler and learner look."""
         waves = self.scheduler.waves
         if waves is None or self._running or self._due:
             return
@@ -217,7 +204,7 @@ class World:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        taken = self.ring.take(self.actors.room(index))
+        taken = self.ring.take(self.actors.rows - self.actors.all[index].active)
         joining, prefill, known, queued = [], 0, set[int](), self.counts.queued
         for slot in taken:
             draw, member = self._of[slot]
@@ -275,7 +262,7 @@ class World:
 
     def _whole(self, draw: int, member: int) -> None:
         """An answer has its last token: policy and segments learn its length, and a probe is over."""
-        tokens = self.lengths[draw][member]
+        tokens = self.groups[draw].lengths[member]
         self.feed.finished(draw, tokens)
         if self.scheduler.probes.on:
             self._schedule_look(self.now + max(PROBING_TICK_S, self._grid))
@@ -323,11 +310,9 @@ class World:
         self.counts.waited[reason] += self.now - since
         self._resolved = False
         view, scheduler = self.view(), self.scheduler
-        found = self.learner.look(
+        self._act(self.learner.look(
             view, self.now, scheduler.next_admission, self._draining(), scheduler.wave_over(view)
-        )
-        self._forget(self.learner.ended)
-        self._act(found)
+        ))
 
     def _act(self, found: Look) -> None:
         """Let the time pass that a look costs."""
@@ -388,13 +373,8 @@ class World:
 
     def _publish(self) -> None:
         self.scheduler.version_step = self.learner.step
-        self.actors.publish(self.now)
+        self.actors.published.append(self.now)
         self._schedule_look(self.now)
-
-    def _forget(self, draws: set[int]) -> None:
-        for draw in draws:
-            del self.groups[draw], self.lengths[draw]
-        draws.clear()
 
     def _default_grid(self) -> float:
         if self.topology.derived.train_slots <= SMALL_RING:

@@ -45,39 +45,42 @@ class Sample:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
-    def fault(self, vocabulary: int) -> str | None:
-        """Why this sample must not be trained, or None."""
+    def fault(self) -> str:
+        """Why its shape or its numbers must not be trained; mostly ""."""
         if len(self.prompt_ids) < 1 or len(self.token_ids) < 1:
             return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
         counts = len(self.token_ids), len(self.behaviour_logprobs), len(self.policy_versions)
         if len(set(counts)) > 1:
             return "{} tokens, {} log-probabilities, {} versions".format(*counts)
-        bad = self.behaviour_logprobs[~(np.isfinite(self.behaviour_logprobs) & (self.behaviour_logprobs <= 0))]
-        if len(bad):
-            return f"a log-probability is above 0 or not a finite number: {bad[:1].tolist()}"
         if not math.isfinite(self.reward):
             return f"reward {self.reward}: training needs a finite number"
-        low = min(int(self.prompt_ids.min()), int(self.token_ids.min()))
-        high = max(int(self.prompt_ids.max()), int(self.token_ids.max()))
-        if low < 0 or high >= vocabulary:
-            return f"token {low if low < 0 else high} is outside of the vocabulary of {vocabulary}"
         if not 0 <= self.context < len(self.token_ids):
             return f"{self.context} of {len(self.token_ids)} tokens are context: at least one must be left to train"
-        return None if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
+        return "" if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
 
 
-def all_sound(samples: Sequence[Sample], vocabulary: int) -> bool:
-    """Whether none of `samples` has a `fault`, looked at together: much cheaper than one by one."""
-    for s in samples:
-        counted = len(s.token_ids) == len(s.behaviour_logprobs) == len(s.policy_versions) > 0 and len(s.prompt_ids) > 0
-        sound = counted and s.temperature > 0 and math.isfinite(s.reward) and 0 <= s.context < len(s.token_ids)
-        if not sound:
-            return False
-    ids = np.concatenate([ids for s in samples for ids in (s.prompt_ids, s.token_ids)])
-    logprobs = np.concatenate([s.behaviour_logprobs for s in samples])
-    # NaN compares as false with everything, and minus infinity is below every float.
-    below = bool((logprobs <= 0).all()) and float(logprobs.min()) >= np.finfo(np.float32).min
-    return below and int(ids.min()) >= 0 and int(ids.max()) < vocabulary
+def first_fault(samples: Sequence[Sample], vocabulary: int) -> tuple[int, str] | None:
+    """The position of a sample that must not be trained, and why; None if all are sound. Tokens and log-probabilities
+    are looked at together: much cheaper than one by one."""
+    for position, sample in enumerate(samples):
+        if text := sample.fault():
+            return position, text
+    logprobs = np.concatenate([sample.behaviour_logprobs for sample in samples])
+    bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= 0)))
+    if len(bad):
+        text = f"a log-probability is above 0 or not a finite number: {logprobs[bad[:1]].tolist()}"
+        return _sample_at(bad[0], [len(sample.token_ids) for sample in samples]), text
+    ids = np.concatenate([part for sample in samples for part in (sample.prompt_ids, sample.token_ids)])
+    outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    if len(outside):
+        text = f"token {ids[outside[0]]} is outside of the vocabulary of {vocabulary}"
+        return _sample_at(outside[0], [sample.length for sample in samples]), text
+    return None
+
+
+def _sample_at(place: int, lengths: Sequence[int]) -> int:
+    """The sample that a place of the concatenated tokens belongs to."""
+    return int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 
 def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[list[int]]:
@@ -107,17 +110,9 @@ def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[
     return [sorted(part, key=by_length.__getitem__) for part in parts]
 
 
-@dataclass(frozen=True)
-class Padded:
-    """A right-padded rectangle of whole samples. Causal attention never looks right, so the padding needs no mask."""
-
-    ids: Tensor  # [samples, longest], 0 in the padding
-    rows: Tensor  # of each generated token: its sample,
-    columns: Tensor  # and the position that predicts it
-
-
-def pad(samples: Sequence[Sample]) -> Padded:
-    """The rectangle and, per generated token, the place of its logits."""
+def pad(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids of whole samples, right-padded with 0, [samples, longest]; and, per generated token, its row and the
+    column that predicts it. Causal attention never looks right, so the padding needs no mask."""
     prompts = np.array([len(sample.prompt_ids) for sample in samples])
     responses = np.array([len(sample.token_ids) for sample in samples])
     lengths = prompts + responses
@@ -125,7 +120,7 @@ def pad(samples: Sequence[Sample]) -> Padded:
     pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids)]
     ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate(pieces)
     rows, columns = predicting_positions(prompts, responses)
-    return Padded(torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns))
+    return torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns)
 
 
 def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
-import errno
 import io
 import json
 import logging
@@ -29,16 +27,14 @@ from typing import Any
 
 import torch
 
-from busrl import checksums, device
+from busrl import device
 from busrl.errors import DiskFull
-from busrl.files import REPLACED, finish_replacements, sync
+from busrl.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
+from busrl.ledger.trained import checkpoints_of, step_of
 
 # -- directories that appear whole or not at all ----------------------------------
 
 TEMPORARY = ".tmp-"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EXDEV})
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -47,9 +43,8 @@ def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> It
 
     Every file and folder in it is synced before it is renamed, and its parent after. A writer that dies on the way
     leaves a temporary directory, which the next writer removes, never half of a real one. A directory that is replaced
-    is exchanged in one step; where the file system cannot do that, the old one has a name from which
-    `finish_replacements` restores it. One writer per parent at a time: the caller holds the lock. `moved` is called
-    after each file that was synced.
+    has a name meanwhile from which `finish_replacements` restores it. One writer per parent at a time: the caller
+    holds the lock. `moved` is called after each file that was synced.
     """
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +57,7 @@ def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> It
         _take_the_place(temporary, final)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in FULL:
             raise DiskFull(
                 f"{final}: {error.strerror} while it was written; nothing of it is left and older ones are untouched; "
                 f"free space on the file system of {parent}"
@@ -71,36 +66,16 @@ def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> It
 
 
 def _take_the_place(temporary: Path, final: Path) -> None:
-    if not os.path.lexists(final):
-        os.rename(temporary, final)
-        sync(final.parent)
-    elif exchange(temporary, final):
-        sync(final.parent)
-        _delete(temporary, final.name)
-    else:
+    if os.path.lexists(final):
         os.rename(final, final.parent / f"{REPLACED}{final.name}")
-        os.rename(temporary, final)
-        sync(final.parent)
-        finish_replacements(final.parent)
+    os.rename(temporary, final)
+    sync(final.parent)
+    finish_replacements(final.parent)
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the file system (NFS, for one) or the C library has no such step."""
-    try:
-        swap = _libc.renameat2
-    except AttributeError:
-        return False
-    if swap(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in NO_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-def _delete(path: Path, name: str) -> None:
+def _delete(path: Path) -> None:
     """Rename it first, so that no half of it is ever seen under its name."""
-    aside = path.parent / f"{TEMPORARY}old-{name}"
+    aside = path.parent / f"{TEMPORARY}old-{path.name}"
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
     if aside.is_dir() and not aside.is_symlink():
@@ -131,7 +106,6 @@ log = logging.getLogger(__name__)
 
 META, OPTIMIZER, RANDOM, FILES, MODEL = "meta.json", "optimizer.pt", "random.json", "files.json", "model"
 OS_ERROR = re.compile(r"os error (\d+)")
-NAME = re.compile(r"global_step_(\d+)")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trained ones replace them
 
 
@@ -162,18 +136,10 @@ class Checkpoint:
 
 
 def save(
-    root: Path,
-    step: int,
-    *,
-    model: Any,
-    optimizer_state: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    named: Mapping[str, Any] | None = None,
-    source: Path | None = None,
-    extras: Callable[[Path], None] | None = None,
-    keep_last: int = 2,
-    moved: Callable[[], None] = lambda: None,
-    where: torch.device | None = None,
+    root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
+    named: Mapping[str, Any] | None = None, source: Path | None = None,
+    extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2,
+    moved: Callable[[], None] = lambda: None, where: torch.device | None = None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
@@ -192,10 +158,10 @@ def save(
         moved()
         (directory / RANDOM).write_text(json.dumps(_random(where)))
         (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
-        if extras is not None:
-            extras(directory)
+        extras(directory)
         (directory / FILES).write_text(json.dumps(_listing(directory, moved), indent=1))
-    _prune(root, keep_last)
+    for old in checkpoints_of(root)[keep_last:]:
+        _delete(old)
     return Checkpoint(final, step, {**meta, "step": step})
 
 
@@ -252,32 +218,17 @@ def _buffers(model: Any) -> dict[str, Any]:
 def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]:
     listed = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
-        listed.update(checksums.listing(directory, [path]))
+        listed.update(listing(directory, [path]))
         moved()
     return listed
 
 
-def _prune(root: Path, keep_last: int) -> None:
-    for path in _by_step(root)[keep_last:]:
-        _delete(path, path.name)
-
-
-def _by_step(root: Path) -> list[Path]:
-    """Directories with a checkpoint's name, newest first."""
-    found = [path for path in root.glob("global_step_*") if path.is_dir() and NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of, reverse=True)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.rsplit("_", 1)[1])
-
-
 def latest(root: Path, torn: dict[Path, str] | None = None) -> Checkpoint | None:
     """The newest whole checkpoint, or None. A torn one is passed over, with a warning; `torn` gets it and its fault."""
-    for path in _by_step(root):
+    for path in checkpoints_of(root):
         fault = fault_of(path)
         if fault is None:
-            return Checkpoint(path, _step_of(path), json.loads((path / META).read_text()))
+            return Checkpoint(path, step_of(path), json.loads((path / META).read_text()))
         log.warning("%s: torn checkpoint, passed over: %s", path, fault)
         if torn is not None:
             torn[path] = fault
@@ -288,7 +239,7 @@ def fault_of(path: Path) -> str | None:
     """What is wrong with the checkpoint at `path`, or None."""
     try:
         listed: dict[str, list[int]] = json.loads((path / FILES).read_text())
-        if (fault := checksums.fault_in(path, listed)) is not None:
+        if (fault := fault_in(path, listed)) is not None:
             return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{FILES} cannot be read: {error}"

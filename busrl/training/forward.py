@@ -50,9 +50,8 @@ class Forward:
 
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
         """The model's input without the last column, which predicts nothing; row and column of each wanted logit."""
-        padded = pad(samples)
-        ids, rows, columns = (part.to(self.model.device) for part in (padded.ids[:, :-1], padded.rows, padded.columns))
-        return ids, rows, columns
+        ids, rows, columns = (part.to(self.model.device) for part in pad(samples))
+        return ids[:, :-1], rows, columns
 
 
 class PaddedRows(Forward):

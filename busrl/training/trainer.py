@@ -40,17 +40,13 @@ from busrl.training.model import named_weights
 
 
 @dataclass(frozen=True)
-class TrainerSettings:
+class TrainerSettings(LossSettings):
     """Numbers by the names of the topology's [learner] keys; the learning rate comes with each step."""
 
     loss: str = "ppo_clip"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0
-    tis_cap: float = 2.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
     dmmpt: str = "off"
@@ -62,14 +58,10 @@ class TrainerSettings:
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [experiments], model.dtype and segments.loss."""
-        mastered = {name: getattr(topology.experiments, name) for name in ("dmmpt", "dmmpt_tau", "dmmpt_sigma")}
-        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"} - set(mastered)
-        values = {name: getattr(topology.learner, name) for name in names}
-        ratio_one = topology.segments.loss == "pois"
-        return cls(compute_dtype=topology.model.dtype, ratio_one=ratio_one, **values, **mastered)
-
-    def for_loss(self) -> LossSettings:
-        return LossSettings(self.clip_low, self.clip_high, self.dual_clip, self.tis_cap)
+        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
+        tables = {name: topology.experiments if name.startswith("dmmpt") else topology.learner for name in names}
+        values = {name: getattr(table, name) for name, table in tables.items()}
+        return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
 
 
 @dataclass(frozen=True)
@@ -173,13 +165,11 @@ def keep_freed_memory(slack: int = 1 << 26) -> bool:
     A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
     zeroed again: thousands of page faults, about a tenth of the time of a small model's step.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
     settings = ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
-    taken = [mallopt(option, value) == 1 for option, value in settings]
-    return all(taken)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
+    return False
 
 
 # -- the optimiser step ----------------------------------------------------------
@@ -192,17 +182,13 @@ class Trainer:
     """One model, one optimiser, one accumulator (the parameters' `.grad`)."""
 
     def __init__(
-        self,
-        model: Any,
-        settings: TrainerSettings,
-        forward: Forward | None = None,
+        self, model: Any, settings: TrainerSettings, forward: Forward | None = None,
         named: Callable[[Any], dict[str, Tensor]] = named_weights,
     ) -> None:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
         self.forward = forward or choose_forward(model)
-        self._loss_settings = settings.for_loss()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
@@ -232,10 +218,8 @@ class Trainer:
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
         """
         if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
-            raise ValueError(
-                f"{len(samples)} samples need as many advantages and proximal rows, got {len(advantages)}"
-                + (f" and {len(proximal)}" if proximal is not None else "")
-            )
+            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
+            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self._micro_batch(
                 [samples[i] for i in part], [advantages[i] for i in part],
@@ -252,9 +236,13 @@ class Trainer:
         inputs = self._loss_inputs(flat, logprobs, advantages, proximal)
         # Under pois the ratio is 1 everywhere; the diagnostics below are of the true one.
         trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
-        loss = losses.per_token(self.loss, trained, self._loss_settings)
+        loss = losses.per_token(self.loss, trained, self.settings)
         if self.skip_mastered:
-            loss = loss.masked_fill(self._find_mastered(inputs, flat, entropy), 0)
+            tau, sigma = self.settings.dmmpt_tau, self.settings.dmmpt_sigma
+            rows = inputs.advantages, flat.rows, flat.lengths
+            mastered = losses.mastered(logprobs, entropy, *rows, tau, sigma, flat.mask)
+            loss = loss.masked_fill(mastered, 0)
+            self._mastered += mastered.sum()
         total = loss.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
@@ -274,14 +262,6 @@ class Trainer:
             ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
         )
 
-    def _find_mastered(self, inputs: losses.LossInputs, flat: Flat, entropy: Tensor) -> Tensor:
-        found = losses.mastered(
-            inputs.trainer_logprobs, entropy, inputs.advantages, flat.rows, flat.lengths, self.settings.dmmpt_tau,
-            self.settings.dmmpt_sigma, flat.mask,
-        )
-        self._mastered += found.sum()
-        return found
-
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         with self._autocast():
             return self.forward.score(samples, flat)
@@ -296,7 +276,7 @@ class Trainer:
         version: int | None,
     ) -> None:
         current, begun = self._of_these_weights(samples, flat, version)
-        self._sums += diagnostics.sums(inputs, loss, entropy, current, self._loss_settings, begun)
+        self._sums += diagnostics.sums(inputs, loss, entropy, current, self.settings, begun)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
         context = sum(sample.context for sample in samples)

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 class Settings:
     """What a transport needs, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
 
-    `segment` is the file in shared memory, `address_file` says where a broadcasting learner listens; both are paths
+    `segment` is the file in shared memory, `address_file` is the socket of a broadcasting learner; both are paths
     on this host. `checksum`: every receiver checks the bytes of each version against a digest that came with it.
-    `bucket_bytes` is the piece of a broadcast with its own deadline, `backend` what carries it. `sparse_threshold` is
-    a share of the bytes of all values, `key_every` a number of versions (docs/weights.md).
+    `bucket_bytes` is the piece of a broadcast with its own deadline, `backend` what carries it. `threshold` is
+    the share of changed bytes up to which updates are sparse (0: never), `key_every` a number of versions
+    (docs/weights.md).
     """
 
     transport: str
@@ -45,8 +46,7 @@ class Settings:
     checksum: bool = False
     bucket_bytes: int = 16 << 20
     backend: str = "gloo"
-    sparse: bool = False
-    sparse_threshold: float = 0.1
+    threshold: float = 0.0
     key_every: int = 32
     folders: str = ""  # the directory of versions that are folders; empty: versions are tensors
     kept: int = 2  # versions that the learner keeps there, ...
@@ -59,13 +59,12 @@ class Settings:
         made = cls(
             transport=weights.transport,
             segment=str(paths.weights_file),
-            address_file=str(paths.runtime_dir / "weights.store"),
+            address_file=str(paths.runtime_dir / "cast.sock"),
             timeout_s=weights.timeout_s,
             checksum=weights.checksum,
             bucket_bytes=weights.bucket_mb << 20,
             backend=weights.backend,
-            sparse=weights.sparse.enabled,
-            sparse_threshold=weights.sparse.threshold,
+            threshold=weights.sparse.threshold if weights.sparse.enabled else 0.0,
             key_every=weights.sparse.key_every,
         )
         if weights.transport not in FOLDERS:
@@ -92,11 +91,6 @@ class Settings:
         return cls(**plain)
 
     @property
-    def threshold(self) -> float:
-        """The share of changed bytes up to which updates are sparse; 0: never."""
-        return self.sparse_threshold if self.sparse else 0.0
-
-    @property
     def bridge_file(self) -> Path:
         """Where an engine says which memory its weights are in, beside the address of a broadcast."""
         return Path(self.address_file).with_name("weights.bridge")
@@ -111,13 +105,16 @@ def make_sender(settings: Settings, callbacks: GroupCallbacks | None = None, wri
     """The learner's side. `callbacks` gets the changes of a broadcast's groups; `write` makes the files of a version,
     where versions are folders."""
     if settings.folders:
-        return _folder_sender(settings, write)
+        if write is None:
+            raise BugError(f"{settings.transport} publishes folders: its sender needs the function that writes them")
+        kind, base = ("adapter", fingerprint(Path(settings.base))) if settings.base else ("checkpoint", "")
+        return FolderSender(Path(settings.folders), write, kind=kind, kept=settings.kept, base=base)
     if settings.transport == "shm":
-        from busrl.weights.shm import ORDERED_STORES, ShmSender
+        from busrl.weights.shm import ShmSender
 
         return ShmSender(
             settings.segment,
-            checksums=settings.checksum or not ORDERED_STORES,
+            checksums=settings.checksum,
             threshold=settings.threshold,
             key_every=settings.key_every,
         )
@@ -171,15 +168,6 @@ def one_copy_receiver(settings: Settings, name: str) -> OneCopyReceiver:
     from busrl.weights.shared import OneCopyReceiver
 
     return OneCopyReceiver(settings.bridge_file, settings.segment, name, timeout_s=settings.timeout_s)
-
-
-def _folder_sender(settings: Settings, write: Write | None) -> FolderSender:
-    if write is None:
-        raise BugError(f"{settings.transport} publishes folders: its sender needs the function that writes them")
-    root, base = Path(settings.folders), settings.base
-    if not base:
-        return FolderSender(root, write, kind="checkpoint", kept=settings.kept)
-    return FolderSender(root, write, kind="adapter", kept=settings.kept, base=fingerprint(Path(base)))
 
 
 def _unknown(transport: str) -> UserError:

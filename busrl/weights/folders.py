@@ -19,7 +19,6 @@ that the learner passes in. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -29,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from busrl import checksums
 from busrl.errors import (
     DiskFull,
     InsecureDirectory,
@@ -39,8 +37,9 @@ from busrl.errors import (
     WeightsRefused,
     WeightsTimeout,
 )
-from busrl.files import FULL
+from busrl.files import FULL, fault_in, listing
 from busrl.private import exposed
+from busrl.ring import OfdLock
 from busrl.weights.base import NOTHING, FileReceiver, Sender, alive
 from busrl.weights.tensors import fingerprint
 
@@ -96,7 +95,7 @@ def private(root: Path) -> None:
 
 def stamp(folder: Path, kind: str, version: int, step: int, base: str) -> None:
     """Write the last file of a version: what it is, and the sizes and checksums of all others."""
-    listed = checksums.listing(folder, files(folder))
+    listed = listing(folder, files(folder))
     text = {"layout": LAYOUT, "kind": kind, "version": version, "step": step, "base": base, "files": listed}
     (folder / STAMP).write_text(json.dumps(text, indent=1))
 
@@ -121,7 +120,7 @@ def _fault(found: VersionFolder, at: Path, stamped: dict[str, Any], kind: str, b
             f"it was made for another base model (fingerprint {stamped['base'][:12]}, here {base[:12]}); learner and "
             "engines need the same model.path"
         )
-    return checksums.fault_in(at, stamped["files"])
+    return fault_in(at, stamped["files"])
 
 
 def link(source: Path, target: Path) -> None:
@@ -163,7 +162,8 @@ class FolderSender(Sender):
     def __init__(self, root: Path, write: Write, *, kind: str, kept: int, base: str = "") -> None:
         self.root = root
         self._write, self._kind, self._kept, self._base = write, kind, kept, base
-        self._lock = -1
+        private(root)
+        self._lock = OfdLock(str(root / LOCK))
         self._open()
         self._inherited = bool(versions(root))  # of an earlier learner, perhaps of another run
 
@@ -199,28 +199,14 @@ class FolderSender(Sender):
             remove(found.path)
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
     def _open(self) -> None:
         """Make the directory and take its lock, again if somebody removed them."""
         private(self.root)
-        path = self.root / LOCK
-        if self._lock >= 0:
-            if path.exists() and os.fstat(self._lock).st_ino == path.stat().st_ino:
-                return
-            self.close()
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
-            os.close(lock)
-            raise RunInUse(f"{self.root}: another learner (pid {holder}) publishes there; end it first") from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        self._lock = lock
+        if not self._lock.try_acquire():
+            holder = self._lock.holder() or "unknown"
+            raise RunInUse(f"{self.root}: another learner (pid {holder}) publishes there; end it first")
 
     def _full(self, version: int, problem: OSError) -> DiskFull | SharedMemoryFull:
         free = shutil.disk_usage(self.root).free

@@ -240,8 +240,7 @@ class Fence:
     (step << 32 | version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
+    def __init__(self, descriptor: int) -> None:
         self.inode = os.fstat(descriptor).st_ino
         self._map = mmap.mmap(descriptor, SIZE)
         self._words: npt.NDArray[np.uint64] = np.frombuffer(self._map, np.uint64)
@@ -251,7 +250,7 @@ class Fence:
         """A new page of this process under that name, at rest with version 0; readable by this user only."""
         with files.replacing(path, durable=False) as descriptor:
             os.posix_fallocate(descriptor, 0, SIZE)
-            made, mine = cls(path, descriptor), ProcessIdentity.mine()
+            made, mine = cls(descriptor), ProcessIdentity.mine()
             made._words[: W_OWNER + 2] = FENCE_MAGIC, FENCE_LAYOUT, mine.pid, mine.started
         return made
 
@@ -265,7 +264,7 @@ class Fence:
             head = os.pread(descriptor, 16, 0), os.fstat(descriptor).st_size
             if head != (np.array([FENCE_MAGIC, FENCE_LAYOUT], np.uint64).tobytes(), SIZE):
                 raise UserError(f"{path}: no fence of shared weights, or one of another version of busrl")
-            return cls(path, descriptor)
+            return cls(descriptor)
         finally:
             os.close(descriptor)
 

@@ -78,9 +78,8 @@ Bytes = npt.NDArray[np.uint8]
 class Segment:
     """A mapping of the file; `inode` tells whether its name leads to another file by now."""
 
-    def __init__(self, path: Path, descriptor: int, writable: bool) -> None:
+    def __init__(self, descriptor: int, writable: bool) -> None:
         status = os.fstat(descriptor)
-        self.path = path
         self.inode = status.st_ino
         self._file = os.dup(descriptor)  # the locks are of this open file
         self._writable = writable
@@ -89,8 +88,7 @@ class Segment:
         self.words: Words = np.frombuffer(self._map, np.uint64, HEADER // 8)
         whole: Bytes = np.frombuffer(self._map, np.uint8)
         start = int(self.words[W_MANIFEST])
-        self.manifest_json = whole[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes()
-        self.manifest = Manifest.from_json(self.manifest_json)
+        self.manifest = Manifest.from_json(whole[start : start + int(self.words[W_MANIFEST_BYTES])].tobytes())
         nbytes, log_bytes = int(self.words[W_BYTES]), int(self.words[W_LOG_BYTES])
         self.data = [whole[at : at + nbytes] for at in map(int, self.words[W_BUFFERS : W_BUFFERS + 2])]
         self.log = [whole[at : at + log_bytes] for at in map(int, self.words[W_LOGS : W_LOGS + 2])]
@@ -98,12 +96,8 @@ class Segment:
 
     def newest(self) -> int | None:
         """Index of the complete buffer with the highest version, None if neither is complete."""
-        found: int | None = None
-        for k, words in enumerate(self.buffer):
-            seq = int(words[SEQ])
-            if seq and not seq & 1 and (found is None or self.stamp(k) > self.stamp(found)):
-                found = k
-        return found
+        seqs = [int(words[SEQ]) for words in self.buffer]
+        return max((k for k, seq in enumerate(seqs) if seq and not seq & 1), key=self.stamp, default=None)
 
     def stamp(self, k: int) -> tuple[int, int]:
         """Version and step of buffer k with its log."""
@@ -157,7 +151,7 @@ def attach_segment(path: Path, writable: bool = False) -> Segment | None:
         head = np.frombuffer(os.pread(descriptor, 24, 0).ljust(24, b"\0"), np.uint64)
         if (head[0], head[1], head[2]) != (MAGIC, LAYOUT, os.fstat(descriptor).st_size):
             return None
-        return Segment(path, descriptor, writable)
+        return Segment(descriptor, writable)
     finally:
         os.close(descriptor)
 
@@ -176,7 +170,7 @@ def create_segment(path: Path, manifest: Manifest, log_bytes: int = 0) -> Segmen
         words[W_LOG_BYTES : W_LOGS + 2] = (log_bytes, logs, logs + _round_up(log_bytes))
         os.pwrite(descriptor, words.tobytes(), 0)
         os.pwrite(descriptor, text, HEADER)
-        return Segment(path, descriptor, writable=True)
+        return Segment(descriptor, writable=True)
 
 
 def _allocate(descriptor: int, path: Path, size: int) -> None:
@@ -204,15 +198,10 @@ class ShmSender(Sender):
     """Writes versions. The learner's lock allows one sender per path. `threshold` 0: no sparse updates."""
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        checksums: bool = not ORDERED_STORES,
-        threshold: float = 0.0,
-        key_every: int = 32,
+        self, path: str | Path, *, checksums: bool = False, threshold: float = 0.0, key_every: int = 32
     ) -> None:
         self.path = Path(path)
-        self._checksums = checksums
+        self._checksums = checksums or not ORDERED_STORES
         self._threshold, self._key_every = threshold, key_every
         self._shadow: Shadow | None = None
         self._segment = attach_segment(self.path, writable=True)
@@ -259,7 +248,7 @@ class ShmSender(Sender):
             return
         if self._shadow is None:
             block = new_block(segment.manifest.nbytes)
-            self._shadow = Shadow(segment.manifest, block, self._threshold, self._checksums)
+            self._shadow = Shadow(segment.manifest, block, self._threshold, self._key_every, self._checksums)
         self._shadow.block.copy_(flat)
         self._shadow.full()
 
@@ -268,7 +257,7 @@ class ShmSender(Sender):
     ) -> bool:
         """Append what changed to the log of the newest buffer; False if all values have to be written."""
         k, shadow = segment.newest(), self._shadow
-        if k is None or shadow is None or shadow.since_key + 1 >= self._key_every:
+        if k is None or shadow is None:
             return False
         words, area = segment.buffer[k], segment.log[k]
         used = int(words[LOGGED])
@@ -294,15 +283,15 @@ class ShmSender(Sender):
             return mine
         self.close()
         manifest = Manifest.of(named)
-        self._segment = create_segment(self.path, manifest, manifest.nbytes // 2 if self._sparse(manifest) else 0)
+        self._segment = create_segment(self.path, manifest, self._log_bytes(manifest))
         self._segment.prefault()
         return self._segment
 
     def _suits(self, segment: Segment, named: dict[str, torch.Tensor]) -> bool:
-        return segment.manifest.matches(named) and bool(len(segment.log[0])) == self._sparse(segment.manifest)
+        return segment.manifest.matches(named) and len(segment.log[0]) == self._log_bytes(segment.manifest)
 
-    def _sparse(self, manifest: Manifest) -> bool:
-        return bool(self._threshold) and Shadow.fits(manifest)
+    def _log_bytes(self, manifest: Manifest) -> int:
+        return manifest.nbytes // 2 if self._threshold and Shadow.fits(manifest) else 0
 
 
 # -- receivers -------------------------------------------------------------------------------------------------

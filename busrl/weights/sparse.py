@@ -101,10 +101,12 @@ class Shadow:
     `since_key` counts the versions since the last full one, `sums` has one number per tensor since then.
     """
 
-    def __init__(self, manifest: Manifest, block: torch.Tensor, threshold: float, checksum: bool = False) -> None:
+    def __init__(
+        self, manifest: Manifest, block: torch.Tensor, threshold: float, key_every: int, checksum: bool = False
+    ) -> None:
         self.manifest, self.block = manifest, block
         self.most_bytes = int(manifest.nbytes * threshold)
-        self.checksum = checksum
+        self._key_every, self._checksum = key_every, checksum
         self._views = manifest.views(block)
         # The tensors that each thread compares, with room for all changes: they may lie in one half of the model.
         self._parts = [
@@ -124,10 +126,10 @@ class Shadow:
         self.since_key = 0
 
     def frame(self, named: Mapping[str, torch.Tensor], base: int, version: int, step: int, room: int) -> bytes | None:
-        """The frame that leads from the block to the tensors, which the block then holds; None if it is too long.
-
-        `room` bounds the bytes of the frame beside the threshold. With None the block is as it was.
-        """
+        """The frame that leads from the block to the tensors, which the block then holds; None if it is too long, or
+        a full version is due: the block is as it was. `room` bounds the bytes of the frame beside the threshold."""
+        if self.since_key + 1 >= self._key_every:
+            return None
         found = self._find(named, min(self.most_bytes, room))
         if found is None:
             return None
@@ -139,7 +141,7 @@ class Shadow:
             self.sums[k] = (self.sums[k] + gained) & MASK
             rows.append(TensorChange(k, width, indices, values, self.sums[k]))
         self.since_key += 1
-        whole = self.manifest.digest(self._views, version, step) if self.checksum else 0
+        whole = self.manifest.digest(self._views, version, step) if self._checksum else 0
         return pack(Frame(base, version, step, whole, tuple(rows)))
 
     def _find(self, named: Mapping[str, torch.Tensor], most: int) -> list[tuple[int, Bytes, Bytes]] | None:
@@ -346,37 +348,27 @@ def _put(tensor: torch.Tensor, entry: Entry, part: TensorChange) -> int:
 
 
 def _put_elsewhere(tensor: torch.Tensor, count: int, part: TensorChange) -> int:
-    """The same on a device that the CPU cannot address, in the device's arithmetic."""
+    """The same on a device that the CPU cannot address; only the changed values travel."""
     import torch
 
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.width]
-    flat = tensor.detach().view(-1).view(kind)
-    named = torch.from_numpy(part.indices.view(np.uint32).astype(np.int64))
-    if len(named) and int(named.max()) >= count:
+    indices, kind = part.indices.view(np.uint32), {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[part.width]
+    if len(indices) and int(indices.max()) >= count:
         raise IndexError(f"an index is beyond the tensor's {count} values")
-    index = named.to(flat.device)
-    value = torch.frombuffer(bytearray(part.values), dtype=kind).to(flat.device)
-    before = flat[index]
-    flat[index] = value
-    bits = (1 << 8 * part.width) - 1 if part.width < 8 else -1
-    gained = _mix(index, value.to(torch.int64) & bits) - _mix(index, before.to(torch.int64) & bits)
-    return int(gained.sum()) & MASK
+    flat = tensor.detach().view(-1).view(getattr(torch, f"int{8 * part.width}"))
+    index = torch.from_numpy(indices.astype(np.int64)).to(flat.device)
+    before = flat[index].cpu().numpy().view(kind)
+    values = np.frombuffer(part.values.tobytes(), kind)
+    flat[index] = torch.from_numpy(values.view(f"i{part.width}").copy()).to(flat.device)
+    return int((_mix(indices, values) - _mix(indices, before)).sum()) & MASK
 
 
-def _mix(index: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """As in csrc/python/blocks.cpp, in signed 64-bit arithmetic that wraps around."""
-    x = bits + index * _signed(ODD)
-    x = (x ^ _shift(x, 30)) * _signed(FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(SECOND)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+def _mix(indices: npt.NDArray[np.uint32], values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """As in csrc/python/blocks.cpp."""
+    x: npt.NDArray[np.uint64] = values.astype(np.uint64) + indices.astype(np.uint64) * np.uint64(ODD)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(FIRST)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(SECOND)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _to_eight(size: int) -> int:

@@ -18,10 +18,11 @@ import struct
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from busrl._blocks import digest, move
 from busrl.errors import UserError
@@ -87,8 +88,7 @@ def new_block(nbytes: int) -> torch.Tensor:
 # -- the layout ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor: its place in the flat block."""
 
     name: str
@@ -98,12 +98,11 @@ class Entry:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, dict=True):
     """All tensors of a version; `nbytes` is the length of the flat block."""
 
-    entries: tuple[Entry, ...]
     nbytes: int
+    entries: tuple[Entry, ...] = msgspec.field(name="tensors")
 
     @classmethod
     def of(cls, named: dict[str, torch.Tensor]) -> Manifest:
@@ -113,18 +112,14 @@ class Manifest:
             nbytes = tensor.numel() * tensor.element_size()
             entries.append(Entry(name, _name_of(tensor.dtype), tuple(tensor.shape), offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(entries), offset)
+        return cls(offset, tuple(entries))
 
     def to_json(self) -> bytes:
-        rows = [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in self.entries]
-        return json.dumps({"nbytes": self.nbytes, "tensors": rows}, separators=(",", ":")).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        read = json.loads(data)
-        rows = read["tensors"]
-        entries = tuple(Entry(name, dtype, tuple(shape), offset, n) for name, dtype, shape, offset, n in rows)
-        return cls(entries, int(read["nbytes"]))
+        return msgspec.json.decode(data, type=cls)
 
     @cached_property
     def expected(self) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -28,7 +28,7 @@ from busrl.config import Topology  # noqa: E402
 from busrl.config.schema import Process  # noqa: E402
 from busrl.ledger.trainlog import step_lines  # noqa: E402
 from busrl.simulate.fit import Fitted, fit  # noqa: E402
-from busrl.simulate.settings import Asked, make  # noqa: E402
+from busrl.simulate.settings import make  # noqa: E402
 from busrl.simulate.world import World  # noqa: E402
 
 OUT = Path(__file__).resolve().parent / "results"
@@ -81,7 +81,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 def foretold(fitted: Fitted, topology: Topology, seed: int) -> dict[str, float]:
     """The same of a simulated run."""
-    setting = make(topology, Asked(steps=topology.run.max_steps, seed=seed), fitted)
+    setting = make(topology, fitted, steps=topology.run.max_steps, seed=seed)
     found = World(
         topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps, seed=seed
     ).run()

@@ -35,10 +35,11 @@ from typing import Any
 
 import numpy as np
 
+from busrl.errors import RingError
 from busrl.launch.summary import cpu_of
 from busrl.ledger.trainlog import step_lines
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Ring, RingError
+from busrl.ring import Ring
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

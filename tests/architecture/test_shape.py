@@ -35,7 +35,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "process": "", "weights": "process", "engine": "process weights", "cpu_patches": "",
         "worker": "cpu_patches weights",
     },
-    "ledger": {"wal": "", "errors": "", "openbin": "", "trainlog": "wal", "trained": "wal", "audit": ""},
+    "ledger": {"wal": "", "errors": "", "openbin": "", "trainlog": "wal", "trained": "trainlog wal", "audit": ""},
     "ledger.audit": {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
     },
@@ -48,8 +48,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "trigger": "admission groups limits", "pool": "groups lengths", "dispatch": "groups lengths pool",
     },
     "scheduling.lengths": {
-        "base": "", "rules": "base", "learned": "base", "history": "base learned", "guard": "base rules",
-        "blend": "base history learned rules",
+        "base": "", "rules": "base", "learned": "base", "history": "base learned rules",
+        "guard": "base rules",
     },
     "weights": {
         "base": "", "tensors": "", "sparse": "tensors", "folders": "base tensors", "shared": "base",

@@ -77,8 +77,12 @@ def test_without_a_right_answer_a_made_up_one_is_tried_so_that_an_empty_text_alo
 @pytest.mark.parametrize(("body", "told"), [
     ("    return None\n", "the reward is None: must be a number"),
     ("    import os\n    print('no licence')\n    os._exit(3)\n", "the process died: exit code 3, no licence"),
+    ("    import os, time\n    os.closerange(0, 30)\n    time.sleep(600)\n", "the process died: its output is closed"),
 ])
-def test_what_is_no_number_or_ends_its_process_is_refused(refused: Refused, here: Path, body: str, told: str) -> None:
+def test_what_is_no_number_or_ends_its_process_is_refused(
+    refused: Refused, here: Path, body: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busrl.config.trial.END_S", 2.0)
     (here / "judge.py").write_text(HEAD + body)
     (found,) = refused(PYTHON)
     assert told in found

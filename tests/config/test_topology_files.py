@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.config import Topology, recorded, sketch
+from busrl.config import Topology, load_for_simulation, recorded
 from busrl.config.explain import report
 from busrl.config.machine import model_facts, read_config
 from busrl.errors import TopologyError, UserError
@@ -142,17 +142,17 @@ def test_the_model_is_described_without_loading_it(here: Path, loaded: Loaded) -
     assert "TestLM: 2 layers, width 8, vocabulary 3" in text and "40 prompts" in text
 
 
-def test_a_sketch_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Path) -> None:
+def test_a_topology_for_simulation_asks_for_no_file_and_tells_which_keys_are_written(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text(
         '[model]\npath = "nowhere"\n[data]\ntrain = "none.jsonl"\n[reward]\nkind = "python"\nfunction = "no.py:f"\n'
         '[learner]\nlr = 1e-4\n[[process]]\nrole = "rollout"\nengine = "vllm"\ncount = 100\n'
     )
-    found = sketch(path, ["simulate.row_s=0.1"])
-    assert found.topology.process[0].count == 100
-    assert {"model.path", "simulate.row_s"} <= found.written and "simulate.step_s" not in found.written
+    topology, written = load_for_simulation(path, ["simulate.row_s=0.1"])
+    assert topology.process[0].count == 100
+    assert {"model.path", "simulate.row_s"} <= written and "simulate.step_s" not in written
     with pytest.raises(TopologyError) as refused:
-        sketch(path, ["segments.rounds=segments", "learner.trigger.n_min=none"])
+        load_for_simulation(path, ["segments.rounds=segments", "learner.trigger.n_min=none"])
     assert len(refused.value.problems) == 3  # length is off and the mode is not sync; and what is no number
 
 

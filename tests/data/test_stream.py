@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import zlib
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from busrl.data import JsonlStream, prompt_of, scan
-from busrl.data.prompts import line_bounds
+from busrl.data.prompts import BOM
 from busrl.errors import DataError
 
 
@@ -60,18 +60,16 @@ def test_an_item_is_the_raw_line_without_its_newline_and_its_crc(tmp_path: Path)
 @given(st.lists(st.binary(max_size=12).map(lambda b: b.replace(b"\n", b"")), max_size=30), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_the_index_finds_the_same_lines_as_splitting(lines: list[bytes], ends: bool) -> None:
-    import os
-    import tempfile
-
     data = b"\n".join(lines) + (b"\n" if ends and lines else b"")
     want = data.split(b"\n")
-    want = want[:-1] if data.endswith(b"\n") or not data else want
-    with tempfile.TemporaryFile() as file:
+    while want and not want[-1].strip():
+        want.pop()
+    assume(want and not data.startswith(BOM))
+    with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        bounds = line_bounds(file.fileno())
-        got = [os.pread(file.fileno(), int(e) - 1 - int(s), int(s)) for s, e in pairwise(bounds)]
-    assert got == want
+        with JsonlStream(file.name, 0, False) as stream:
+            assert [stream.at(index).line for index in range(len(stream))] == want
 
 
 @pytest.mark.parametrize(

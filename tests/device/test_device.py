@@ -107,12 +107,10 @@ def test_a_group_of_a_device_that_torch_was_not_built_for_is_refused() -> None:
         device.device_group("gloo2", None, 0, 1, 1.0)
 
 
-def test_the_host_has_memory_and_waiting_for_it_is_nothing() -> None:
+def test_waiting_for_the_host_is_nothing() -> None:
     cpu = torch.device("cpu")
     device.synchronize(cpu)
     device.empty_cache(cpu)
-    found = device.memory(cpu)
-    assert 0 < found.free <= found.total and device.name_of(cpu) == "CPU"
 
 
 @without_cuda

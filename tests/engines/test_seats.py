@@ -17,7 +17,7 @@ def request(key: int) -> Request:
 def seated(count: int) -> Seats:
     seats = Seats(count, 16, np.zeros(8, np.bool_))
     for row in range(count):
-        seats.rows[row] = seats.sit(request(row), 4)
+        seats.rows[row] = seats.sit(request(row))
     seats.active = count
     return seats
 

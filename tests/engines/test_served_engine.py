@@ -450,7 +450,7 @@ def test_a_server_that_has_not_got_its_version_again_is_asked_nothing_after_a_pa
     engine.submit([request(0, with_long_answer(5), max_new_tokens=40)])
     until(engine, 5)
     endpoint.kill()
-    while not engine._restore.on:
+    while not engine._restoring:
         engine.step()
     engine.pause("keep")
     engine.resume()

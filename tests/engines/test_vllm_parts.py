@@ -200,19 +200,19 @@ def span(version: str, start: int, end: int) -> Any:
 
 
 def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() -> None:
-    running = Running(asked(), limit=9)
+    running = Running(asked())
     running.take(output([8, 9]), 4)
     running.take(output([10, 11], "stop", [span("4", 0, 1), span("5", 1, 4)]), 5)
     made = running.finished(running.finish)
     assert made.versions.tolist() == [4, 5, 5, 5] and made.finish == EOS and made.token_ids.tolist() == [8, 9, 10, 11]
-    without = Running(asked(), limit=9)
+    without = Running(asked())
     without.take(output([8, 9]), 4)
     without.take(output([10], "length", [span("default", 0, 3)]), 5)
     assert without.finished(without.finish).versions.tolist() == [4, 4, 5]
 
 
 def test_vllms_note_counts_from_the_last_start_of_a_request() -> None:
-    running = Running(asked(), limit=9)
+    running = Running(asked())
     running.take(output([8, 9]), 4)
     running.started_with = len(running.token_ids)
     assert running.known_ids == [5, 6, 7, 5, 8, 9]
@@ -221,7 +221,7 @@ def test_vllms_note_counts_from_the_last_start_of_a_request() -> None:
 
 
 def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None:
-    running = Running(asked(temperature=0.0), limit=9)
+    running = Running(asked(temperature=0.0))
     running.take(output([8], "length"), 4)
     assert running.finished(running.finish).logprobs.tolist() == [0.0]
     assert len(PartialAnswer(asked()).finished(LENGTH).token_ids) == 0
@@ -249,16 +249,15 @@ class Whole:
 
 def test_what_a_version_can_do_is_found_by_looking_at_it() -> None:
     old = probe(Whole(), "0.24.0")
-    assert not (old.weight_version or old.bare_pause or old.shutdown_timeout)
+    assert not (old.weight_version or old.bare_pause)
 
     class Newer(Whole):
         engine_core = SimpleNamespace(pause_scheduler_async=lambda mode, clear_cache: None)
 
         def update_weight_version(self, version: str) -> None: ...
-        def shutdown(self, timeout: float | None = None) -> None: ...
 
     new = probe(Newer(), "0.32.0")
-    assert new.weight_version and new.bare_pause and new.shutdown_timeout
+    assert new.weight_version and new.bare_pause
 
 
 def test_a_version_that_lacks_what_nothing_replaces_is_refused_by_name() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.cli.rings import processes, render_processes, states
-from busrl.ring import Ring, RingError, State
+from busrl.cli.rings import render_processes, states
+from busrl.errors import RingError
+from busrl.ring import Ring, State
 
 SLOTS, PROCESSES = 3, 4
 WORDS = [0, 1, 8, 64, 255, 256, 1 << 31, 1 << 32, 1 << 58, 63 << 58, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
@@ -61,7 +62,7 @@ def look(ring: Ring) -> int:
     """What status, monitor and inspect do; how many arrays were read."""
     ring.stats(), ring.lines(), ring.words()
     states(ring)
-    render_processes(processes(ring))
+    render_processes(ring)
     [repr(one) for one in ring.processes()]
     read = 0
     for slot in range(ring.n_slots):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from busrl.gateway import Answer, AnswerLimits, Claim, Desk, GatewaySettings, Refused, Tally, tensor
+from busrl.gateway import Answer, AnswerLimits, Claim, Desk, Refused, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.states import Fate
 
@@ -66,7 +66,7 @@ class Ledger:
     def enter(self, role: str, name: str, life: int) -> int:
         free = next((i for i in range(1, self.most_entries + 1) if i not in self.entries), None)
         if free is None:
-            raise Refused("all entries are taken")
+            raise Refused("all entries are taken", "full")
         assert all(member.name != name for member in self.entries.values()), "one entry for one name"
         self.entries[free] = Member(free, role, name, life)
         return free
@@ -141,13 +141,13 @@ class Ledger:
 
 def settings(
     lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
-) -> GatewaySettings:
+) -> dict[str, Any]:
     welcome = g.GatewayWelcome(life=0, lease_s=lease_s, max_message_bytes=1 << 20, max_prompt_tokens=16)
-    return GatewaySettings(welcome, biggest, most_members, reserved)
+    return {"welcome": welcome, "biggest": biggest, "most_members": most_members, "reserved": reserved}
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:
-    return Desk(ledger, settings(**changed), Tally(), now)  # type: ignore[arg-type]
+    return Desk(ledger, Tally(), now, **settings(**changed))  # type: ignore[arg-type]
 
 
 def answer_to(task: str, *, life: int = 1, sender: str = "a", count: int = 3, **changed: object) -> g.RemoteGenerated:

@@ -32,7 +32,7 @@ class Keeper:
         self.ring.bind_fates(*self.fates)
         self.bells: list[m.Message] = []
         self.book = RingLedger(self.ring, self.bells.append, CUTS, 16, 0)
-        self.desk = Desk(self.book, settings(LEASE_S), Tally(), 0.0)
+        self.desk = Desk(self.book, Tally(), 0.0, **settings(LEASE_S))
         self.now = 0.0
 
     def ask(self, sender: str, message: g.Remote) -> list[m.Message]:

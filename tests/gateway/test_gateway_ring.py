@@ -16,9 +16,10 @@ import pytest
 from in_memory import answer_to
 from on_a_ring import Keeper, play
 
+from busrl.errors import NotRegistered, RingError, RingFull
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
-from busrl.ring import NotRegistered, Ring, RingError, RingFull, State
+from busrl.ring import Ring, State
 from busrl.roles.trajectory import read_generated
 
 HERE = Path(__file__).parent

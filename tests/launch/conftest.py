@@ -52,8 +52,8 @@ from pathlib import Path
 root, name, does = Path(os.environ["BUSRL_RUN_DIR"]), os.environ["BUSRL_NAME"], sys.argv[1].split("+")
 me = root / "seen" / name.replace("/", "-")
 if "bus" in does:
-    from busrl.roles.bus import main
-    sys.exit(main(str(root), name))
+    from busrl.roles.bus import Bus
+    sys.exit(Bus(str(root), name).main())
 me.parent.mkdir(exist_ok=True)
 lives = int(me.read_text().split()[1]) + 1 if me.exists() else 1
 if "dies_early" in does or ("dies_early_once" in does and lives == 1):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.config.schema import Limits
 from busrl.gateway import FairClock
 from busrl.launch.supervisor import (
     LONGEST_PAUSE_S,
@@ -15,7 +16,6 @@ from busrl.launch.supervisor import (
     SERVED_S,
     Child,
     Ending,
-    Patience,
     Phase,
     Shutdown,
 )
@@ -31,7 +31,7 @@ class Entry:
     samples: int = 0
 
 
-PATIENCE = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5)
+PATIENCE = Limits(ready_s=60.0, progress_s=30.0, restart_attempts=5, crash_attempts=0)
 
 
 def started(name: str = "rollout/0", ready: bool = False) -> Child:
@@ -87,7 +87,7 @@ def test_a_child_remembers_that_it_was_ready_in_an_earlier_life():
 
 
 def test_pauses_grow_up_to_a_limit_and_the_last_attempt_gives_up():
-    child, pauses = Child("rollout/0", Patience(60.0, 30.0, 10)), []
+    child, pauses = Child("rollout/0", Limits(ready_s=60.0, progress_s=30.0, restart_attempts=10, crash_attempts=0)), []
     for _ in range(9):
         child.started(1, 0.0)
         assert not child.ended("exit code 1", 0.0).gives_up
@@ -99,7 +99,7 @@ def test_pauses_grow_up_to_a_limit_and_the_last_attempt_gives_up():
 
 
 def test_becoming_ready_forgives_earlier_deaths():
-    child = Child("rollout/0", Patience(60.0, 30.0, 2))
+    child = Child("rollout/0", Limits(ready_s=60.0, progress_s=30.0, restart_attempts=2, crash_attempts=0))
     for _ in range(20):
         child.started(1, 0.0)
         assert not child.ended("exit code 1", 0.0).gives_up
@@ -209,7 +209,7 @@ def test_a_process_that_stays_is_killed_once_after_the_patience_of_its_stage():
     assert shutdown.step(["bus"], 21.0) == []  # its own patience begins with its own stage
 
 
-ENDING = Patience(ready_s=60.0, progress_s=30.0, restart_attempts=5, crash_attempts=8)
+ENDING = Limits(ready_s=60.0, progress_s=30.0, restart_attempts=5, crash_attempts=8)
 
 
 def test_deaths_after_ready_with_no_work_done_in_between_end_the_run_after_growing_pauses():
@@ -270,7 +270,7 @@ def test_a_kill_by_launch_itself_counts_as_an_end_of_its_own():
 
 
 def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_ready_again() -> None:
-    child = Child("rollout/0", Patience(60, 60, 2))
+    child = Child("rollout/0", Limits(ready_s=60, progress_s=60, restart_attempts=2, crash_attempts=0))
     child.started(1, 0.0)
     assert child.became_ready()
     for turn in range(5):

@@ -8,14 +8,16 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from busrl.files import LineFile
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.audit.snapshot import BOOT_ID, crc32c
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.trainlog import TrainLine
 from busrl.ledger.wal import Record, SampleRecord, Wal
 
 LINE_OFF = 0x4000
@@ -90,8 +92,8 @@ class FakeRun:
         for sample in record.samples:
             self.fates[sample.uid] = fate
         if line:
-            train_log = TrainLog(self.root / "train.jsonl")
-            train_log.append(record)
+            train_log = LineFile(self.root / "train.jsonl")
+            train_log.append(msgspec.json.encode(TrainLine.of(record)))
             train_log.close()
         self.history += [sample.uid for sample in record.samples]
         return record

@@ -15,11 +15,13 @@ import struct
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from conftest import LINE_OFF, STATES, FakeRun
 
+from busrl.files import LineFile
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.trainlog import TrainLine
 from busrl.ledger.wal import Wal
 
 LINE = np.dtype(
@@ -42,7 +44,7 @@ class LiveRun:
         self.random = random.Random(7)
         self.ring = np.frombuffer(self._map(root / "ring.bin"), LINE, self.run.slots, LINE_OFF)
         self.fates = np.frombuffer(self._map(root / "fates.bin", 1 << 22), np.uint8)
-        self.wal, self.train_log = Wal(root / "wal", sync=False, segment_bytes=20_000), TrainLog(root / "train.jsonl")
+        self.wal, self.train_log = Wal(root / "wal", sync=False, segment_bytes=20_000), LineFile(root / "train.jsonl")
         self.trained = TrainedSet()
         self.draw = self.step = 0
         self.groups: dict[int, dict[int, int]] = {}  # draw -> member's uid -> slot; a dropped member's slot is -1
@@ -112,7 +114,7 @@ class LiveRun:
             self.fates[uid] = ord("T")
             self.move(slot, "FREE", new_seq=True)
         self.trained.add(slots)
-        self.train_log.append(record)
+        self.train_log.append(msgspec.json.encode(TrainLine.of(record)))
         if self.step % 5 == 0:
             self.checkpoint()
 

@@ -17,8 +17,10 @@ from busrl.ring import Fates, Ring, State
 
 WORK = """
 import sys
+import msgspec
+from busrl.files import LineFile
 from busrl.ledger.wal import Wal
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.trainlog import TrainLine
 from busrl.ring import Fates, Ring, State
 from conftest import FakeRun
 from pathlib import Path
@@ -50,7 +52,7 @@ record = run.record(1, uids)
 Wal(root / "wal").append(record)
 for slot, word in mine:
     ring.finish(slot, word, "T")
-TrainLog(root / "train.jsonl").append(record)
+LineFile(root / "train.jsonl").append(msgspec.json.encode(TrainLine.of(record)))
 """
 DISPATCH = ("claimed", "reserved", "written", "uid", "fate", "queued")
 POINTS = [f"dispatch.{point}:{count}" for point in DISPATCH for count in (1, 6, 13)]

@@ -42,7 +42,7 @@ def write(directory: Path, records: list[Record], segment_bytes: int) -> None:
 
 
 def steps_seen_by_the_audit(directory: Path) -> list[int]:
-    return [step.step for step in readers.read_log(directory, readers.Findings())]
+    return [step.step for step in readers.read_log(directory, [])]
 
 
 @settings(max_examples=150, deadline=None)
@@ -67,7 +67,7 @@ def test_a_log_cut_at_any_byte_is_a_prefix_of_its_records(
             wal.append(Record(step=100, version=0, cause="", groups=[], samples=[]))
         with Wal(directory, sync=False) as wal:
             assert [r.step for r in wal.records()] == [*seen, 100]
-            assert wal.stats().cut_bytes == 0
+            assert wal.cut_bytes == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,7 +110,7 @@ def test_a_saved_set_comes_back_and_a_damaged_one_is_refused(wanted: set[int], d
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trained.bin"
         TrainedSet(wanted).save(path)
-        assert TrainedSet.load(path) == TrainedSet(wanted)
+        assert list(TrainedSet.load(path)) == sorted(wanted)
         bitmap, count = readers.unpack_trained(path.read_bytes())
         assert (set(in_bitmap(bitmap).tolist()), count) == (wanted, len(wanted))
         content = bytearray(path.read_bytes())

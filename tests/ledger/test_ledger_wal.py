@@ -68,14 +68,14 @@ def test_a_step_that_does_not_grow_is_refused_also_after_reopening(tmp_path: Pat
 def test_a_torn_last_record_is_cut_and_the_next_append_follows_the_whole_ones(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         wal.append(record(1))
-        whole = wal.stats().nbytes
+        whole = wal.nbytes
         wal.append(record(2))
     path = tmp_path / "wal" / "00000001.wal"
     os.truncate(path, path.stat().st_size - 1)
     with Wal(tmp_path / "wal") as wal:
         assert [r.step for r in wal.records()] == [1]
-        assert (wal.stats().nbytes, wal.last_step) == (whole, 1)
-        assert wal.stats().cut_bytes > 0
+        assert (wal.nbytes, wal.last_step) == (whole, 1)
+        assert wal.cut_bytes > 0
         wal.append(record(2, range(8, 12)))
     with Wal(tmp_path / "wal") as wal:
         assert list(wal.records()) == [record(1), record(2, range(8, 12))]
@@ -148,14 +148,6 @@ def test_a_segment_with_one_newer_record_is_kept_whole(tmp_path: Path) -> None:
         assert [r.step for r in wal.records()] == [1, 2]
 
 
-def test_a_log_without_sync_is_flushed_on_demand(tmp_path: Path) -> None:
-    with Wal(tmp_path / "wal", sync=False) as wal:
-        wal.flush()
-        wal.append(record(1))
-        wal.flush()
-        assert [r.step for r in wal.records()] == [1]
-
-
 def run_python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *map(str, args)]
     paths = os.pathsep.join(path for path in sys.path if path)
@@ -186,7 +178,7 @@ def test_a_full_disk_takes_the_record_back_and_the_log_goes_on_once_there_is_spa
     assert done.returncode == 0, done.stderr
     assert "00000001.wal: no space for" in done.stdout
     with Wal(tmp_path / "wal") as wal:
-        assert wal.stats().cut_bytes == 0
+        assert wal.cut_bytes == 0
         assert [(r.step, r.cause[:1]) for r in wal.records()] == [(1, "x"), (2, "s"), (3, "z")]
 
 

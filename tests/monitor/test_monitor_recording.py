@@ -265,7 +265,7 @@ def test_a_tap_that_is_reopened_drops_its_backlog_and_hears_what_comes_next(scen
         until("it hears again", lambda: since.extend(take(m.Hello(role="rollout"))) or "HELLO" in since)
         assert "DATA_GENERATED" not in since
         publisher.heartbeat("rollout", "")
-        until("the lost ones are counted", lambda: take(m.Hello(role="rollout")) and tap.missed >= 1000)
+        until("the lost ones are counted", lambda: take(m.Hello(role="rollout")) and tap.gaps.missed >= 1000)
     finally:
         tap.close()
 

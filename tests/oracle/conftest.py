@@ -99,7 +99,7 @@ class MadeRun:
         self.flat_group(step)
         self.history.append(record)
         self.training.stale.at(version, step - 1)
-        if TrainingStep.streamable(self.topology.learner):
+        if self.topology.learner.updates_per_batch == 1:
             self.training.accumulate([one for group in groups[:2] for one in group.records], version)
             self.training.accumulate([one for group in groups[2:] for one in group.records], version)
             stats = self.training.finish(GROUPS)
@@ -120,7 +120,7 @@ class MadeRun:
         for record, logp in zip(records, logps):  # far from what was drawn, on both sides
             record.logprobs = np.minimum(logp + chance.normal(0, 0.8, len(logp)), -1e-3).astype("<f4").tobytes()
         self._fate(group, "T")
-        return Claimed(group, group, (), tuple(records))
+        return Claimed((), tuple(records))
 
     def _record(self, chance: np.random.Generator, step: int, group: int, member: int) -> SampleRecord:
         length, cut = int(chance.integers(3, LIMIT)), bool(chance.random() < 0.3)

@@ -143,7 +143,7 @@ def test_a_run_directory_of_an_older_busrl_is_read_still(made: Callable[..., Any
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert wrong(run.paths.root) == []
     run.start()
-    assert run.metrics.groups_aside == 0
+    assert run.metrics.ended.groups == 0
     run.stop(checkpoint=False)
     for name in ("draws", "fates", "rewards", "lengths"):
         rows[0][name] = rows[0][name][1:]

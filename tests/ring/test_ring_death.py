@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 
-from busrl.ring import Ring, RingFull, State
+from busrl.errors import RingFull
+from busrl.ring import Ring, State
 
 HOLD = """
 ring.register("holder", "holder")

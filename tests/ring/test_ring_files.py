@@ -12,23 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.errors import MachineError
-from busrl.ring import (
+from busrl.errors import (
     DiskFull,
     FateRefused,
-    Fates,
     LockTimeout,
-    OfdLock,
-    Ring,
+    MachineError,
     RingError,
     RingExists,
-    RingGuard,
     RingMismatch,
     RingNotFound,
     RingReadOnly,
     ShmTooSmall,
-    State,
 )
+from busrl.ring import Fates, OfdLock, Ring, RingGuard, State
 from busrl.states import VALIDATE_BIT
 
 
@@ -188,7 +184,7 @@ def test_fates_are_shared_grow_in_steps_and_hold_plain_bytes(folder):
 
 def test_a_full_disk_is_an_error_at_reserve_and_not_a_fault_later(folder):
     script = (
-        "import resource, sys; from busrl.ring import Fates, DiskFull\n"
+        "import resource, sys; from busrl.errors import DiskFull; from busrl.ring import Fates\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "fates = Fates(sys.argv[1], create=True)\n"
         "fates.store(1, 'D')\n"

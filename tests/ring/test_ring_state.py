@@ -12,23 +12,17 @@ import numpy as np
 import pytest
 
 from busrl import _ring
-from busrl.ring import (
-    UID_NONE,
+from busrl.errors import (
     BadTensor,
     FateRefused,
     NoSuchTensor,
     NoSuchTransition,
     NotOwner,
     NotRegistered,
-    Ring,
     RingClosed,
     RingError,
-    State,
-    owner_of,
-    segments_of,
-    seq_of,
-    state_of,
 )
+from busrl.ring import UID_NONE, Ring, State, owner_of, segments_of, seq_of, state_of
 from busrl.states import CRASH_POINTS, VALIDATE_BIT, Fate, HeaderWord
 
 FATES_HPP = Path(__file__).resolve().parents[2] / "csrc" / "include" / "busrl" / "fates.hpp"

@@ -7,7 +7,8 @@ import gc
 import numpy as np
 import pytest
 
-from busrl.ring import NO_SEGMENT, BadTensor, NoSuchTensor, NotOwner, Ring, RingError, SlotTooSmall, State
+from busrl.errors import BadTensor, NoSuchTensor, NotOwner, RingError, SlotTooSmall
+from busrl.ring import NO_SEGMENT, Ring, State
 
 
 def claimed(world) -> tuple[int, int]:

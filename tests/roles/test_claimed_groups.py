@@ -10,12 +10,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from busrl.config.schema import Data, Log, Openai
 from busrl.data.chat import LightTokenizer
+from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
-from busrl.ring import Fates, Ring, SlotTooSmall, State
-from busrl.roles.learner.groups import Claimed, Excerpts, claim_group, claim_groups, end, give_back, parts_of
+from busrl.ring import Fates, Ring, State
+from busrl.roles.learner.groups import (
+    Claimed,
+    Excerpts,
+    Malformed,
+    claim_groups,
+    end,
+    give_back,
+    parts_of,
+)
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.trajectory import read_parts, write_parts, write_segment, write_text
 
@@ -64,7 +74,8 @@ def rewarded_group(
 
 
 def claim(ring: Ring, slots: list[int], lines=None, fault=lambda records: None):  # type: ignore[no-untyped-def]
-    return claim_group(ring, ring.lines() if lines is None else lines, slots, fault)
+    found = claim_groups(ring, ring.lines() if lines is None else lines, [slots], fault)
+    return found[0] if isinstance(found, list) else found
 
 
 def words(ring: Ring, slots: list[int]) -> list[int]:
@@ -84,7 +95,7 @@ def excerpts(kept: int | str = 1, **data: str) -> Excerpts:
 
 def test_as_many_samples_as_asked_for_are_kept_first_one_of_every_group(ring: Ring) -> None:
     claimed = claim(ring, rewarded_group(ring))
-    again = replace(claimed, group=1)
+    again = replace(claimed, records=tuple(structs.replace(one, group=1) for one in claimed.records))
     for kept, count in ((0, 0), (1, 1), (3, 3), (100, 2 * GROUP), ("all", 2 * GROUP)):
         rows = excerpts(kept).of_step(ring, [claimed, again])
         assert len(rows) == count
@@ -112,7 +123,7 @@ def test_a_claimed_group_is_a_copy_that_outlives_its_slots(ring: Ring) -> None:
     end(ring, claimed, "T")
     assert states(ring, slots) == [State.FREE] * GROUP
     assert [len(record.token_array()) for record in claimed.records] == [3, 4, 5, 6]
-    assert claimed.step == 2 and claimed.admission == 7
+    assert [(record.step, record.admission) for record in claimed.records] == [(2, 7)] * GROUP
     assert shown["completion"] == "xxx" and shown["versions"] == [3]
 
 
@@ -128,7 +139,7 @@ def test_a_slot_that_moved_gives_the_whole_group_back(ring: Ring) -> None:
 def test_a_sample_that_can_not_be_trained_is_dropped_and_the_others_go_back(ring: Ring) -> None:
     slots = rewarded_group(ring)
     found = claim(ring, slots, fault=lambda records: (1, "bad id"))
-    assert found == "sample 1: bad id"
+    assert isinstance(found, Malformed) and str(found) == "sample 1: bad id"
     assert states(ring, slots) == [State.REWARDED, State.FREE, State.REWARDED, State.REWARDED]
     assert ring.stats().drops == {"M": 1} or sum(ring.stats().drops.values()) == 1
 
@@ -144,7 +155,7 @@ def test_counts_that_differ_make_a_sample_malformed(ring: Ring) -> None:
 
 def test_the_culprit_of_a_group_is_dropped_wherever_it_stands(ring: Ring) -> None:
     slots = rewarded_group(ring)
-    assert claim(ring, slots, fault=lambda records: (3, "no prompt")) == "sample 3: no prompt"
+    assert str(claim(ring, slots, fault=lambda records: (3, "no prompt"))) == "sample 3: no prompt"
     assert states(ring, slots)[3] == State.FREE and states(ring, slots)[:3] == [State.REWARDED] * 3
 
 
@@ -192,7 +203,7 @@ def test_several_groups_at_once_are_what_each_alone_would_be(ring: Ring) -> None
         give_back(ring, claimed.slots)
         alone = claim(ring, slots)
         assert isinstance(alone, Claimed)
-        assert (alone.group, alone.admission, alone.records) == (claimed.group, claimed.admission, claimed.records)
+        assert (alone.group, alone.records) == (claimed.group, claimed.records)
         assert [slot for slot, _ in alone.slots] == [slot for slot, _ in claimed.slots] == slots
         assert states(ring, slots) == [State.TRAINING] * GROUP
 
@@ -207,9 +218,10 @@ def test_several_groups_are_all_given_back_if_one_is_in_the_way(trouble: str, ri
         ring.release(slot, word, State.REWARDED)
     elif trouble == "fault":
         fault = lambda records: (3, "bad")  # noqa: E731
-    assert claim_groups(ring, lines, groups, fault) is None
-    assert [states(ring, slots) for slots in groups] == [[State.REWARDED] * GROUP] * 2
-    assert isinstance(claim(ring, groups[0]), Claimed)
+    assert (claim_groups(ring, lines, groups, fault) is None) == (trouble == "moved")
+    culprit = {"malformed": GROUP, "fault": 3}.get(trouble)
+    expected = [State.FREE if at == culprit else State.REWARDED for at in range(2 * GROUP)]
+    assert states(ring, [*groups[0], *groups[1]]) == expected
 
 
 PARTS: tuple[dict[str, float], ...] = (
@@ -239,9 +251,9 @@ def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_the
 def test_the_metrics_have_the_mean_of_each_part_over_all_samples_that_have_it(tmp_path: Path) -> None:
     metrics = StepMetrics(RunPaths.of(tmp_path))
     metrics.reward_parts(PARTS)
-    assert metrics._part_means()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
+    assert metrics.ended.row()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
     metrics._clear()
-    assert metrics._part_means() == {}
+    assert "reward_parts" not in metrics.ended.row()
     metrics.close()
 
 

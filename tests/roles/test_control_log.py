@@ -55,7 +55,7 @@ class Living:
         if self.checkpoint[0]:
             self.control.load(self.checkpoint[1], self.folder)
         for record in self.records[self.checkpoint[0] :]:
-            self.control.replayed(record, self.stats(record.step))
+            self.control.step(record, self.stats(record.step), {})
         self.control.start()
 
     def stats(self, step: int) -> Any:

@@ -205,8 +205,8 @@ def test_the_shares_at_the_highest_and_the_lowest_reward_are_of_all_answers(rewa
     flat = FlatStreak()
     for reward in rewards:
         flat.add(np.full(2, reward))
-    assert (flat.answers, flat.top) == (2 * len(rewards), 2 * rewards.count(max(rewards)))
-    assert flat.bottom == 2 * rewards.count(min(rewards))
+    assert flat.answers == 2 * len(rewards)
+    assert dict(flat.counts) == {edge: 2 * rewards.count(edge) for edge in (min(rewards), max(rewards))}
 
 
 def test_a_process_started_again_knows_how_rare_usable_groups_were_and_the_rewards_there_were(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_n
     assert (row["kind"], row["step"], row["version"], row["groups"], row["tokens"]) == ("idle", 5, 6, 0, 0)
     assert (row["groups_ended"], row["samples_ended"], row["reward"], row["flat_share"]) == (3, 6, 0.0, 1.0)
     assert (row["idle_groups"], row["idle_limit"], row["idle_causes"]) == (3, 32, {"f": 3})
-    assert metrics.groups_aside == 3
+    assert metrics.ended.groups == 3
     (shown,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert shown["kind"] == "idle" and shown["completion"] == "1 2 3 and more"
 
@@ -274,8 +274,8 @@ def test_groups_that_are_set_aside_for_ever_take_no_memory_where_no_step_is_ever
         grown = -ends(100) + ends(2000)
     finally:
         tracemalloc.stop()
-    assert grown < 20_000 and metrics.groups_aside == 2100
-    assert metrics._part_means()["reward_parts"] == {"format": 1.0, "right": 0.0}
+    assert grown < 20_000 and metrics.ended.groups == 2100
+    assert metrics.ended.row()["reward_parts"] == {"format": 1.0, "right": 0.0}
     metrics.close()
 
 

@@ -76,7 +76,8 @@ class Updated(Worker):
         self.topology.limits = SimpleNamespace(ready_s=1.0)  # type: ignore[misc]
         self.activity = lambda *what: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
         self.ring.set_version_seen = lambda version: None  # type: ignore[method-assign]
-        self.segments = self.pace = SimpleNamespace(fetched=lambda s: None, updated=lambda ns: None)  # type: ignore[assignment]
+        self.segments = SimpleNamespace(fetched=lambda s: None)  # type: ignore[assignment]
+        self.pace = SimpleNamespace(row=rollout.PaceRow())  # type: ignore[assignment]
 
     def take(self, versions: int) -> int:
         """Bytes of memory after so many more."""

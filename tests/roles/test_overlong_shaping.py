@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from busrl.ring import State
-from busrl.roles.learner.groups import OverlongShaping
+from busrl.roles.learner.groups import shaped
 
 LINE = np.dtype([("state", np.uint8), ("cls", np.uint8), ("finish", np.uint8), ("reward", np.float64)])
 ENDED, CUT = 1, 2
@@ -23,15 +23,15 @@ def lines() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("shaping", "expected"),
+    ("keys", "expected"),
     [
-        (OverlongShaping(), [0.75, 0.75, 1.0, 0.75, 0.0]),
-        (OverlongShaping(truncated=0.0), [0.0, 0.75, 0.0, 0.75, 0.0]),
-        (OverlongShaping(truncated=-1.0), [-1.0, 0.75, -1.0, 0.75, 0.0]),
-        (OverlongShaping(penalty=0.5), [0.25, 0.75, 0.5, 0.75, 0.0]),
+        ({}, [0.75, 0.75, 1.0, 0.75, 0.0]),
+        ({"truncated": 0.0}, [0.0, 0.75, 0.0, 0.75, 0.0]),
+        ({"truncated": -1.0}, [-1.0, 0.75, -1.0, 0.75, 0.0]),
+        ({"penalty": 0.5}, [0.25, 0.75, 0.5, 0.75, 0.0]),
     ],
 )
-def test_only_judged_training_answers_that_the_limit_cut_are_shaping_something_else(
-    shaping: OverlongShaping, expected: list[float]
+def test_only_judged_training_answers_that_the_limit_cut_are_worth_something_else(
+    keys: dict[str, float], expected: list[float]
 ) -> None:
-    assert shaping.apply(lines())["reward"].tolist() == expected
+    assert shaped(lines(), **keys)["reward"].tolist() == expected

@@ -19,8 +19,8 @@ def lines_of(directory: Path, intervals: int) -> list[dict[str, float]]:
     before = path.stat().st_size if path.exists() else 0
     counted = Pace(directory / "pace", "rollout-0", lambda: None)
     for _ in range(intervals):
-        counted.joined += 1
-        counted.stepped(active=4, drawn=8, nanoseconds=1000)
+        counted.row.joined += 1
+        counted.stepped(active=4, drawn=8, seconds=1e-6)
     counted.close()
     return [json.loads(line) for line in path.read_bytes()[before:].splitlines()]
 

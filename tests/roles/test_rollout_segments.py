@@ -20,7 +20,7 @@ from busrl.engines.base import Finished, Request
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.actor import Doorbell
-from busrl.roles.learner.groups import Claimed, claim_group
+from busrl.roles.learner.groups import claim_groups
 from busrl.roles.rollout import Pace, Rollout
 from busrl.roles.segments import SegmentCuts
 from busrl.roles.trajectory import read_generated, read_text
@@ -304,8 +304,8 @@ def test_a_group_in_segments_leaves_the_ring_with_the_bounds_of_each(rings: list
     for at, word in ring.take(State.GENERATED, State.REWARDING, cls=None, limit=4):
         ring.set(at, word, reward=float(at))
         ring.release(at, word, State.REWARDED)
-    claimed = claim_group(ring, ring.lines(), [slot(ring, uid) for uid in range(4)], lambda records: None)
-    assert isinstance(claimed, Claimed)
+    slots = [slot(ring, uid) for uid in range(4)]
+    (claimed,) = claim_groups(ring, ring.lines(), [slots], lambda records: None)
     assert [record.segments for record in claimed.records] == [[], [4, 2], [4, 4, 2], [4, 4, 4]]
     assert [record.earlier for record in claimed.records] == [0, 4, 8, 8]
     assert [record.finish for record in claimed.records] == [EOS, EOS, EOS, LENGTH]

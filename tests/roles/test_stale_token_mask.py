@@ -53,8 +53,8 @@ def test_without_a_bound_nothing_is_old() -> None:
 
 def test_the_step_of_versions_survives_a_checkpoint() -> None:
     old, again = at(2, (0, 0), (3, 1), (4, 2)), StaleTokenMask(2)
-    again.load(old.state())
-    assert again.state() == old.state() and again.step_of(2) == 1
+    again.steps.load(old.steps.state())
+    assert again.steps.state() == old.steps.state() and again.step_of(2) == 1
 
 
 def test_the_age_of_a_token_counts_the_steps_since_its_version_was_published() -> None:
@@ -71,4 +71,4 @@ def test_what_is_left_out_becomes_context() -> None:
 def test_memory_is_bounded(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("busrl.roles.learner.step.KEPT", kept)
     old = at(2, *[(version, version) for version in range(600)])
-    assert len(old.state()) == kept
+    assert len(old.steps.state()) == kept

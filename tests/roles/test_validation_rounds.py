@@ -56,7 +56,7 @@ def test_a_round_that_is_done_is_never_due_again(
 def test_a_damaged_line_costs_its_round_another_end_and_not_the_validator(tmp_path: Path) -> None:
     path = tmp_path / "validation.jsonl"
     path.write_bytes(b'{"round":0,"mean":1}\n\xff\x00{"round":3}\n[]\n{"round":5}\n')
-    assert _finished_rounds(path) == {0, 5} and _finished_rounds(tmp_path / "none") == set()
+    assert _finished_rounds(path).keys() == {0, 5} and not _finished_rounds(tmp_path / "none")
 
 
 def test_where_groups_are_counted_the_newest_round_is_given() -> None:

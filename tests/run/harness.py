@@ -15,9 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from busrl.errors import RingError
 from busrl.ledger.audit import AuditReport, audit
 from busrl.paths import SHM, RunPaths
-from busrl.ring import Process, Ring, RingError
+from busrl.ring import Process, Ring
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [

@@ -16,7 +16,8 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
-from busrl.ring import Fates, OfdLock, Process, Ring, RingError
+from busrl.errors import RingError
+from busrl.ring import Fates, OfdLock, Process, Ring
 
 DEADLY = 3  # a member of the very first group
 REROLL = DEADLY + 8  # uid + G

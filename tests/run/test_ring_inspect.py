@@ -12,9 +12,9 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from harness import ROOT
@@ -22,10 +22,11 @@ from harness import ROOT
 from busrl.cli.command import main
 from busrl.config import Topology, load
 from busrl.data import JsonlStream
+from busrl.files import LineFile
 from busrl.ledger.errors import record_error
-from busrl.ledger.openbin import DrawsLog, OpenSlot, write_open
+from busrl.ledger.openbin import OpenSlot, put_back, write_open
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLog
+from busrl.ledger.trainlog import TrainLine
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
@@ -89,8 +90,8 @@ class Made:
         )])
         with Wal(self.paths.wal, sync=False) as wal:
             wal.append(record)
-        log = TrainLog(self.paths.train_log)
-        log.append(record)
+        log = LineFile(self.paths.train_log)
+        log.append(msgspec.json.encode(TrainLine.of(record)))
         log.close()
         self.fates.store(sample, "T")
 
@@ -168,8 +169,8 @@ def test_an_accident_and_its_re_roll_name_each_other(made: Made) -> None:
 def test_a_replayed_step_is_said_once_and_one_that_was_taken_back_as_such(made: Made) -> None:
     made.train(20, step=3)
     made.train(36, step=4)
-    log = TrainLog(made.paths.train_log)
-    log.append_step(3, 3, "count", [SimpleNamespace(uid=20, attempt=1, prompt_crc=0)])
+    log = LineFile(made.paths.train_log)
+    log.append(msgspec.json.encode(TrainLine(step=3, version=3, cause="count", samples=[(20, 1, 0)])))
     log.close()
     assert made.inspect(20).count("trained its attempt 1") == 1
     assert "step      3 (version 3, count) trained its attempt 1; replayed 1×, counted once" in made.inspect(20)
@@ -200,9 +201,7 @@ def test_samples_of_a_dead_worker_are_named_with_the_takeover(made: Made) -> Non
 def test_put_backs_open_slots_and_samples_in_no_slot_are_told(made: Made) -> None:
     made.fates.reserve(9)
     made.fates.store(8, "D")
-    log = DrawsLog(made.paths.draws)
-    log.put_back([8], "the run was started without a ring")
-    log.close()
+    put_back(made.paths.draws, [8], "the run was started without a ring")
     write_open(made.paths.open_bin, [OpenSlot(8, int(State.QUEUED), 6)])
     text = made.inspect(8)
     assert "the run was started without a ring" in text and "was QUEUED in slot 6 when the run ended in order" in text

@@ -91,7 +91,7 @@ def test_a_worker_that_waits_for_its_first_weights_ends_when_it_is_asked_to() ->
 ENDING = """
 import atexit, os, signal, sys, types
 role = types.ModuleType("busrl.roles.keeper")
-role.main = lambda run_dir, name: 0
+role.Keeper = lambda run_dir, name: types.SimpleNamespace(main=lambda: 0)
 sys.modules["busrl.roles.keeper"] = role
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid(), write=os.write):  # when the interpreter is already ending

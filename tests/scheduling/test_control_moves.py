@@ -83,10 +83,10 @@ def test_an_explicit_window_is_kept_and_one_above_the_buffer_is_refused() -> Non
 
 
 def test_the_trigger_takes_new_thresholds_between_steps_and_refuses_nonsense() -> None:
-    from busrl.scheduling.trigger import Moment, Trigger
+    from busrl.scheduling.trigger import Trigger
 
     trigger = Trigger(4)
     trigger.set(2, 0.5)
-    assert trigger.cause(Moment(groups=2, now=0.0)) == "count"
+    assert trigger.cause(2, 0.0) == "count"
     with pytest.raises(ValueError, match="n_min = 0"):
         trigger.set(0, 1.0)

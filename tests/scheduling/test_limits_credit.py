@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.admission import Admission, Room, kept_back
+from busrl.scheduling.admission import Admission, Room
 from busrl.scheduling.limits import derive
 
 G = 4
@@ -48,10 +48,6 @@ def test_the_bound_follows_from_b_and_w_for_every_topology(n_min: int, staleness
     assert limits.max_age is not None and limits.max_age <= staleness
     assert n_min <= limits.B and limits.W >= 1
     assert f"{limits.B} + {limits.W} = {limits.B + limits.W}" in limits.explain()[0]
-
-
-def test_a_class_with_a_reserve_keeps_what_is_left_of_it() -> None:
-    assert (kept_back(reserve=16, in_use=5), kept_back(reserve=16, in_use=20)) == (11, 0)
 
 
 def room(admission: Admission, ring: Any, **words: int) -> Room:

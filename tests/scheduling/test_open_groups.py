@@ -90,16 +90,16 @@ def finish(ring: Any, slot: int, tokens: int, state: int = GENERATED) -> None:
 def test_every_finished_answer_is_given_once_also_when_it_was_trained_between_two_looks(ring: Any) -> None:
     answers = FinishedAnswers()
     slots = [ring.put(3, member) for member in range(G)]
-    assert len(answers.look(ring.lines).uids) == 0
+    assert len(answers.look(ring.lines)[0]) == 0
     finish(ring, slots[1], 7)
     finish(ring, slots[2], 9, FREE)
-    found = answers.look(ring.lines)
-    assert dict(zip(found.uids.tolist(), found.tokens.tolist())) == {uid_of(3, 0, 1, G): 7, uid_of(3, 0, 2, G): 9}
+    uids, tokens = answers.look(ring.lines)
+    assert dict(zip(uids.tolist(), tokens.tolist())) == {uid_of(3, 0, 1, G): 7, uid_of(3, 0, 2, G): 9}
     for state in (REWARDING, REWARDED, TRAINING, FREE):
         finish(ring, slots[1], 7, state)
-        assert len(answers.look(ring.lines).uids) == 0
+        assert len(answers.look(ring.lines)[0]) == 0
     finish(ring, ring.put(5, 0), 4)  # into the slot that came free
-    assert answers.look(ring.lines).tokens.tolist() == [4]
+    assert answers.look(ring.lines)[1].tolist() == [4]
 
 
 def test_accidents_partial_answers_and_validation_are_no_finished_answers(ring: Any) -> None:
@@ -107,7 +107,7 @@ def test_accidents_partial_answers_and_validation_are_no_finished_answers(ring: 
     ring.end(ring.put(0, 0, state=GENERATING), "P")
     ring.put(0, 1, segs=1)
     finish(ring, ring.put(0, 2, cls=1), 5)
-    assert len(answers.look(ring.lines).uids) == 0
+    assert len(answers.look(ring.lines)[0]) == 0
 
 
 # -- what a policy makes of it --------------------------------------------------------------------------------------

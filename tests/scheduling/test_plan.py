@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.scheduling.admission import Staleness, age
+from busrl.scheduling.admission import Staleness, ages
 from busrl.scheduling.groups import NOT_STARTED
 from busrl.scheduling.limits import derive
-from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, Moment, SetAside, Trigger, Wait, look
+from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger, Wait, look
 
 G = 4
 GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
@@ -41,7 +41,7 @@ def test_flat_and_incomplete_groups_are_set_aside_and_the_window_moves_past_them
         for attempt in (0, 1):
             ring.end(ring.put(1, member, attempt=attempt), "H")
     ring.put_group(2, GOOD)
-    assert decide(plan(), ring) == [SetAside(0, "f"), SetAside(1, "i"), Claim((2,)), Wait("groups", ready=1)]
+    assert decide(plan(), ring) == [SetAside(0, "f"), SetAside(1, "i"), Claim((2,)), Wait("groups")]
 
 
 def test_a_group_that_a_killed_learner_had_begun_to_set_aside_keeps_its_reason(ring: Any) -> None:
@@ -52,7 +52,7 @@ def test_a_group_that_a_killed_learner_had_begun_to_set_aside_keeps_its_reason(r
 def test_streaming_claims_what_is_ready_and_fires_at_the_count(ring: Any) -> None:
     for draw in range(3):
         ring.put_group(draw, GOOD)
-    assert decide(plan(4), ring) == [Claim((0, 1, 2)), Wait("groups", ready=3)]
+    assert decide(plan(4), ring) == [Claim((0, 1, 2)), Wait("groups")]
     assert decide(plan(2), ring) == [Claim((0, 1)), Fire(Cause.COUNT, (0, 1))]
     assert decide(plan(3), ring, claimed=(2,)) == [Claim((0, 1)), Fire(Cause.COUNT, (2, 0, 1))]
     assert decide(plan(3), ring, claimed=(2, 0, 1)) == [Fire(Cause.COUNT, (2, 0, 1))]
@@ -61,7 +61,7 @@ def test_streaming_claims_what_is_ready_and_fires_at_the_count(ring: Any) -> Non
 def test_without_streaming_everything_is_claimed_at_firing_in_the_order_of_draws(ring: Any) -> None:
     for draw, admission in ((7, 0), (3, 1), (5, 2)):
         ring.put_group(draw, GOOD, admission=admission)
-    assert decide(plan(4, streaming=False), ring) == [Wait("groups", ready=3)]
+    assert decide(plan(4, streaming=False), ring) == [Wait("groups")]
     assert decide(plan(3, streaming=False), ring) == [Claim((3, 5, 7)), Fire(Cause.COUNT, (3, 5, 7))]
 
 
@@ -70,13 +70,13 @@ def test_a_ready_group_beyond_the_window_waits_for_the_group_that_blocks_it(ring
     ring.put(0, 0, state=GENERATING)
     for draw in (1, 2, 3, 4, 5):
         ring.put_group(draw, GOOD)
-    assert decide(it, ring) == [Claim((1, 2)), Wait("window", 0, 0, 3)]
+    assert decide(it, ring) == [Claim((1, 2)), Wait("window", 0)]
 
 
 def test_a_group_in_the_hands_of_a_dead_learner_is_neither_ready_nor_passed_over(ring: Any) -> None:
     ring.put_group(0, GOOD)
     ring.lines["state"][0] = TRAINING
-    assert decide(plan(1), ring) == [Wait("groups", 0, 0, 0)]
+    assert decide(plan(1), ring) == [Wait("groups", 0)]
 
 
 def test_time_fires_with_the_floor_and_never_without_arrivals(ring: Any) -> None:
@@ -85,7 +85,7 @@ def test_time_fires_with_the_floor_and_never_without_arrivals(ring: Any) -> None
     assert it.trigger.deadline_s(10.2) == pytest.approx(0.3)
     assert decide(it, ring, now=99.0) == [Wait("admission")]
     ring.put_group(0, GOOD)
-    assert decide(it, ring, now=10.4)[-1] == Wait("groups", ready=1)
+    assert decide(it, ring, now=10.4)[-1] == Wait("groups")
     assert decide(it, ring, now=10.5) == [Claim((0,)), Fire(Cause.TIME, (0,))]
 
 
@@ -104,7 +104,7 @@ def test_under_wait_a_full_step_waits_for_the_group_that_it_would_leave_too_old(
     for draw in (1, 2):
         ring.put_group(draw, GOOD, step=3)
     waits, drops = plan(1), plan(1, over_age="drop")
-    assert decide(waits, ring, claimed=(1,), step=3) == [Wait("staleness", 0, 0, 1)]
+    assert decide(waits, ring, claimed=(1,), step=3) == [Wait("staleness", 0)]
     assert decide(drops, ring, claimed=(1,), step=3) == [Fire(Cause.COUNT, (1,))]
 
 
@@ -127,7 +127,7 @@ def test_a_sync_round_fires_when_all_of_it_has_ended_with_what_is_usable(ring: A
     ring.put_group(0, FLAT, admission=1)
     assert decide(it, ring, next_admission=2)[-1].reason == "round"
     running = ring.put(1, 0, state=GENERATING, admission=2)
-    assert decide(it, ring, next_admission=3)[-1] == Wait("round", 1, 2, 1)
+    assert decide(it, ring, next_admission=3)[-1] == Wait("round", 1)
     ring.end(running, "e")
     assert decide(it, ring, next_admission=3)[-2:] == [Claim((2,)), Fire(Cause.ROUND, (2,))]
 
@@ -142,7 +142,7 @@ def test_a_sync_round_without_a_usable_group_makes_no_step(ring: Any) -> None:
 def test_at_the_end_the_rest_is_trained_once_nothing_is_on_its_way(ring: Any) -> None:
     ring.put_group(0, GOOD)
     running = ring.put(1, 0, state=GENERATING)
-    assert decide(plan(4), ring, draining=True)[-1] == Wait("groups", 1, 1, 1)
+    assert decide(plan(4), ring, draining=True)[-1] == Wait("groups", 1)
     ring.end(running, "e")
     assert decide(plan(4), ring, draining=True)[-1] == Fire(Cause.DRAIN, (0,))
 
@@ -159,12 +159,12 @@ def test_window_choice_is_by_admission_and_names_the_anchor() -> None:
 
 
 def test_age_counts_steps_and_a_group_that_has_not_begun_has_none() -> None:
-    assert (age(3, 5), age(5, 5), age(NOT_STARTED, 5)) == (2, 0, 0)
+    assert ages(np.array([3, 5, NOT_STARTED]), 5).tolist() == [2, 0, 0]
 
 
 def test_the_trigger_never_fires_on_nothing_and_refuses_nonsense() -> None:
     trigger = Trigger(1, t_max_s=1.0)
     assert trigger.n_floor == 1
-    assert trigger.cause(Moment(groups=0, now=1e9, draining=True, round_full=True)) is None
+    assert trigger.cause(0, 1e9, draining=True, round_full=True) is None
     with pytest.raises(ValueError, match="n_min = 0"):
         Trigger(0)

@@ -22,8 +22,7 @@ from busrl.scheduling.lengths import (
     make_predictor,
 )
 from busrl.scheduling.lengths.base import Evidence, Level, PromptTable, key_of
-from busrl.scheduling.lengths.blend import Stack
-from busrl.scheduling.lengths.history import Neighbours
+from busrl.scheduling.lengths.history import Neighbours, Stack
 from busrl.scheduling.lengths.learned import COUNTS, HASHED, Ridge, features
 
 LEARNING = ("learned", "history", "blend")

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from busrl.ring import LAYOUT, BadTensor, FateRefused, Fates, Ring, RingMismatch, SlotTooSmall, State
+from busrl.errors import BadTensor, FateRefused, RingMismatch, SlotTooSmall
+from busrl.ring import LAYOUT, Fates, Ring, State
 
 HEADER, SLOTS, SLOT_BYTES, PROCESSES = 0x2000, 2, 256, 4
 CRC_AT = 0x78

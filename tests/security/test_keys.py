@@ -167,7 +167,7 @@ def test_the_default_directory_follows_the_users_configuration(tmp_path, monkeyp
 def test_try_says_whether_a_broker_lets_a_client_in(broker, tmp_path, capsys):
     file = keys.client_file(broker.keys, "laptop")
     code, out, _ = run(capsys, "keys", "try", broker.endpoint, file)
-    assert code == 0 and "let in after" in out
+    assert code == 0 and "accepted after" in out
     kept = tmp_path / "kept.key_secret"
     kept.touch(0o600)
     kept.write_text(file.read_text())

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from busrl.cli import main
-from busrl.config import load, sketch
+from busrl.config import load, load_for_simulation
 from busrl.config.schema import Simulate
 from busrl.data.trace import Task, write
 from busrl.errors import NoSuchRun, UserError
 from busrl.simulate.fit import fit, nonnegative
-from busrl.simulate.settings import Asked, make
+from busrl.simulate.settings import make
 from busrl.simulate.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_a_fitted_run_can_be_simulated_with_other_settings(recorded: Path) -> No
     fitted = fit(recorded)
     topology = load(ROOT / "configs" / "quickstart.toml", ["learner.trigger.n_min=8", "groups.size=4",
                                                            f"data.train={fitted.topology.data.train}"])
-    setting = make(topology, Asked(steps=10, actors=3), fitted)
+    setting = make(topology, fitted, steps=10, actors=3)
     found = World(topology, setting.times, setting.answers, actors=3, steps=10, seed=0).run()
     assert found.steps == 10
     assert 1 <= found.length_drawn <= 40
@@ -181,10 +181,10 @@ def test_steps_of_one_size_still_tell_what_a_token_costs(recorded: Path) -> None
 def test_keys_that_are_set_override_the_fit_and_no_others(recorded: Path) -> None:
     fitted = fit(recorded)
     default = str(Simulate().row_s)
-    found = sketch(
+    topology, written = load_for_simulation(
         ROOT / "configs" / "quickstart.toml", ["simulate.step_spread=0.3", f"simulate.row_s={default}", "groups.size=4"]
     )
-    times = make(found.topology, Asked(steps=1), fitted, found.written).times
+    times = make(topology, fitted, written, steps=1).times
     assert (times.step_spread, times.row_s, times.step_s) == (0.3, float(default), fitted.times.step_s)
     assert times.source["row_s"] == times.source["step_spread"] == "set in [simulate]"
     assert times.source["step_s"] == "fitted, run"

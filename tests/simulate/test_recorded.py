@@ -14,7 +14,7 @@ from busrl.launch.summary import ResidenceTimes
 from busrl.quickstart import ensure
 from busrl.roles import rollout
 from busrl.simulate.fit import fit
-from busrl.simulate.settings import Asked, make
+from busrl.simulate.settings import make
 from busrl.simulate.world import World
 
 
@@ -34,11 +34,11 @@ def test_pace_writes_intervals_whose_parts_do_not_exceed_the_wall_time(
 ) -> None:
     monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)
     counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: None)
-    begun = time.monotonic_ns()
-    counted.joined += 3
-    counted.updated(1000)
-    counted.stepped(4, 12, max(1, (time.monotonic_ns() - begun) // 2))
-    counted.idled(0)
+    begun = time.monotonic()
+    counted.row.joined += 3
+    counted.row.updates += 1
+    counted.stepped(4, 12, (time.monotonic() - begun) / 2)
+    counted.write_when_due()
     counted.close()
     one, two = (json.loads(line) for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
     assert (one["steps"], one["tokens"], one["joined"], one["updates"]) == (3, 12, 3, 1)
@@ -52,8 +52,8 @@ def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
     monkeypatch.setattr(rollout, "PACE_EVERY_S", 0.0)
     told = iter([Statistics(4, 0, False, 0), Statistics(4, 1, False, 7, errors=2)])
     counted = rollout.Pace(tmp_path / "pace", "rollout-0", lambda: next(told))
-    counted.stepped(4, 4, 1)
-    counted.idled(0)
+    counted.stepped(4, 4, 1e-9)
+    counted.write_when_due()
     counted.close()
     one, two = (json.loads(line)["engine"] for line in (tmp_path / "pace" / "rollout-0.jsonl").read_text().splitlines())
     assert (one["errors"], two["errors"], two["waiting"], two["version"]) == (0, 2, 1, 7)
@@ -72,7 +72,7 @@ def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     assert sum(map(sum, (group.lengths for group in fitted.groups))) > 0
     assert 0 < fitted.times.step_s + fitted.times.row_s < 1
     assert 0 < fitted.times.reward_s < 5
-    setting = make(fitted.topology, Asked(), fitted)
+    setting = make(fitted.topology, fitted)
     found = World(fitted.topology, setting.times, setting.answers, actors=1, steps=12).run()
     # No figure of speed is compared here: the machine is busy with other tests. Lengths must be those of the run.
     measured = sum(row["length_ended"] * row["samples_ended"] for row in rows) / trained

@@ -62,9 +62,8 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     assert not np.isin(fates, list(ACCIDENTS)).any()
     ended = found.samples_trained + 4 * sum(found.set_aside.values())
     assert int((fates != 0).sum()) == still + ended
-    assert world.counts.generated == sum(map(sum, (world.lengths[d] for d in world.groups))) - _unmade(world) + _made(
-        world
-    )
+    lacking = sum(sum(group.lengths) for group in world.groups.values()) - _unmade(world)
+    assert world.counts.generated == lacking + _made(world)
 
 
 def _unmade(world: Any) -> int:
@@ -74,7 +73,7 @@ def _unmade(world: Any) -> int:
 
 def _made(world: Any) -> int:
     """Tokens of all groups that ended."""
-    return int(sum(world.counts.drawn)) - sum(map(sum, (world.lengths[d] for d in world.groups)))
+    return int(sum(world.counts.drawn)) - sum(sum(group.lengths) for group in world.groups.values())
 
 
 def test_one_actor_and_fixed_lengths_give_the_closed_form(checked: Make) -> None:

@@ -47,8 +47,3 @@ class Checked(World):
         assert len(self.ring.free) == int((self.ring.state == 0).sum())
         assert sum(actor.active for actor in self.actors.all) == int((self.ring.state == 3).sum())
         assert all(actor.active <= self.actors.rows for actor in self.actors.all)
-
-    def _forget(self, draws: set[int]) -> None:
-        for draw in draws:
-            assert draw in self.groups, f"group {draw} ended twice"
-        super()._forget(draws)

@@ -207,8 +207,8 @@ MUTANTS: dict[str, tuple[Any, str, Any, Any]] = {
     ),
     "n instead of n - 1 under the root": (
         advantages,
-        "_spread",
-        lambda values: values.std(correction=0),
+        "group_std",
+        lambda rewards, lengths: (torch.tensor(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-6),
         group_advantage,
     ),
     "equal rewards are not flat": (advantages, "is_flat", lambda rewards: False, group_advantage),

@@ -138,5 +138,5 @@ def test_entropy_and_ratios_are_told_over_all_trained_tokens_mastered_or_not(lab
 
 def test_a_sample_that_is_all_context_is_a_fault(lab: Any) -> None:
     sample = lab.samples()[0]
-    told = replace(sample, context=len(sample.token_ids)).fault(1000)
+    told = replace(sample, context=len(sample.token_ids)).fault()
     assert told is not None and "at least one must be left to train" in told

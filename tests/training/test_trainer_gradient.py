@@ -100,19 +100,18 @@ def test_neither_the_cut_nor_the_order_nor_the_calls_change_the_gradient(
 def test_what_stands_in_the_padding_changes_nothing(
     lab: Any, apart: Any, kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from busrl.training import batch, forward
+    from busrl.training import forward
 
     samples = lab.samples()
     advantages = lab.advantages(len(samples))
     clean, _ = lab.step(lab.trainer(kind, way, micro_batch_tokens=10**6), [(samples, advantages)])
     good = forward.pad
 
-    def dirty(part: Any) -> batch.Padded:
-        padded = good(part)
+    def dirty(part: Any) -> Any:
+        ids, rows, columns = good(part)
         lengths = torch.tensor([sample.length for sample in part])
-        ids = torch.where(torch.arange(padded.ids.shape[1]) < lengths[:, None], padded.ids, 17)
-        wider = torch.cat([ids, torch.full((len(part), 5), 3)], 1)
-        return batch.Padded(wider, padded.rows, padded.columns)
+        ids = torch.where(torch.arange(ids.shape[1]) < lengths[:, None], ids, 17)
+        return torch.cat([ids, torch.full((len(part), 5), 3)], 1), rows, columns
 
     monkeypatch.setattr(forward, "pad", dirty)
     padded, _ = lab.step(lab.trainer(kind, way, micro_batch_tokens=10**6), [(samples, advantages)])

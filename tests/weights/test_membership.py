@@ -16,7 +16,7 @@ from members import BUCKET, PATIENCE_S, Child, engine, learner, members, settle,
 
 from busrl.weights.base import GroupCallbacks, GroupChange
 from busrl.weights.broadcast.group import ControlConnection
-from busrl.weights.broadcast.sender import BroadcastSender, Phase
+from busrl.weights.broadcast.sender import BroadcastSender
 
 TIMEOUT_S = 6.0
 Start = Callable[..., Child]
@@ -138,8 +138,8 @@ def test_engines_outlive_a_learner_that_falls_and_follow_the_next_one(
 
 def test_the_names_of_phase_and_seconds_are_in_what_is_said_of_a_silent_member(scene: Scene, start: Start) -> None:
     """A member that says hello and then nothing: only the deadline of the roll call finds it."""
-    mute = ControlConnection.to(scene.file.read_text(), TIMEOUT_S)
-    mute.send({"say": "join", "secret": scene.file.read_text().partition("/")[2], "name": "mute", "pid": 1, "have": -1})
+    mute = ControlConnection.to(scene.file)
+    mute.send({"say": "join", "name": "mute", "pid": 1, "have": -1})
     other = start(engine, str(scene.file), "b", TIMEOUT_S)
     scene.publish(1)
     other.until(1)
@@ -180,18 +180,6 @@ def test_a_second_process_of_a_name_takes_the_place_of_the_first(scene: Scene, s
     second.until(2)
     assert settle(scene.sender) == ["a"]
     assert not first.pipe.poll(0.2), "the first is out, and does not fight for its name"
-
-
-def test_who_does_not_know_the_secret_is_turned_away(scene: Scene) -> None:
-    connection = ControlConnection.to(scene.file.read_text(), TIMEOUT_S)
-    connection.send({"say": "join", "secret": "0" * 32, "name": "a", "pid": 1, "have": -1})
-    with pytest.raises(ConnectionError):
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            connection.read()
-            threading.Event().wait(0.01)
-    assert scene.sender.phase is Phase.WAITING and members(scene.sender) == []
-    connection.close()
 
 
 def wait_for_group(scene: Scene, *names: str) -> None:

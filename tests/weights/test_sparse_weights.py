@@ -23,6 +23,7 @@ from busrl.weights.shm import ShmReceiver, ShmSender
 from busrl.weights.sparse import FrameError, Shadow, apply, pack, split, unpack
 from busrl.weights.tensors import Manifest
 
+MANY = 1 << 30  # versions between two full ones
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex128]
 SHAPES = [(40, 7), (), (0, 3), (130,), (64,)]
 Named = dict[str, torch.Tensor]
@@ -82,7 +83,7 @@ def test_frames_lead_to_the_very_bits(rounds: list[list[tuple[int, int, bytes]]]
     manifest = Manifest.of(sent)
     block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
     manifest.gather(sent, block)
-    shadow, here, sums = Shadow(manifest, block, 1.0, checksum=True), copy_of(sent), [0] * len(sent)
+    shadow, here, sums = Shadow(manifest, block, 1.0, MANY, checksum=True), copy_of(sent), [0] * len(sent)
     for version, changes in enumerate(rounds, 1):
         edit(sent, changes)
         data = shadow.frame(sent, version - 1, version, version, 1 << 30)
@@ -100,7 +101,7 @@ def test_a_frame_with_any_flipped_bit_is_refused_before_anything_is_written(plac
     manifest = Manifest.of(sent)
     block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
     manifest.gather(sent, block)
-    shadow, here = Shadow(manifest, block, 1.0), copy_of(sent)
+    shadow, here = Shadow(manifest, block, 1.0, MANY), copy_of(sent)
     edit(sent, [(k, 3, bytes(range(16))) for k in range(7)])
     data = bytearray(shadow.frame(sent, 1, 2, 20, 1 << 30) or b"")
     data[place % len(data)] ^= 1 << bit
@@ -113,7 +114,7 @@ def test_a_frame_with_any_flipped_bit_is_refused_before_anything_is_written(plac
 def test_a_frame_on_another_base_is_found_out() -> None:
     sent = {"w": torch.zeros(100), "v": torch.zeros(4)}
     manifest = Manifest.of(sent)
-    shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 1.0)
+    shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 1.0, MANY)
     sent["w"][5] = 1.0
     data = shadow.frame(sent, 1, 2, 20, 1 << 30)
     assert data is not None
@@ -136,7 +137,7 @@ def test_an_index_beyond_the_tensor_and_a_part_beyond_the_manifest_are_refused()
 def test_more_changes_than_the_threshold_are_sent_in_full_and_the_shadow_stays_as_it_was() -> None:
     sent = {"w": torch.zeros(1000)}
     manifest = Manifest.of(sent)
-    shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 0.1)
+    shadow = Shadow(manifest, torch.zeros(manifest.nbytes, dtype=torch.uint8), 0.1, MANY)
     sent["w"][:100] = 1.0
     assert shadow.frame(sent, 1, 2, 2, 1 << 30) is None
     assert not shadow.block.any() and shadow.sums == [0]
@@ -160,7 +161,7 @@ def test_tensors_that_are_not_plain_memory_get_the_same_bits_and_the_same_sums(k
     manifest = Manifest.of(sent)
     block = torch.zeros(manifest.nbytes, dtype=torch.uint8)
     manifest.gather(sent, block)
-    shadow = Shadow(manifest, block, 4.0)
+    shadow = Shadow(manifest, block, 4.0, MANY)
     turned, elsewhere = {"w": sent["w"].t().contiguous().t()}, copy_of(sent)
     edit(sent, [(0, place, bytes(range(240, 256))) for place in (1, 7, 22)])
     frame = unpack(np.frombuffer(shadow.frame(sent, 1, 2, 2, 1 << 30) or b"", np.uint8))

@@ -90,8 +90,10 @@ class Crowd:
 def settings_of(tmp_path: Path, transport: str, sparse: bool) -> Settings:
     segment = f"/dev/shm/busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
     folders = str(tmp_path / "published") if transport == FOLDERS else ""
-    return Settings(transport, segment, str(tmp_path / "store"), 6.0, sparse=sparse, key_every=8, checksum=sparse,
-                    folders=folders)
+    return Settings(
+        transport, segment, str(tmp_path / "store"), 6.0, threshold=0.1 * sparse, key_every=8, checksum=sparse,
+        folders=folders,
+    )
 
 
 def held() -> tuple[int, int, int]:

@@ -87,7 +87,7 @@ class Loop:
     def supply(self) -> None:
         if self.scanned:
             view = self.scanner.scan(self.lines)
-            self.unopened = view.unopened_draws(self.waiting + LOOK)
+            self.unopened = view.unopened(self.waiting + LOOK)
         self.policy.offer(self.stream.candidates(self.policy.missing(self.unopened)))
 
     def look(self) -> int:

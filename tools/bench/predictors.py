@@ -254,8 +254,8 @@ def rivals(tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
 
 def ceilings(seed: int, prompts: int = 4000) -> dict[str, float]:
     """Kendall's tau on the default trace of one who knows all that the text says, and the spreads."""
-    random, shape, effect = np.random.default_rng(seed), Shape(), tracemaker._Standard(tracemaker._effects())
-    text = np.array([effect(tracemaker._prompt(random)[2]) for _ in range(prompts)])
+    random, shape, (mean, deviation) = np.random.default_rng(seed), Shape(), tracemaker._effects()
+    text = np.array([(tracemaker._prompt(random)[2] - mean) / deviation for _ in range(prompts)])
     logs = np.log([tracemaker._lengths(random, shape, one) for one in text])
     known = np.log(shape.median) + shape.spread.text * text
     noise = shape.spread.member**2 / shape.spread.prompt**2

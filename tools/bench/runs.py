@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from busrl.errors import RingError
 from busrl.paths import RunPaths
-from busrl.ring import Process, Ring, RingError, State, owner_of
+from busrl.ring import Process, Ring, State, owner_of
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -208,7 +208,7 @@ def one_size(mb: float, args: argparse.Namespace) -> dict[str, Any]:
     for transport in ("shm", "broadcast"):
         for sparse in (False, True):
             # A key frame among the rounds would be a full update among the sparse ones.
-            more: dict[str, Any] = {"sparse": True, "key_every": 65536} if sparse else {}
+            more: dict[str, Any] = {"threshold": 0.1, "key_every": 65536} if sparse else {}
             with tempfile.TemporaryDirectory() as folder:
                 rig = Rig(transport, mb, args.dtype, args.peers, Path(folder), **more)
                 share = args.changed if sparse else 1.0

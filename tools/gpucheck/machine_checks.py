@@ -29,10 +29,9 @@ PACKAGES = ("torch", "transformers", "numpy", "pyzmq", "msgspec", "safetensors",
 def machine(context: Context) -> None:
     """Names and sizes, for the report."""
     device = devices.choose(context.device)
-    memory = devices.memory(device)
-    context.figure("device", devices.name_of(device))
+    context.figure("device", name_of(device))
     context.figure("identity", devices.identity(device).split(":")[0])
-    context.figure("device memory GB", memory.total / GIGA)
+    context.figure("device memory GB", memory_of(device)[1] / GIGA)
     context.figure("devices", torch.accelerator.device_count() if device.type != "cpu" else 0)
     context.figure("host", f"{platform.machine()}, {os.cpu_count()} cores, {_host_gb():.0f} GB")
     context.figure("python", platform.python_version())
@@ -43,6 +42,21 @@ def machine(context: Context) -> None:
     context.figure("commit", _commit() or "unknown")
 
 
+def name_of(device: torch.device) -> str:
+    """The model of the device: "NVIDIA H200", "CPU"."""
+    return "CPU" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free and bytes in all; on a CPU those of the host."""
+    if device.type != "cpu":
+        free, total = torch.get_device_module(device).mem_get_info(device)
+        return int(free), int(total)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return found["MemAvailable"], found["MemTotal"]
+
+
 def _commit() -> str:
     with suppress(OSError):
         asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -51,7 +65,7 @@ def _commit() -> str:
 
 
 def _host_gb() -> float:
-    return devices.memory(torch.device("cpu")).total / GIGA
+    return memory_of(torch.device("cpu"))[1] / GIGA
 
 
 def bandwidth(context: Context) -> None:

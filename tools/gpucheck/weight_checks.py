@@ -15,6 +15,7 @@ from busrl.weights.factory import Settings, make_sender
 from busrl.weights.shared import OneCopySender
 from gpucheck import shapes
 from gpucheck.frame import GIGA, Context, Peer, Skipped, peer
+from gpucheck.machine_checks import memory_of, name_of
 from gpucheck.peers import sums
 
 DTYPE = torch.bfloat16
@@ -28,7 +29,7 @@ def _paths(context: Context) -> tuple[Path, Path]:
 
 def _settings(context: Context, transport: str) -> Settings:
     segment, folder = _paths(context)
-    return Settings(transport=transport, segment=str(segment), address_file=str(folder / "weights.store"), timeout_s=60)
+    return Settings(transport=transport, segment=str(segment), address_file=str(folder / "cast.sock"), timeout_s=60)
 
 
 def _need(context: Context, size: str, device_copies: int, shared_copies: int) -> int:
@@ -36,9 +37,9 @@ def _need(context: Context, size: str, device_copies: int, shared_copies: int) -
     device, one = devices.choose(context.device), shapes.nbytes(shapes.checkpoint_shapes(size), DTYPE)
     spare = 0 if device.type == "cpu" else 2 << 30
     for place, needed, free in (
-        (devices.name_of(device), device_copies * one + spare, devices.memory(device).free),
+        (name_of(device), device_copies * one + spare, memory_of(device)[0]),
         ("/dev/shm", shared_copies * one, _shm_free()),
-        ("the host", (shared_copies + 1) * one, devices.memory(torch.device("cpu")).free),
+        ("the host", (shared_copies + 1) * one, memory_of(torch.device("cpu"))[0]),
     ):
         if needed > free:
             raise Skipped(f"{size} needs {needed / GIGA:.1f} GB of {place}, which has {free / GIGA:.1f} GB free")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import logging
 import math
 import os
@@ -29,7 +28,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -57,7 +56,6 @@ LOG_EVERY_S = 10.0
 CANCEL_AGAIN_S = 0.02
 CALL_S = 30.0  # a call into the loop that does not wait for the server
 RETRIED_STATES = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
-FINISHES = (None, "stop", "length", "tool_calls", "function_call", "abort")
 T = TypeVar("T")
 Body = Mapping[str, Any] | None
 
@@ -72,18 +70,14 @@ def headers_of(settings: Openai) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def tools_of(settings: Openai) -> list[Any]:
+def tools_of(settings: Openai) -> list[dict[str, Any]]:
     """The tools that every chat request names, from a JSON file; none by completions."""
-    path = settings.tools if settings.endpoint == "chat" else ""
-    if not path:
+    if not settings.tools or settings.endpoint != "chat":
         return []
     try:
-        found = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"openai.tools: {path}: {problem}") from problem
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise UserError(f"openai.tools: {path}: not a list of objects, each a tool as the chat endpoint takes it")
-    return found
+        return msgspec.json.decode(Path(settings.tools).read_bytes(), type=list[dict[str, Any]])
+    except (OSError, msgspec.DecodeError) as problem:
+        raise UserError(f"openai.tools: {settings.tools}: not a list of objects, each a tool: {problem}") from problem
 
 
 # -- reading answers strictly -----
@@ -138,7 +132,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    finish_reason: str | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "abort"] | None = None
     token_ids: list[Id] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
@@ -202,16 +196,19 @@ class Sent:
     request: Request
     body: dict[str, Any]
     prompt_ids: list[int]
-    limit: int
     ids: list[int] = field(default_factory=list)
     failures: int = 0  # in a row
     failing_since: float = 0.0
-    gone: bool = False
-    attempt: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
+    attempt: asyncio.Task[None] | None = None  # to have an answer; None while none is with the server
 
     @property
     def key(self) -> int:
         return self.request.key
+
+    @property
+    def limit(self) -> int:
+        return self.request.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -285,7 +282,7 @@ class Client:
         self.version = 0
         self.model = ""
         self.errors = 0
-        self._sent: dict[int, tuple[Sent, asyncio.Task[None]]] = {}
+        self._sent: dict[int, Sent] = {}  # until they end or are dropped
         self._failing_since: float | None = None  # the first failure after which nothing succeeded
         self._succeeded = 0.0
         self._logged = 0.0
@@ -327,19 +324,15 @@ class Client:
         """Drop a request; no message about it comes once this returns."""
         self.call(self._drop(key), CALL_S, "dropping a request")
 
-    def close_gate(self) -> None:
-        """No request is with the server when this returns: messages have the tokens that arrived; later ones belong
-        to the next try."""
-        self.call(self._close_gate(), CALL_S, "stopping requests")
-
-    def hold_gate(self) -> None:
-        """No request is sent any more when this returns; those with the server continue."""
-        self.call(self._hold_gate(), CALL_S, "holding requests")
+    def close_gate(self, cut: bool = True) -> None:
+        """No request is sent any more when this returns. Those with the server continue, or are `cut`: messages have
+        the tokens that arrived; later ones belong to the next try."""
+        self.call(self._close_gate(cut), CALL_S, "stopping requests")
 
     @property
     def asking(self) -> bool:
         """Whether any request is with the server."""
-        return any(sent.attempt is not None for sent, _ in list(self._sent.values()))
+        return any(sent.attempt is not None for sent in list(self._sent.values()))
 
     def open_gate(self) -> None:
         self._loop.call_soon_threadsafe(self._gate.set)
@@ -358,12 +351,13 @@ class Client:
 
     def _start(self, requests: list[Sent]) -> None:
         for sent in requests:
-            self._sent[sent.key] = (sent, self._loop.create_task(self._serve(sent)))
+            self._sent[sent.key] = sent
+            sent.task = self._loop.create_task(self._serve(sent))
 
     async def _serve(self, sent: Sent) -> None:
         """Try until there is an end; an error becomes a message, so that no request is waited for in vain."""
         try:
-            while not sent.gone:
+            while sent.key in self._sent:
                 await self._gate.wait()
                 if self._complete(sent):  # the server only did not say so
                     self.messages.put(Message(sent.key, Part(finish="length"), self.version, ended=True))
@@ -373,7 +367,7 @@ class Client:
                     await sent.attempt
                     break
                 except asyncio.CancelledError:
-                    if sent.gone:
+                    if sent.key not in self._sent:
                         raise
                 except Failed as failure:
                     if isinstance(failure, Lost) and self.given and self._gate.is_set():
@@ -400,12 +394,6 @@ class Client:
         try:
             async with self._session.post(self._answers_url, json=self._body(sent)) as response:
                 await self._check_status(response)
-                if "text/event-stream" not in response.headers.get("Content-Type", ""):
-                    part = read(await response.read(), self.vocabulary)
-                    if part.finish is None:
-                        raise Garbage("an answer without finish_reason")
-                    self._take(sent, part)
-                    return
                 # Closed here: left to the collector it may outlive the loop that has to close it.
                 async with contextlib.aclosing(self._events(response)) as events:
                     if self.chat:
@@ -462,7 +450,11 @@ class Client:
         raise Refused(reply, response.status)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """The data of server-sent events up to [DONE]. Comments keep a connection, but are no progress."""
+        """The data of server-sent events up to [DONE], or the whole answer of a server that sends none. Comments keep a
+        connection, but are no progress."""
+        if "text/event-stream" not in response.headers.get("Content-Type", ""):
+            yield await response.read()
+            return
         rest, deadline = b"", time.monotonic() + self.settings.timeout_s
         while True:
             piece = await asyncio.wait_for(response.content.readany(), max(0.0, deadline - time.monotonic()))
@@ -482,8 +474,6 @@ class Client:
     def _take(self, sent: Sent, part: Part) -> bool:
         """Tokens came: pass them on; True if the answer ends with them. An answer that the server aborted by itself
         continues with the next try."""
-        if part.finish not in FINISHES:
-            raise Garbage(f"finish_reason {part.finish!r}")
         part = part.until(self.eos_ids)
         if len(sent.ids) + len(part.ids) > sent.limit:
             raise Garbage(f"{len(sent.ids) + len(part.ids)} tokens where {sent.limit} were asked for")
@@ -532,23 +522,18 @@ class Client:
 
     # -- the gate -----
 
-    async def _hold_gate(self) -> None:
+    async def _close_gate(self, cut: bool) -> None:
         self._gate.clear()
-
-    async def _close_gate(self) -> None:
-        self._gate.clear()
-        await _cancel([sent.attempt for sent, _ in self._sent.values() if sent.attempt is not None])
+        if cut:
+            await _cancel([sent.attempt for sent in self._sent.values()])
 
     async def _drop(self, key: int) -> None:
-        found = self._sent.pop(key, None)
-        if found is not None:
-            sent, task = found
-            sent.gone = True
-            await _cancel([task] if sent.attempt is None else [sent.attempt, task])
+        sent = self._sent.pop(key, None)
+        if sent is not None:
+            await _cancel([sent.attempt, sent.task])
 
     async def _end(self) -> None:
-        for sent, _ in self._sent.values():
-            sent.gone = True
+        self._sent.clear()
         await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
         await self._session.close()
         await self._loop.shutdown_default_executor()  # names are looked up there
@@ -589,10 +574,11 @@ class Client:
             await asyncio.sleep(wait_s)
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(given: Iterable[asyncio.Task[Any] | None]) -> None:
     """Cancel until all have ended: `asyncio.wait_for` loses a cancellation that comes together with its result."""
+    tasks = [task for task in given if task is not None]
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-    await asyncio.gather(*tasks, return_exceptions=True)  # what they raised is of no interest any more
+    await asyncio.gather(*tasks, return_exceptions=True)  # takes what they raised

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ import numpy as np
 from busrl.config.machine import vocabulary_size
 from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, PartialAnswer, Pause, Request, Statistics
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
-from busrl.engines.openai.weights import PREFIX, FixedReceiver, Restore, ServerWeights
+from busrl.engines.openai.weights import PREFIX, FixedReceiver, ServerWeights
 from busrl.engines.tokens import Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
 
@@ -71,7 +70,8 @@ class ServedEngine(Engine):
         self._chats: OrderedDict[bytes, Prompt] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # those that the next step is about
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
-        self._restore = Restore(settings.base_url, self._open, self._not_restored)
+        self._restore: threading.Thread | None = None  # gives a server that went away its version again
+        self._restoring = False
         self._opening = threading.Lock()  # a restore that ends, against a pause that begins
         self._update_limit_s = UPDATE_SHARE * update_s
         self._updating = self._lost = False  # lost: the server went away and does not have its version
@@ -96,7 +96,7 @@ class ServedEngine(Engine):
             self._running[request.key] = answer = PartialAnswer(request)
             prompt = answer.known_ids
             self._counts.prefill_tokens += len(prompt)
-            sending.append(Sent(request, self._body(request), prompt, self.room_for(request)))
+            sending.append(Sent(request, self._body(request), prompt))
         self._client.start(sending)
 
     def step(self) -> list[Finished]:
@@ -121,13 +121,11 @@ class ServedEngine(Engine):
 
     def _pause(self, how: Pause, limit_s: float) -> list[Finished]:
         with self._opening:  # first of all: a restore that ends from now on opens nothing
-            self._pauses.begin()
+            self.hold()
         if how == "wait":
             self._drain(limit_s)
-        elif how == "keep" and self._chat:
-            self._client.hold_gate()
         else:
-            self._client.close_gate()
+            self._client.close_gate(cut=how == "abort" or not self._chat)
         if how == "abort":
             self._end_now(list(self._running))
         return self._take_done()
@@ -147,10 +145,10 @@ class ServedEngine(Engine):
         """WeightsRefused for a version that cannot be used here: the one before stays. After any error requests
         continue if they ran before."""
         deadline = time.monotonic() + self._update_limit_s
-        self._restore.wait(min(self._settings.patience_s, self._update_limit_s))  # it reads files that `take` may end
+        self._wait_for_restore(min(self._settings.patience_s, self._update_limit_s))
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
         version, step, path = receiver.take()
-        paused, self._updating = self._pauses.on, True
+        paused, self._updating = self.paused, True
         try:
             self._done += self._pause("wait" if self._chat else "keep", deadline - time.monotonic())
             self._settle()
@@ -253,19 +251,16 @@ class ServedEngine(Engine):
 
     def _drain(self, limit_s: float) -> None:
         """Let the answers under way end, and none begin; PeerTimeout says how many did not end."""
-        self._client.hold_gate()
+        self._client.close_gate(cut=False)
         deadline = time.monotonic() + limit_s
         while self._client.asking:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"{self._settings.base_url}: {len(self._running)} answers under way did not end within "
                     f"{limit_s:.1f} s of a pause"
                 )
-            try:
-                self._taken.append(self._client.messages.get(timeout=min(left, MOMENT_S)))
-            except queue.Empty:
-                continue
+            with contextlib.suppress(queue.Empty):
+                self._taken.append(self._client.messages.get(timeout=MOMENT_S))
             self._settle()
         self._settle()
 
@@ -279,21 +274,40 @@ class ServedEngine(Engine):
         self._client.version = version
 
     def _begin_restore(self) -> None:
-        """If the server went away, load its version again. An update under way does that with a newer one."""
-        if not self._lost or self._loaded is None or self._restore.on or self._updating:
+        """If the server went away, load its version again, in a thread beside the role's own loop, which has to
+        continue. An update under way does that with a newer version."""
+        if not self._lost or self._loaded is None or self._restoring or self._updating:
             return
-        self._lost = False
-        version = self._loaded[0]
-        log.warning("%s went away; version %d is loaded again", self._settings.base_url, version)
-        self._restore.begin(f"version {version}", partial(self._weights.load, *self._loaded))
+        self._lost, self._restoring = False, True
+        log.warning("%s went away; version %d is loaded again", self._settings.base_url, self._loaded[0])
+        self._restore = threading.Thread(target=self._load_again, args=self._loaded, name="restore", daemon=True)
+        self._restore.start()
 
-    def _not_restored(self, problem: Exception) -> None:
-        self._client.messages.put(Message(-1, problem=problem))
+    def _load_again(self, version: int, path: Path, adapter: bool) -> None:
+        try:
+            self._weights.load(version, path, adapter)
+        except Exception as problem:
+            self._restoring = False
+            self._client.messages.put(Message(-1, problem=problem))
+        else:
+            self._restoring = False
+            self._open()
+
+    def _wait_for_restore(self, limit_s: float) -> None:
+        """It reads files that the next `take` may end, and an older version must not come last."""
+        if self._restore is None:
+            return
+        self._restore.join(limit_s)
+        if self._restore.is_alive():
+            raise PeerTimeout(
+                f"{self._settings.base_url}: version {self._loaded and self._loaded[0]}, which it lost, is still being "
+                f"loaded again after {limit_s:.1f} s more; phase: before a new version"
+            )
 
     def _open(self) -> None:
         """Let requests continue, unless there is a pause or the server still lacks its version."""
         with self._opening:
-            if not self._pauses.on and not self._restore.on:
+            if not self.paused and not self._restoring:
                 self._client.open_gate()
 
     def _only_model(self) -> str:
@@ -316,7 +330,7 @@ def make(topology: Topology, process: str) -> ServedEngine:
         topology.openai,
         tokens,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         vocabulary=vocabulary_size(folder),
         eos_ids=tokens.eos_ids,
         update_s=topology.limits.ready_s,

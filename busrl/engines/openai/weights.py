@@ -3,17 +3,12 @@
 Used by the served engine. Talks HTTP through the client. Knows nothing of requests: the engine has stopped its own
 before it calls.
 
-| `openai.update` | adapter | folder |
-|---|---|---|
-| vllm | POST /v1/load_lora_adapter, then requests name it, then the old one is unloaded | POST /pause?mode=keep, /collective_rpc reload_weights, /reset_prefix_cache, /resume |
-| sglang | POST /load_lora_adapter ... /unload_lora_adapter | POST /pause_generation, /update_weights_from_disk, /flush_cache, /continue_generation |
-
 - A server whose load failed stays paused: it never serves half of a version, and the next try loads all of it.
 - Each load has its own name: a server that keys its prefix cache by the name cannot serve stale keys. The name holds
   the run's id, so that two runs with one server do not take each other's.
 - If the server knows the name already (its answer to the first try was lost, or a process before this one loaded it)
   that adapter is dropped, and the version gets another name: what is loaded there may be older files.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -24,14 +19,13 @@ import math
 import re
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from busrl.engines.openai.client import Client
-from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
+from busrl.errors import BugError, BusrlError, PeerLost, UserError
 from busrl.weights.base import NOTHING, TensorReceiver
 
 if TYPE_CHECKING:
@@ -40,48 +34,6 @@ if TYPE_CHECKING:
 PREFIX = "busrl-"  # of the names of adapters
 CLOSE_S = 3.0
 KNOWN = re.compile(r"already (been loaded|loaded|exists)")
-
-
-class Restore:
-    """Gives a server that went away its version again, in a thread beside the role's own loop, which has to continue.
-
-    idle -> on (`begin`) -> idle: by the thread itself, before it calls `done` or `failed`, which may begin again. One
-    at a time; a new version is loaded after `wait` alone, or an older one could come last.
-    """
-
-    def __init__(self, server: str, done: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        self._server, self._done, self._failed = server, done, failed
-        self._thread: threading.Thread | None = None
-        self._what = ""
-        self.on = False
-
-    def begin(self, what: str, load: Callable[[], None]) -> None:
-        """`what` is for the error of `wait`. Not while one is on."""
-        self.on, self._what = True, what
-        self._thread = threading.Thread(target=self._run, args=(load,), name="restore", daemon=True)
-        self._thread.start()
-
-    def wait(self, limit_s: float) -> None:
-        """Until none is on; PeerTimeout after `limit_s`."""
-        if self._thread is None:
-            return
-        self._thread.join(limit_s)
-        if self._thread.is_alive():
-            raise PeerTimeout(
-                f"{self._server}: {self._what}, which it lost, is still being loaded again after {limit_s:.1f} s more; "
-                "phase: before a new version"
-            )
-        self._thread = None
-
-    def _run(self, load: Callable[[], None]) -> None:
-        try:
-            load()
-        except Exception as problem:
-            self.on = False
-            self._failed(problem)
-        else:
-            self.on = False
-            self._done()
 
 
 class FixedReceiver(TensorReceiver):
@@ -148,16 +100,15 @@ class ServerWeights:
         self._post(f"{self._routes}/load_lora_adapter", body, f"loading adapter version {version}")
         self._adapter = self._client.model = name
 
-    def _drop_adapter(self, name: str) -> None:
+    def _drop_adapter(self, name: str, once: bool = False) -> None:
         with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
-            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}")
+            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}", once)
 
     def close(self) -> None:
         """The server is not ours: nothing of the run stays in it, if it drops the adapter within `CLOSE_S`."""
         if self._adapter:
-            body, url = {"lora_name": self._adapter}, f"{self._root}{self._routes}/unload_lora_adapter"
-            with contextlib.suppress(BusrlError):
-                self._client.send("POST", url, body, "closing", time.monotonic() + CLOSE_S, once=True)
+            self._deadline = time.monotonic() + CLOSE_S
+            self._drop_adapter(self._adapter, once=True)
             self._adapter, self._client.model = "", self._base
 
     @property
@@ -186,5 +137,5 @@ class ServerWeights:
             if isinstance(found, dict) and found.get("success") is False:
                 raise PeerLost(f"{self._root} ({phase}): {found.get('message', reply)}")
 
-    def _post(self, path: str, body: Mapping[str, object] | None, phase: str) -> str:
-        return self._client.send("POST", self._root + path, body, phase, self._deadline)
+    def _post(self, path: str, body: Mapping[str, object] | None, phase: str, once: bool = False) -> str:
+        return self._client.send("POST", self._root + path, body, phase, self._deadline, once)

@@ -12,8 +12,7 @@ sampling, requests or weights arriving.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -129,8 +128,6 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         """Allocate a layer that is the next one: its shape is only known from its first keys and values."""
         if layer < len(self.keys):
             return
-        if layer != len(self.keys):
-            raise IndexError(f"cache layer {layer} came before layer {len(self.keys)}; layers must come in order")
         for stores, like in ((self.keys, keys), (self.values, values)):
             shape = (self.rows, like.shape[1], self.room, like.shape[-1])
             stores.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
@@ -150,19 +147,11 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
 # -- decoders -----
 
-class Rows(Protocol):
-    """What a decoder keeps of the sequences, row by row; see `RowCache`."""
-
-    def move(self, source: torch.Tensor, target: torch.Tensor, span: int) -> None: ...
-    def begin(self, rows: torch.Tensor) -> None: ...
-    def clear(self, rows: torch.Tensor) -> None: ...
-
-
 class Decoder(ABC):
     """A model bound to a cache. `equal_lengths`: a prefill has to be without padding."""
 
     equal_lengths = False
-    cache: Rows
+    cache: RowCache | TokenRows
 
     @abstractmethod
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
@@ -193,37 +182,33 @@ class GenericDecoder(Decoder):
     def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
         self.cache.plan_prefill(rows, source, begin, begin + ids.shape[1])
         keys = torch.arange(begin + ids.shape[1], device=ids.device)
-        positions = keys[begin:]
-        masks = self._masks(positions[None, None, :, None], keys)
-        self._base(
+        self._forward(self._base, ids, keys[begin:][None], keys)
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
+        self.cache.plan_step(positions, span)
+        keys = torch.arange(span, device=tokens.device)
+        logits: torch.Tensor = self._forward(self._model, tokens[:, None], positions[:, None], keys).logits
+        return logits[:, -1]
+
+    def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor) -> Any:
+        """Of `ids` [sequences, length] at `positions` [sequences or 1, length], over the positions `keys`."""
+        return model(
             input_ids=ids,
-            attention_mask=masks,
-            position_ids=positions[None].expand(len(ids), -1),
+            attention_mask=self._masks(positions[:, None, :, None], keys),
+            position_ids=positions.expand(len(ids), -1),
             past_key_values=self.cache,
             use_cache=True,
         )
 
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
-        self.cache.plan_step(positions, span)
-        masks = self._masks(positions[:, None, None, None], torch.arange(span, device=tokens.device))
-        logits: torch.Tensor = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=masks,
-            position_ids=positions[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits
-        return logits[:, -1]
-
-    def _masks(
-        self, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor | Mapping[str, torch.Tensor | None]:
+    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
         """Additive masks, one per kind of layer where a model has several (all positions, a sliding window)."""
-        full = self._additive(keys <= queries)
-        if self._window is None:
-            return full
-        sliding = self._additive((keys <= queries) & (keys > queries - self._window))
-        if not self._layer_types:
+        full = sliding = self._additive(keys <= queries)
+        if self._window is not None:
+            sliding = self._additive((keys <= queries) & (keys > queries - self._window))
+        return self._by_kind(full, sliding)
+
+    def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
+        if self._window is None or not self._layer_types:
             return sliding
         return {kind: sliding if "sliding" in kind else full for kind in self._layer_types}
 
@@ -326,12 +311,9 @@ class StateDecoder(GenericDecoder):
     equal_lengths = True
     cache_type = StateCache
 
-    def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
-        full = self._additive(keys <= queries)
+    def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
         if not self._layer_types:
-            return full
-        window = self._window
-        sliding = full if window is None else self._additive((keys <= queries) & (keys > queries - window))
+            return sliding
         attending = [kind for kind in self._layer_types if _attends(kind)]
         if not attending:
             return None

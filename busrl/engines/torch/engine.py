@@ -123,9 +123,9 @@ class Seats:
         self._logprobs = np.empty((capacity, max_length), np.float32)
         self._versions = np.empty((capacity, max_length), np.uint32)
 
-    def sit(self, request: Request, limit: int) -> int:
-        """Give a request of at most `limit` new tokens a seat; it has no cache row yet."""
-        seat = self.free.pop()
+    def sit(self, request: Request) -> int:
+        """Give a request a seat; it has no cache row yet."""
+        seat, limit = self.free.pop(), request.max_new_tokens
         given = np.concatenate((request.prompt_ids, request.prefix_ids))
         self._given[seat] = given
         self.key[seat] = request.key
@@ -143,25 +143,15 @@ class Seats:
 
     def cached(self, seat: int) -> Ids:
         """The tokens whose keys and values its cache row has to hold: all that are known but the last."""
-        given, produced = self._given[seat], int(self.produced[seat])
-        if not produced:
-            return given[:-1]
-        return np.concatenate((given, self._tokens[seat, : produced - 1])).astype(np.int32, copy=False)
+        known = np.concatenate((self._given[seat], self._tokens[seat, : self.produced[seat]]))
+        return known[:-1].astype(np.int32, copy=False)
 
     def close_up(self, holes: list[int]) -> tuple[list[int], list[int]]:
         """Make the rows in use the first ones again: which rows move where. `holes` are free rows, sorted."""
-        sources: list[int] = []
-        targets: list[int] = []
-        free = set(holes)
-        remaining = self.active - len(holes)
-        tail = iter(row for row in range(remaining, self.active) if row not in free)
-        for hole in holes:
-            if hole >= remaining:
-                break
-            source = next(tail)
-            sources.append(source)
-            targets.append(hole)
-            self.rows[hole] = self.rows[source]
+        remaining, free = self.active - len(holes), set(holes)
+        sources = [row for row in range(remaining, self.active) if row not in free]
+        targets = [hole for hole in holes if hole < remaining]
+        self.rows[targets] = self.rows[sources]
         self.active = remaining
         return sources, targets
 
@@ -230,7 +220,9 @@ class Prefill:
     @property
     def joining(self) -> int:
         """How many sequences have their cache after the next `fill`."""
-        return len(self._next()[0])
+        if self._long is not None:
+            return len(self._long.seats) if self._long.left <= self._budget else 0
+        return sum(map(len, self._next().values()))
 
     @property
     def in_pieces(self) -> bool:
@@ -262,37 +254,35 @@ class Prefill:
         """Compute what the budget allows; `take_row(seat)` gives a row to each that is complete. How many those are."""
         if self._long is None and not self._queue:
             return 0
-        joined, rows_of = self._next()
         if self._long is not None:
+            count = self.joining
             self._piece(self._long, take_row)
-            return len(joined)
-        for _ in joined:
-            self._queue.popleft()
-        if not joined:
+            return count
+        seats_of = self._next()
+        count = sum(map(len, seats_of.values()))
+        if not count:
             self._begin_long(take_row)
-            return 0
-        rows = [take_row(seat) for seat in joined]
-        if b"" in rows_of:
-            self._decoder.cache.begin(self._tensor([rows[k] for k in rows_of[b""]]))
-        self._batches({ids: [rows[k] for k in members] for ids, members in rows_of.items() if ids})
-        return len(joined)
+        else:
+            for _ in range(count):
+                self._queue.popleft()
+            rows_of = {ids: [take_row(seat) for seat in seats] for ids, seats in seats_of.items()}
+            if empty := rows_of.pop(b"", None):
+                self._decoder.cache.begin(self._tensor(empty))
+            self._batches(rows_of)
+        return count
 
-    def _next(self) -> tuple[list[int], dict[bytes, list[int]]]:
-        """The seats that join, and the places in that list which each different prompt (as bytes) is for."""
-        if self._long is not None:
-            return (self._long.seats if self._long.left <= self._budget else []), {}
-        joined: list[int] = []
-        rows_of: dict[bytes, list[int]] = {}
+    def _next(self) -> dict[bytes, list[int]]:
+        """The seats at the front of the queue that fit into the budget, by their prompt (as bytes)."""
+        found: dict[bytes, list[int]] = {}
         left = self._budget
         for seat in self._queue:
             ids = self._seats.cached(seat).tobytes()
-            if ids not in rows_of:
+            if ids not in found:
                 left -= len(ids) // 4
                 if left < 0:
                     break
-            rows_of.setdefault(ids, []).append(len(joined))
-            joined.append(seat)
-        return joined, rows_of
+            found.setdefault(ids, []).append(seat)
+        return found
 
     def _begin_long(self, take_row: Callable[[int], int]) -> None:
         """The first in the queue alone is over the budget: take it, and all with the same prompt."""
@@ -373,7 +363,6 @@ class TorchEngine(Engine):
         if capacity < 1:
             raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
         self._model = model.eval().requires_grad_(False)
-        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
         super().__init__(Tokens(tokenizer, eos_ids, chat), capacity, _max_length(model, max_length))
@@ -408,18 +397,18 @@ class TorchEngine(Engine):
 
     @property
     def drawing(self) -> int:
-        return 0 if self._pauses.on else self._seats.active - len(self._holes) + self._waiting.joining
+        return 0 if self.paused else self._seats.active - len(self._holes) + self._waiting.joining
 
     def _begin(self, requests: list[Request]) -> None:
         for request in requests:
             self._check(request)
         for request in requests:
-            self._running[request.key] = seat = self._seats.sit(request, self.room_for(request))
+            self._running[request.key] = seat = self._seats.sit(request)
             self._waiting.wait(seat)
 
     def step(self) -> list[Finished]:
         finished = self._take_done()
-        if not self._pauses.on:
+        if not self.paused:
             with torch.inference_mode():
                 self._arrange()
                 if self._seats.active:
@@ -452,7 +441,7 @@ class TorchEngine(Engine):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
-        return dict(self._parameters)
+        return dict(self._model.named_parameters())
 
     def statistics(self) -> Statistics:
         found = super().statistics()
@@ -563,7 +552,7 @@ def make(topology: Topology, process: str) -> TorchEngine:
     return TorchEngine.load(
         topology.model.path,
         capacity=generation.max_batch,
-        max_length=topology.max_prompt_tokens + generation.max_new_tokens,
+        max_length=topology.longest,
         dtype=topology.model.dtype,
         device=choose_device(topology.device_of(process)),
         chat=topology.data.template == "chat",

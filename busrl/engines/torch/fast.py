@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,22 +38,19 @@ class NotRecognised(Exception):
     """The model has another structure; the message says which part."""
 
 
-@dataclass(frozen=True)
 class Block:
     """Weights of one layer, views of the model's own."""
 
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention_norm = layer.input_layernorm.weight
+        self.qkv, self.qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
+        self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
+        self.output, self.output_bias = attention.o_proj.weight, attention.o_proj.bias
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.gate_up, self.gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
 
 
 class FastDecoder(Decoder):
@@ -78,7 +74,7 @@ class FastDecoder(Decoder):
         self._norm = base.norm.weight
         self._head = model.lm_head.weight
         self._head_bias = model.lm_head.bias
-        self._blocks = [_block(layer) for layer in base.layers]
+        self._blocks = [Block(layer) for layer in base.layers]
         self._cos, self._sin = _rotary_table(base.rotary_emb, max_length, self._embedding)
         self._small = self._embedding.dtype == torch.float32 and self._embedding.device.type == "cpu"
 
@@ -178,26 +174,6 @@ def _recognise(model: Any) -> Any:
     return base
 
 
-def _block(layer: Any) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
-    return Block(
-        attention_norm=layer.input_layernorm.weight,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        output=attention.o_proj.weight,
-        output_bias=attention.o_proj.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
-    )
-
-
 def _fuse(*modules: Any) -> tuple[Tensor, Tensor | None]:
     """One weight (and bias) for modules with the same input; their parameters become views of it."""
     weight = _concatenate([module.weight for module in modules])
@@ -275,10 +251,10 @@ def disagreement(model: Any, maker: Maker, max_length: int) -> float:
     pieces, and then stepped."""
     decoder = maker(model, 3, max_length)  # outside inference mode: it may move the parameters, which stay writable
     with torch.inference_mode():
-        return _compare(model, decoder, max_length)
+        return _disagreement(model, decoder, max_length)
 
 
-def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
+def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
     rows, device = 3, next(model.parameters()).device
     length = max(2, min(12, max_length))
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -286,16 +262,14 @@ def _compare(model: Any, decoder: Decoder, max_length: int) -> float:
     wanted = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
     known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
     order, everyone = torch.tensor([2, 0, 1], device=device), torch.arange(rows, device=device)
-    if length // 2:
-        if decoder.equal_lengths:
-            decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
-            decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
-        else:
-            decoder.prefill(ids[order, : length // 2], everyone[order], None)
-        first, begin = everyone[:1], 0
-        for piece in torch.split(ids[:1, : length // 2], -(-length // 4), dim=1):
-            decoder.prefill(piece, first, None, begin)
-            begin += piece.shape[1]
+    if decoder.equal_lengths:
+        decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
+        decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
+    else:
+        decoder.prefill(ids[order, : length // 2], everyone[order], None)
+    piece = -(-length // 4)
+    for begin in range(0, length // 2, piece):
+        decoder.prefill(ids[:1, begin : min(begin + piece, length // 2)], everyone[:1], None, begin)
     gap = 0.0
     for k in range(length - length // 2):
         positions = known + k

@@ -12,10 +12,8 @@ receiver has taken and verified. Knows nothing of versions, of how folders came 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,24 +39,17 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # keys of adapter_config.json that would 
 VOLATILE = ("transformers_version", "_name_or_path", "use_cache", "torch_dtype", "dtype", "architectures")
 
 
-@dataclass(frozen=True)
-class Low:
-    """The adapter of one weight: `up` [out, rank] times `down` [rank, in]."""
+class Low(NamedTuple):
+    """The adapter of one weight: `scale` times `up` [out, rank] times `down` [rank, in]."""
 
     down: Tensor
     up: Tensor
-
-
-@dataclass(frozen=True)
-class LoraAdapter:
-    """`layers` by the names of the weights that they are added to; what is added is scaled."""
-
     scale: float
-    layers: Mapping[str, Low]
 
 
-def read(folder: Path) -> LoraAdapter:
-    """The adapter in a folder of peft's format; WeightsRefused with the reason if it is no plain LoRA."""
+def read(folder: Path) -> dict[str, Low]:
+    """The adapter in a folder of peft's format, by the names of the weights it is added to; WeightsRefused with the
+    reason if it is no plain LoRA."""
     from safetensors.torch import load_file
 
     try:
@@ -71,10 +62,6 @@ def read(folder: Path) -> LoraAdapter:
         if key in config and config[key] not in allowed:
             raise WeightsRefused(f"{folder}: {key} = {config[key]!r}; only plain LoRA can be added to the weights")
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
-    return LoraAdapter(scale, _paired(folder, tensors, rank))
-
-
-def _paired(folder: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Low]:
     found: dict[str, Low] = {}
     for name, down in tensors.items():
         if not name.endswith(".lora_A.weight"):
@@ -84,7 +71,7 @@ def _paired(folder: Path, tensors: dict[str, Tensor], rank: int) -> dict[str, Lo
         up = tensors.get(name.replace(".lora_A.", ".lora_B."))
         if up is None or down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
             raise WeightsRefused(f"{folder}: {name!r} has no counterpart of rank {rank}, which {CONFIG} says")
-        found[name.removeprefix(PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up)
+        found[name.removeprefix(PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up, scale)
     if not found or 2 * len(found) != len(tensors):
         raise WeightsRefused(f"{folder}: {len(tensors)} tensors make {len(found)} adapted layers")
     return found
@@ -109,12 +96,12 @@ class WeightLoader:
     def swap(self, folder: Path) -> None:
         """Replace the adapter before by that one."""
         adapter, parameters = self._fitting(folder)
-        for name in self._kept.keys() - adapter.layers.keys():
+        for name in self._kept.keys() - adapter.keys():
             parameters[name].copy_(self._kept[name])
-        for name, low in adapter.layers.items():
+        for name, low in adapter.items():
             if name not in self._kept:
                 self._kept[name] = parameters[name].clone()
-            _add(parameters[name], self._kept[name], low, adapter.scale)
+            _add(parameters[name], self._kept[name], low)
 
     @torch.no_grad()
     def restart(self, folder: Path) -> None:
@@ -126,13 +113,13 @@ class WeightLoader:
         if self.base is None:
             raise WeightsRefused(f"{folder}: an adapter, and the engine was not loaded from a folder")
         self._load(self.base)
-        for name, low in adapter.layers.items():
-            _add(parameters[name], parameters[name], low, adapter.scale)
+        for name, low in adapter.items():
+            _add(parameters[name], parameters[name], low)
 
-    def _fitting(self, folder: Path) -> tuple[LoraAdapter, dict[str, Tensor]]:
+    def _fitting(self, folder: Path) -> tuple[dict[str, Low], dict[str, Tensor]]:
         """The adapter, and the parameters, after every layer of it was found in the model with the right shape."""
         adapter, parameters = read(folder), dict(self._model.named_parameters())
-        for name, low in adapter.layers.items():
+        for name, low in adapter.items():
             shape = (low.up.shape[0], low.down.shape[1])
             if name not in parameters or tuple(parameters[name].shape) != shape:
                 there = f"has shape {list(parameters[name].shape)}" if name in parameters else "is not in this model"
@@ -157,10 +144,10 @@ class WeightLoader:
             parameter.copy_(new[name])
 
 
-def _add(into: Tensor, base: Tensor, low: Low, scale: float) -> None:
+def _add(into: Tensor, base: Tensor, low: Low) -> None:
     """In float32 whatever the model is: a bfloat16 product would lose what training has moved."""
     up, down = (part.to(device=into.device, dtype=torch.float32) for part in (low.up, low.down))
-    into.copy_(torch.addmm(base.float(), up, down, alpha=scale))
+    into.copy_(torch.addmm(base.float(), up, down, alpha=low.scale))
 
 
 def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -35,7 +35,6 @@ from busrl.engines.base import (
     Engine,
     Finished,
     PartialAnswer,
-    Pause,
     Request,
     Statistics,
     seed_of,
@@ -58,11 +57,9 @@ CALM_TURNS = 4  # of the loop, in which everything that vLLM has sent passes thr
 
 @dataclass
 class Running(PartialAnswer):
-    """A request inside vLLM; `limit` is how many tokens it may have. The loop's thread adds, the caller's thread reads
-    under the engine's lock. Versions come from vLLM where it notes them for every token, else from the counts at each
-    update."""
+    """A request inside vLLM. The loop's thread adds, the caller's thread reads under the engine's lock. Versions come
+    from vLLM where it notes them for every token, else from the counts at each update."""
 
-    limit: int = 0
     finish: int | None = None
     started_with: int = 0  # tokens that it had when it was last handed to vLLM
     restarts: int = 0  # of vLLM, each of which cut it
@@ -102,7 +99,7 @@ class Running(PartialAnswer):
         return SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
-            max_tokens=self.limit - produced,
+            max_tokens=request.max_new_tokens - produced,
             seed=seed_of(request, produced) if seeded and request.temperature > 0 else None,
             stop_token_ids=stops,
             ignore_eos=True,  # the ids above are all of them
@@ -166,9 +163,7 @@ class VllmEngine(Engine):
 
     def _begin(self, requests: list[Request]) -> None:
         self.check()
-        starting = [
-            Running(request, limit=self.room_for(request), adapter=self._updates.adapter) for request in requests
-        ]
+        starting = [Running(request, adapter=self._updates.adapter) for request in requests]
         self._running.update((running.request.key, running) for running in starting)
         self.begin(starting)
 
@@ -179,16 +174,6 @@ class VllmEngine(Engine):
         if not self._done and self._running:
             self._wake.wait(STEP_WAIT_S)
         self.check()
-        return self._take_done()
-
-    def pause(self, how: Pause) -> list[Finished]:
-        self.check()
-        if how == "wait":
-            self.finish_all()
-        self.stop_decoding()
-        if how == "abort":
-            self._end_now(list(self._running))
-        self._gather()
         return self._take_done()
 
     def _end_now(self, keys: list[int]) -> None:
@@ -227,10 +212,6 @@ class VllmEngine(Engine):
         """Requests without an end, in the order in which they came."""
         return list(self._running.values())
 
-    @property
-    def paused(self) -> bool:
-        return self._pauses.on
-
     def check(self) -> None:
         """EngineLost if vLLM is dead, has failed a request, or is silent at work."""
         self.core.check()
@@ -256,18 +237,17 @@ class VllmEngine(Engine):
 
         self.core.loop.call_soon_threadsafe(create)
 
-    def stop_decoding(self) -> None:
+    def hold(self) -> None:
         """Stop between two steps, sequences and their cache kept; returns when every token sent is here."""
+        self.check()
         if not self.paused:
             self.core.call("pause", self._pause_now)
-            self._pauses.begin()
-
-    def finish_all(self) -> None:
-        """Wait until nothing runs; vLLM's own pause would wait without naming a silent engine."""
-        self.wait_until(lambda: not self._running)
+            super().hold()
+        self._gather()
 
     def wait_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
-        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine."""
+        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine, for which
+        vLLM's own pause would wait without a word."""
         deadline = time.monotonic() + limit_s
         while True:
             self._gather()
@@ -280,7 +260,7 @@ class VllmEngine(Engine):
 
     def restart(self, start: Start) -> None:
         """End vLLM and start it again as `start` says. Requests stay here, to continue after the tokens they have."""
-        self.stop_decoding()
+        self.hold()
         self.core.close()
         self._gather()
         self.start = start
@@ -288,7 +268,7 @@ class VllmEngine(Engine):
 
     def continue_all(self, adapter: LoadedAdapter | None) -> None:
         """Hand every request to the vLLM that was started again, from here on with that adapter."""
-        self._pauses.end()
+        super().resume()
         for running in self._running.values():
             running.restarts += 1
             running.adapter = adapter
@@ -299,7 +279,7 @@ class VllmEngine(Engine):
         known = max(1, min(8, self.max_length - count))
         prompt = np.arange(1, known + 1, dtype=np.int32) % vocabulary_size(Path(self.start.model))
         limit = min(count, self.max_length - known)
-        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0), limit=limit)
+        running = Running(Request(-1, 0, 0, prompt, NO_IDS, limit, self.temperature, 1.0, 0))
         salted = {"prompt_token_ids": running.known_ids, "cache_salt": "check"}
         async for output in core.engine.generate(salted, running.sampling([], True), "check"):
             running.take(output, self.version)

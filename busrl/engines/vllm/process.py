@@ -19,7 +19,6 @@ import json
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone  # of its own before Python 3.11
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,14 +65,14 @@ class Start:
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
-        own, generation = topology.vllm, topology.generation
+        own = topology.vllm
         # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
             model=topology.model.path,
             dtype=topology.model.dtype,
-            capacity=generation.max_batch,
-            max_length=own.max_model_len or topology.max_prompt_tokens + generation.max_new_tokens,
+            capacity=topology.generation.max_batch,
+            max_length=own.max_model_len or topology.longest,
             own=own,
             seed=topology.run.seed,
             lora_rank=lora_rank(rank) if rank else 0,
@@ -84,10 +84,8 @@ class Start:
 class Abilities:
     """What the vLLM at hand has, found by probing."""
 
-    version: str
     weight_version: bool  # it notes for every token which weights made it
     bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
-    shutdown_timeout: bool
 
 
 def require() -> str:
@@ -109,10 +107,8 @@ def probe(engine: Any, version: str) -> Abilities:
     core = engine.engine_core
     bare = getattr(core, "pause_scheduler_async", None)
     return Abilities(
-        version=version,
         weight_version=callable(getattr(engine, "update_weight_version", None)),
         bare_pause=callable(bare) and {"mode", "clear_cache"} <= inspect.signature(bare).parameters.keys(),
-        shutdown_timeout="timeout" in inspect.signature(engine.shutdown).parameters,
     )
 
 
@@ -226,7 +222,10 @@ class Core:
         atexit.register(self.close)
         self.engine: Any = self._wait_for_start(self._own.start_s)
         self.abilities: Abilities = probe(self.engine, self.version)
-        self._watch()
+        self._find()
+        if not self._pidfds:
+            raise self.lose("vLLM's engine has no process")
+        threading.Thread(target=self._wait_for_death, name="vllm watch", daemon=True).start()
         log.info("vLLM %s is up after %.1f s, engine pids %s", self.version, time.monotonic() - begun, self.pids())
 
     # -- calls -----
@@ -343,21 +342,13 @@ class Core:
         children = (child.pid for child in multiprocessing.active_children())
         return [pid for pid in children if pid is not None and pid not in self._before]
 
-    def _watch(self) -> None:
-        self._find()
-        if not self._pidfds:
-            raise self.lose("vLLM's engine has no process")
-        threading.Thread(target=self._wait_for_death, name="vllm watch", daemon=True).start()
-
     def _wait_for_death(self) -> None:
-        poll = select.poll()
         descriptors = {self._pidfds[pid]: pid for pid in self._roots() if pid in self._pidfds}
-        for descriptor in descriptors:
-            poll.register(descriptor, select.POLLIN)
-        ended = poll.poll()
+        ended = wait(descriptors)
         if self._closed:
             return
-        self.lost = self.lost or f"vLLM's engine died: pid {descriptors[ended[0][0]]} ended"
+        pid = next(pid for descriptor, pid in descriptors.items() if descriptor in ended)
+        self.lost = self.lost or f"vLLM's engine died: pid {pid} ended"
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self.loop.call_soon_threadsafe(self._death.set)
         self.on_death()
@@ -383,11 +374,12 @@ class Core:
         self._pidfds = {}
 
     def _shut_down(self) -> None:
-        done = threading.Event()
+        done, shutdown = threading.Event(), self.engine.shutdown
+        more = {"timeout": self._own.stop_s} if "timeout" in inspect.signature(shutdown).parameters else {}
 
         def end() -> None:
             try:
-                self.engine.shutdown(**({"timeout": self._own.stop_s} if self.abilities.shutdown_timeout else {}))
+                shutdown(**more)
             except Exception as problem:
                 log.warning("vLLM's shutdown raised %s: %s", type(problem).__name__, problem)
             done.set()
@@ -404,7 +396,7 @@ class Core:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         end = time.monotonic() + GONE_S
-        late = [pid for pid, fd in self._pidfds.items() if not _ended(fd, max(0.0, end - time.monotonic()))]
+        late = [pid for pid, fd in self._pidfds.items() if not wait([fd], max(0.0, end - time.monotonic()))]
         if late:
             log.error("vLLM: pids %s are not gone %g s after SIGKILL", late, GONE_S)
         for child in multiprocessing.active_children():  # reaps those that have ended
@@ -421,12 +413,6 @@ def is_death(result: object) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(result, EngineDeadError)
-
-
-def _ended(pidfd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
 
 
 def _with_descendants(roots: list[int]) -> list[int]:
@@ -448,10 +434,7 @@ def _state(pid: int) -> str:
 
 def _shared_files(pid: int) -> set[Path]:
     """Shared memory of Python's multiprocessing that a process maps: nothing removes it if that is killed."""
-    found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            name = line.rpartition(" ")[2]
-            if name.startswith("/dev/shm/psm_"):
-                found.add(Path(name))
-    return found
+        names = (line.rpartition(" ")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        return {Path(name) for name in names if name.startswith("/dev/shm/psm_")}
+    return set()

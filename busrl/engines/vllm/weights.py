@@ -226,7 +226,7 @@ class Updates:
         core, comparing = self._engine.core, self._wants_check()
         agreed = self._agree_on(own)
         was_paused = self._engine.paused and not self._dirty
-        self._engine.stop_decoding()
+        self._engine.hold()
         version, step = self._swap(agreed, comparing)
         self._engine.version, self._dirty = version, ""
         if version != agreed:  # one copy: the learner made a later one before we had paused
@@ -337,7 +337,7 @@ class Updates:
         """
         engine, before = self._engine, self.adapter
         if self._finish_first:
-            engine.finish_all()
+            engine.wait_until(lambda: not engine.running)
         engine.restart(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
         self._loaded.clear()
         try:
@@ -348,17 +348,13 @@ class Updates:
             engine.version = version
         except WeightsRefused as problem:
             if before is not None and before.request is not None:
-                self._go_back(before, problem)
+                try:
+                    self._add(before.version, Path(before.request.lora_path))
+                except WeightsRefused as second:
+                    raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
             engine.continue_all(self.adapter)
             raise
         engine.continue_all(self.adapter)
-
-    def _go_back(self, before: LoadedAdapter, why: WeightsRefused) -> None:
-        """Load the adapter that the vLLM before had."""
-        try:
-            self._add(before.version, Path(before.request.lora_path))
-        except WeightsRefused as problem:
-            raise self._engine.core.lose(f"{why}; and the one before is gone: {problem}") from problem
 
     def _used(self) -> set[int]:
         """Versions of the adapters that running answers have, and of the one that new ones get."""

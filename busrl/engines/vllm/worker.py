@@ -23,6 +23,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from busrl.config.schema import ONE_COPY
 from busrl.engines.vllm import cpu_patches
@@ -38,6 +39,7 @@ log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
 RESTAGE_S = 0.25  # a version that is not loaded for this long gives way to a newer one
 PR_SET_PDEATHSIG = 1
+maker: Any = AutoModelForCausalLM  # it has no type hints
 
 
 class WorkerWeights:
@@ -201,7 +203,7 @@ class Extension:
 
 def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int], temperature: float) -> list[float]:
     """What transformers itself makes of the tensors, in float32 or their own type, on the CPU."""
-    maker, config = _maker_of(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     dtype = next(iter(tensors.values())).dtype
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # its fresh weights must not move vLLM's random state
         model = maker.from_config(config, dtype=dtype)
@@ -215,18 +217,11 @@ def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int]
 
 def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
     """Names, shapes and type of what a learner of this model publishes, as tensors without memory."""
-    maker, config = _maker_of(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = maker.from_config(config)
     wanted: torch.dtype = getattr(torch, dtype)
     return {name: torch.empty(p.shape, dtype=wanted, device="meta") for name, p in model.named_parameters()}
-
-
-def _maker_of(folder: str) -> tuple[Any, Any]:
-    """What makes a model of transformers' own, and the folder's configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    return AutoModelForCausalLM, AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _model_of(runner: Any) -> Any:

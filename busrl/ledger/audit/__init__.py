@@ -40,7 +40,7 @@ def audit(run_dir: str | os.PathLike[str], *, prompts: str | os.PathLike[str] | 
 def _report(root: Path, snapshot: Snapshot) -> AuditReport:
     history = rules.history_of(snapshot)
     where = rules.dispatched(snapshot, history)
-    findings = (
+    checked = (
         *snapshot.problems,
         *rules.check_lost(snapshot, where),
         *rules.check_history(snapshot, history),
@@ -54,6 +54,7 @@ def _report(root: Path, snapshot: Snapshot) -> AuditReport:
         *rules.check_slots(snapshot),
         *rules.check_train_log(snapshot, history),
     )
+    findings = tuple(finding for finding in checked if finding.count)
     samples = histogram(snapshot.last)
     validation = histogram(snapshot.validate_last)
     return AuditReport(

@@ -10,13 +10,14 @@ reports as findings, and continues with what it can.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,16 +199,6 @@ class Checkpoint:
     bitmap: Codes  # of the trained uids: many checkpoints of many millions of them fit in memory
 
 
-@dataclass
-class Findings:
-    """Where readers put what they could not read."""
-
-    items: list[Finding] = field(default_factory=list)
-
-    def add(self, finding: Finding) -> None:
-        self.items.append(finding)
-
-
 def read_bytes(path: Path) -> bytes | None:
     """The file's bytes, None if it is not there."""
     try:
@@ -228,27 +219,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def is_locked(path: Path) -> bool:
     """Whether any process holds an OFD lock on the file (asked for, not taken)."""
+    question = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        with open(path, "rb") as file:
+            return bool(FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, question))[0] != fcntl.F_UNLCK)
+    except (FileNotFoundError, IsADirectoryError):
         return False
-    try:
-        question = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        return bool(FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))[0] != fcntl.F_UNLCK)
-    finally:
-        os.close(fd)
 
 
 def read_fates(path: Path) -> npt.NDArray[np.uint8]:
     """One byte per uid up to the last that is not 0; empty without a file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:
+            blocks = [np.frombuffer(block, np.uint8) for block in _blocks(file.fileno())]
     except FileNotFoundError:
         return np.zeros(0, np.uint8)
-    try:
-        blocks = [np.frombuffer(block, np.uint8) for block in _blocks(fd)]
-    finally:
-        os.close(fd)
     while blocks and not blocks[-1].any():
         blocks.pop()
     if not blocks:
@@ -259,29 +244,22 @@ def read_fates(path: Path) -> npt.NDArray[np.uint8]:
 
 def _blocks(fd: int) -> Iterator[bytes]:
     """The file up to the end of its last data, in blocks (the tail of the table is usually a hole)."""
-    size, offset = os.fstat(fd).st_size, 0
-    while offset < size:
-        if _no_more_data(fd, offset):
+    offset = 0
+    while True:
+        try:
+            os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError:  # ENXIO: only a hole follows; a file system without holes says so at the end
             return
-        block = os.pread(fd, BLOCK, offset)
-        if not block:
+        if not (block := os.pread(fd, BLOCK, offset)):
             return
         yield block
         offset += len(block)
 
 
-def _no_more_data(fd: int, offset: int) -> bool:
-    try:
-        os.lseek(fd, offset, os.SEEK_DATA)
-    except OSError:  # ENXIO: only a hole follows; a file system without holes never says so
-        return True
-    return False
-
-
 # -- write-ahead log -----
 
 
-def read_log(directory: Path, found: Findings) -> list[LoggedStep]:
+def read_log(directory: Path, found: list[Finding]) -> list[LoggedStep]:
     """All whole records in the order of the segments; damage and a torn end become findings."""
     paths = sorted(directory.glob("*.wal"), key=lambda path: path.name)
     steps: list[LoggedStep] = []
@@ -292,12 +270,12 @@ def read_log(directory: Path, found: Findings) -> list[LoggedStep]:
     return steps
 
 
-def _read_segment(path: Path, data: bytes, newest: bool, found: Findings) -> Iterator[LoggedStep]:
+def _read_segment(path: Path, data: bytes, newest: bool, found: list[Finding]) -> Iterator[LoggedStep]:
     if newest and len(data) < WAL_HEAD.size:
         return
     magic, layout, crc = WAL_HEAD.unpack_from(data) if len(data) >= WAL_HEAD.size else (b"", 0, 0)
     if (magic, crc) != (b"BUSRLWAL", zlib.crc32(data[:12])) or layout not in WAL_LAYOUTS:
-        found.add(error("log_damaged", [path.name], "a log segment does not begin as one"))
+        found.append(error("log_damaged", [path.name], "a log segment does not begin as one"))
         return
     offset = WAL_HEAD.size
     while offset < len(data):
@@ -309,7 +287,7 @@ def _read_segment(path: Path, data: bytes, newest: bool, found: Findings) -> Ite
         try:
             yield _without_payload(msgspec.msgpack.decode(payload, type=LoggedStep))
         except msgspec.DecodeError as exc:
-            found.add(error("log_damaged", [path.name], f"a record with a good checksum cannot be decoded: {exc}"))
+            found.append(error("log_damaged", [path.name], f"a record with a good checksum cannot be decoded: {exc}"))
 
 
 def _without_payload(step: LoggedStep) -> LoggedStep:
@@ -340,32 +318,32 @@ def _frame(data: bytes, offset: int) -> bytes | None:
     return payload if good else None
 
 
-def _skip_damage(path: Path, data: bytes, offset: int, newest: bool, found: Findings) -> int:
+def _skip_damage(path: Path, data: bytes, offset: int, newest: bool, found: list[Finding]) -> int:
     """The offset of the next whole record, or the end."""
     following = offset
     while (following := data.find(b"WREC", following + 1)) >= 0 and _frame(data, following) is None:
         pass
     place = f"{path.name}+{offset}"
     if following >= 0 or not newest:
-        found.add(error("log_damaged", [place], "a log record does not match its checksum, and records follow it"))
+        found.append(error("log_damaged", [place], "a log record does not match its checksum, and records follow it"))
     else:
         torn = f"{len(data) - offset} bytes of half a record end the log: its writer was killed, or writes it now"
-        found.add(note("torn_tail", [place], torn))
+        found.append(note("torn_tail", [place], torn))
     return following if following >= 0 else len(data)
 
 
 # -- checkpoints -----
 
 
-def read_checkpoints(directory: Path, found: Findings) -> list[Checkpoint]:
+def read_checkpoints(directory: Path, found: list[Finding]) -> list[Checkpoint]:
     """All checkpoints that can be read, oldest step first. Read again if a newer one came meanwhile, since the run may
     then have removed the one that was being read."""
     for _ in range(CHECKPOINT_LOOKS):
-        attempt, paths = Findings(), _checkpoint_paths(directory)
+        attempt, paths = list[Finding](), _checkpoint_paths(directory)
         result = [_read_checkpoint(path, path == paths[-1], attempt) for path in paths]
         if paths[-1:] == _checkpoint_paths(directory)[-1:]:
             break
-    found.items += attempt.items
+    found += attempt
     return [checkpoint for checkpoint in result if checkpoint is not None]
 
 
@@ -374,19 +352,19 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
 
 
-def _read_checkpoint(path: Path, newest: bool, found: Findings) -> Checkpoint | None:
+def _read_checkpoint(path: Path, newest: bool, found: list[Finding]) -> Checkpoint | None:
     try:
         meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=CheckpointMeta)
         bitmap, count = unpack_trained((path / meta.uids).read_bytes())
     except (OSError, ValueError, zlib.error, struct.error) as exc:
         if newest:
-            found.add(error("checkpoint_damaged", [path.name], f"the newest checkpoint cannot be read: {exc}"))
+            found.append(error("checkpoint_damaged", [path.name], f"the newest checkpoint cannot be read: {exc}"))
         elif not isinstance(exc, FileNotFoundError):  # older ones are removed file by file
-            found.add(note("old_checkpoint_damaged", [path.name], f"an older checkpoint cannot be read: {exc}"))
+            found.append(note("old_checkpoint_damaged", [path.name], f"an older checkpoint cannot be read: {exc}"))
         return None
     if meta.samples != count:
         text = f"meta.json says {meta.samples} samples, {meta.uids} holds {count}"
-        found.add(error("checkpoint_damaged", [path.name], text))
+        found.append(error("checkpoint_damaged", [path.name], text))
     return Checkpoint(path, meta, bitmap)
 
 
@@ -406,7 +384,7 @@ def unpack_trained(data: bytes) -> tuple[Codes, int]:
 # -- smaller files -----
 
 
-def read_open(path: Path, found: Findings) -> Uids | None:
+def read_open(path: Path, found: list[Finding]) -> Uids | None:
     """The uids in open.bin; None if there is none."""
     data = read_bytes(path)
     if data is None:
@@ -414,14 +392,14 @@ def read_open(path: Path, found: Findings) -> Uids | None:
     body = data[OPEN_HEAD.size :]
     magic, layout, count, crc, _ = OPEN_HEAD.unpack_from(data) if len(data) >= OPEN_HEAD.size else (b"", 0, 0, 0, 0)
     if (magic, layout, crc) != (b"BUSRLOPN", 1, zlib.crc32(body)) or len(body) != 16 * count:
-        found.add(error("open_damaged", [path.name], "open.bin does not match its checksum; nothing in it is believed"))
+        text = "open.bin does not match its checksum; nothing in it is believed"
+        found.append(error("open_damaged", [path.name], text))
         return np.zeros(0, np.uint64)
-    return np.array(
-        np.frombuffer(body, np.dtype([("uid", "<u8"), ("state", "<u4"), ("slot", "<u4")]))["uid"], np.uint64
-    )
+    uids: Uids = np.frombuffer(body, np.uint64)[::2]  # each is followed by the slot's state and index
+    return uids
 
 
-def read_train_log(path: Path, found: Findings) -> list[TrainStep]:
+def read_train_log(path: Path, found: list[Finding]) -> list[TrainStep]:
     """The whole lines of train.jsonl in order."""
     steps: list[TrainStep] = []
     decoder, offset = msgspec.json.Decoder(_TrainLine), 0
@@ -431,9 +409,8 @@ def read_train_log(path: Path, found: Findings) -> list[TrainStep]:
             told = decoder.decode(line)
             steps.append(TrainStep(told.step, np.array(told.samples, ENTRY), offset))
         except (ValueError, OverflowError) as exc:  # msgspec's errors are the former
-            found.add(
-                error("train_log_disagrees", [f"byte {offset - len(line)}"], f"a line is not what it must be: {exc}")
-            )
+            place = f"byte {offset - len(line)}"
+            found.append(error("train_log_disagrees", [place], f"a line is not what it must be: {exc}"))
     return steps
 
 
@@ -448,11 +425,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def read_put_backs(path: Path) -> int:
     """How many samples draws.log put back, each time counted."""
-    data = read_bytes(path) or b""
     total = 0
-    for line in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
+    for line in _lines(path):
+        with contextlib.suppress(msgspec.DecodeError):
             total += len(msgspec.json.decode(line, type=DrawsLine).uids)
-        except msgspec.DecodeError:
-            continue
     return total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 
 EXAMPLES = 8
@@ -33,19 +34,14 @@ class Finding:
     examples: tuple[int | str, ...] = ()
 
 
-def error(kind: str, where: Collection[int | str], text: str, count: int = 0) -> Finding:
-    """A broken promise; `where` are all the uids (or steps, slots, files) that it was found at."""
-    return _finding(kind, "error", where, text, count)
-
-
-def note(kind: str, where: Collection[int | str], text: str, count: int = 0) -> Finding:
-    """Something to know."""
-    return _finding(kind, "note", where, text, count)
-
-
-def _finding(kind: str, severity: str, where: Collection[int | str], text: str, count: int) -> Finding:
+def _finding(severity: str, kind: str, where: Collection[int | str], text: str, count: int = 0) -> Finding:
+    """`where` are all the uids (or steps, slots, files) that it was found at, if there are any."""
     few = tuple(place if isinstance(place, str) else int(place) for place in islice(where, EXAMPLES))
     return Finding(kind, severity, count or len(where), text, few)
+
+
+error = partial(_finding, "error")  # a broken promise
+note = partial(_finding, "note")  # something to know
 
 
 @dataclass(frozen=True)

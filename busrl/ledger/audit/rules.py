@@ -22,36 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger.audit import readers
-from busrl.ledger.audit.readers import (
-    Codes,
-    LoggedSample,
-    LoggedStep,
-    TrainStep,
-    Uids,
-    bitmap_minus,
-    codes_at,
-    distinct,
-    in_bitmap,
-    is_among,
-    is_one_of,
-    mask_of,
-    minus,
-    union,
-    with_code,
-)
+from busrl.ledger.audit.readers import Codes, LoggedSample, LoggedStep, TrainStep, Uids
 from busrl.ledger.audit.report import Finding, error, note
-from busrl.ledger.audit.snapshot import (
-    DROPPED,
-    FREE,
-    RESERVED,
-    REWARDED,
-    STATE_NAMES,
-    TRAINING,
-    UID_NONE,
-    Slots,
-    Snapshot,
-    Terms,
-)
+from busrl.ledger.audit.snapshot import UID_NONE, Slots, Snapshot, State, Terms
 from busrl.states import ACCIDENTS, FATE_NAMES, TERMINAL, Fate
 
 # -- ages -----
@@ -80,21 +53,16 @@ def check_ages(snapshot: Snapshot) -> Iterator[Finding]:
     old: list[int] = []
     masked: list[int] = []
     for step in snapshot.log:
-        for sample in step.samples:
-            if sample.step != UNKNOWN and not counts_right(sample, step, step_of, terms):
-                wrong.append(sample.uid)
+        wrong += [sample.uid for sample in step.samples if not counts_right(sample, step, step_of, terms)]
         for group, age in ages_of(step).items():
             if terms.bound is not None and age > terms.bound:
                 excused = terms.masks_old and _has_old_token(step, group, step_of, terms.bound)
                 (masked if excused else old).append(group)
-    if wrong:
-        text = "counts its age from a later step than its oldest trained token, or from one that was not finished"
-        yield error("wrong_age", wrong, text)
-    if old:
-        yield error("too_old", old, f"groups trained above the bound of {terms.bound} steps (weights.max_staleness)")
-    if masked:
-        text = f"groups trained above the bound of {terms.bound} steps, without the tokens that are too old"
-        yield note("old_tokens", masked, text)
+    text = "counts its age from a later step than its oldest trained token, or from one that was not finished"
+    yield error("wrong_age", wrong, text)
+    above = f"groups trained above the bound of {terms.bound} steps"
+    yield error("too_old", old, f"{above} (weights.max_staleness)")
+    yield note("old_tokens", masked, f"{above}, without the tokens that are too old")
 
 
 def oldest_age(log: Sequence[LoggedStep]) -> int:
@@ -112,7 +80,9 @@ def ages_of(step: LoggedStep) -> dict[int, int]:
 
 
 def counts_right(sample: LoggedSample, step: LoggedStep, step_of: VersionSteps, terms: Terms) -> bool:
-    """Whether a sample counts its age from no later step than that of its oldest trained token."""
+    """Whether a sample counts its age, if any, from no later step than that of its oldest trained token."""
+    if sample.step == UNKNOWN:
+        return True
     if sample.step >= step.step:
         return False
     versions = np.frombuffer(sample.last_versions if terms.last_segment else sample.versions, "<u4")
@@ -121,13 +91,8 @@ def counts_right(sample: LoggedSample, step: LoggedStep, step_of: VersionSteps, 
 
 
 def _has_old_token(step: LoggedStep, group: int, step_of: VersionSteps, bound: int) -> bool:
-    versions = {
-        int(version)
-        for sample in step.samples
-        if sample.group == group
-        for version in np.frombuffer(sample.versions, "<u4")
-    }
-    made = [step_of(version) for version in versions]
+    versions = b"".join(sample.versions for sample in step.samples if sample.group == group)
+    made = [step_of(version) for version in np.unique(np.frombuffer(versions, "<u4")).tolist()]
     # A version from before the log is older than the log's first step.
     return any(one == UNKNOWN or step.step - 1 - one > bound for one in made)
 
@@ -153,11 +118,11 @@ class History:
 
 def history_of(snapshot: Snapshot) -> History:
     newest = snapshot.checkpoints[-1] if snapshot.checkpoints else None
-    saved = in_bitmap(newest.bitmap) if newest else NO_UIDS
+    saved = readers.in_bitmap(newest.bitmap) if newest else NO_UIDS
     logged = np.array([sample.uid for step in snapshot.log for sample in step.samples], np.uint64)
     steps = np.repeat([step.step for step in snapshot.log], [len(step.samples) for step in snapshot.log])
     step = newest.meta.step if newest else -1
-    return History(saved, step, logged, steps.astype(np.int64), union(saved, logged))
+    return History(saved, step, logged, steps.astype(np.int64), readers.union(saved, logged))
 
 
 def in_runs(ascending: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -185,14 +150,20 @@ class Dispatched:
     unsettled: Uids  # in the history, and still D in a slot or in open.bin: T is stored next
 
 
+def codes_of(uids: Uids, train: Codes, validate: Codes) -> Codes:
+    """The fate of each uid in the table of its class."""
+    of_round = (uids & VALIDATE) != 0
+    return np.where(of_round, readers.codes_at(validate, uids ^ VALIDATE), readers.codes_at(train, uids))
+
+
 def dispatched(snapshot: Snapshot, history: History) -> Dispatched:
     seen = snapshot.slots.seen if snapshot.slots is not None else NO_UIDS
     put = snapshot.open if snapshot.open is not None else NO_UIDS
-    train = with_code(snapshot.last, D)
-    validate = with_code(snapshot.validate_last, D) | VALIDATE
+    train = readers.with_code(snapshot.last, D)
+    validate = readers.with_code(snapshot.validate_last, D) | VALIDATE
     now = np.concatenate([train, validate])
-    before = np.concatenate([codes_at(snapshot.first, train), codes_at(snapshot.validate_first, validate ^ VALIDATE)])
-    in_slot, in_open, known = is_among(now, seen), is_among(now, np.sort(put)), is_among(now, history.uids)
+    before = codes_of(now, snapshot.first, snapshot.validate_first)
+    in_slot, in_open, known = (readers.is_among(now, those) for those in (seen, np.sort(put), history.uids))
     lost = ~in_slot & ~in_open & ~known & (before == D)
     # D only in the last look and in no slot then: dispatched after the ring was read, so it stands in one now.
     fresh = ~in_slot & ~in_open & ~known & (before != D)
@@ -201,13 +172,12 @@ def dispatched(snapshot: Snapshot, history: History) -> Dispatched:
 
 
 def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
-    if where.lost.size:
-        remedy = {
-            "gone": "; there is neither a ring nor an open.bin, and the next start generates them again",
-            "finished": " and not in open.bin",
-            "damaged": " that can be read: the ring is damaged",
-        }.get(snapshot.state, "")
-        yield error("lost", where.lost, f"dispatched, without an end, and in no slot{remedy}")
+    remedy = {
+        "gone": "; there is neither a ring nor an open.bin, and the next start generates them again",
+        "finished": " and not in open.bin",
+        "damaged": " that can be read: the ring is damaged",
+    }.get(snapshot.state, "")
+    yield error("lost", where.lost, f"dispatched, without an end, and in no slot{remedy}")
     if snapshot.slots is not None and snapshot.open is not None:
         yield note("open_and_ring", ["open.bin"], "an open.bin beside a ring: a start or an end is under way", 1)
 
@@ -217,41 +187,34 @@ def check_lost(snapshot: Snapshot, where: Dispatched) -> Iterator[Finding]:
 
 def check_history(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     uids, counts = np.unique(history.logged, return_counts=True)
-    later = distinct(history.logged[history.steps > history.saved_step])
-    twice = np.union1d(uids[counts > 1], later[is_among(later, history.saved)])
-    if twice.size:
-        yield error("trained_twice", twice, "in two places of checkpoint plus log")
-    dropped = minus(history.logged[history.steps <= history.saved_step], history.saved)
-    if dropped.size:
-        text = f"in a log record up to step {history.saved_step}, but not in the checkpoint of that step"
-        yield error("checkpoint_incomplete", dropped, text)
+    later = readers.distinct(history.logged[history.steps > history.saved_step])
+    twice = np.union1d(uids[counts > 1], later[readers.is_among(later, history.saved)])
+    yield error("trained_twice", twice, "in two places of checkpoint plus log")
+    dropped = readers.minus(history.logged[history.steps <= history.saved_step], history.saved)
+    text = f"in a log record up to step {history.saved_step}, but not in the checkpoint of that step"
+    yield error("checkpoint_incomplete", dropped, text)
     for older, newer in pairwise(snapshot.checkpoints):
-        gone = bitmap_minus(older.bitmap, newer.bitmap)
-        if gone.size:
-            yield error("checkpoint_incomplete", gone, f"in {older.path.name}, but no longer in {newer.path.name}")
+        gone = readers.bitmap_minus(older.bitmap, newer.bitmap)
+        yield error("checkpoint_incomplete", gone, f"in {older.path.name}, but no longer in {newer.path.name}")
     steps = [step.step for step in snapshot.log]
     backward = [after for before, after in pairwise(steps) if after <= before]
-    if backward:
-        yield error("log_order", backward, "steps of the log that do not come after the step before them")
+    yield error("log_order", backward, "steps of the log that do not come after the step before them")
 
 
 def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> Iterator[Finding]:
-    wrong = minus(history.uids[codes_at(snapshot.last, history.uids) != T], np.sort(where.unsettled))
-    if wrong.size:
-        yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
-    missing = np.flatnonzero((snapshot.first == T) & ~mask_of(history.uids, snapshot.first.size)).view(np.uint64)
-    if missing.size and snapshot.terms.wal != "off":
+    wrong = readers.minus(history.uids[readers.codes_at(snapshot.last, history.uids) != T], np.sort(where.unsettled))
+    yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
+    known = readers.mask_of(history.uids, snapshot.first.size)
+    missing = np.flatnonzero((snapshot.first == T) & ~known).view(np.uint64)
+    if snapshot.terms.wal != "off":
         hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
         yield error("trained_unlogged", missing, f"fate T, but in no checkpoint and no log{hint}")
-    elif missing.size:
+    else:
         unsaved = unsaved_of(snapshot, missing, history)
-        rolled_back = minus(missing, unsaved)
-        if unsaved.size:
-            yield note(
-                "unsaved", unsaved, "trained since the newest checkpoint; wal = off, so a death of the learner loses it"
-            )
-        if rolled_back.size:
-            yield note("rolled_back", rolled_back, "trained, then lost with its learner: wal = off was chosen")
+        rolled_back = readers.minus(missing, unsaved)
+        text = "trained since the newest checkpoint; wal = off, so a death of the learner loses it"
+        yield note("unsaved", unsaved, text)
+        yield note("rolled_back", rolled_back, "trained, then lost with its learner: wal = off was chosen")
 
 
 def unsaved_of(snapshot: Snapshot, missing: Uids, history: History) -> Uids:
@@ -264,8 +227,7 @@ def unsaved_of(snapshot: Snapshot, missing: Uids, history: History) -> Uids:
 
 def check_payloads(snapshot: Snapshot) -> Iterator[Finding]:
     broken = [sample.uid for step in snapshot.log for sample in step.samples if not sample.whole]
-    if broken:
-        yield error("bad_payload", broken, "log-probs or versions do not match the tokens, or a log-prob is none")
+    yield error("bad_payload", broken, "log-probs or versions do not match the tokens, or a log-prob is none")
 
 
 # -- groups, re-rolls -----
@@ -275,12 +237,10 @@ def check_groups(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     size = snapshot.terms.group_size
     draws, counts = in_runs(draws_of(history.uids, size))
     small = draws[counts < snapshot.terms.g_min]
-    if small.size:
-        yield error("group_too_small", small, f"groups trained with fewer than g_min = {snapshot.terms.g_min} members")
+    yield error("group_too_small", small, f"groups trained with fewer than g_min = {snapshot.terms.g_min} members")
     pairs = np.unique(np.stack([draws_of(history.logged, size), history.steps], axis=1), axis=0)
     groups, steps = np.unique(pairs[:, 0], return_counts=True)
-    if (steps > 1).any():
-        yield error("group_split", groups[steps > 1], "groups trained in more than one step")
+    yield error("group_split", groups[steps > 1], "groups trained in more than one step")
 
 
 def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
@@ -288,19 +248,17 @@ def check_rerolls(snapshot: Snapshot) -> Iterator[Finding]:
     whole = np.pad(snapshot.first, (0, -snapshot.first.size % (2 * size))).reshape(-1, 2, size)
     draw, member = np.nonzero(whole[:, 1])
     again = np.asarray((draw * 2 + 1) * size + member, np.uint64)
-    parents = codes_at(snapshot.last, again - np.uint64(size))
+    parents = readers.codes_at(snapshot.last, again - np.uint64(size))
     wrong = again[~np.isin(parents, list(ACCIDENTS))]
-    if wrong.size:
-        yield error("reroll_without_accident", wrong, "a second try whose first try did not end by accident")
+    yield error("reroll_without_accident", wrong, "a second try whose first try did not end by accident")
 
 
 def check_codes(snapshot: Snapshot) -> Iterator[Finding]:
     known = {*FATE_NAMES}
     tables = (("fates.bin", snapshot.last, known - {V}), ("fates.validate.bin", snapshot.validate_last, known - {T}))
     for name, codes, allowed in tables:
-        wrong = np.flatnonzero(~is_one_of(codes, allowed))
-        if wrong.size:
-            yield error("wrong_fate_code", wrong, f"bytes in {name} that are no fate there")
+        wrong = np.flatnonzero(~readers.is_one_of(codes, allowed))
+        yield error("wrong_fate_code", wrong, f"bytes in {name} that are no fate there")
 
 
 # -- who is who: swaps -----
@@ -357,8 +315,7 @@ def slot_claims(slots: Slots) -> Iterator[Claims]:
 
 def held(slots: Slots) -> npt.NDArray[np.bool_]:
     """Slots whose line can be believed: read whole, and past RESERVED."""
-    state = slots.state
-    return np.asarray(slots.stable & (state != FREE) & (state != RESERVED) & (slots.lines["uid"] != UID_NONE))
+    return np.asarray(slots.stable & (slots.state > State.RESERVED) & (slots.lines["uid"] != UID_NONE))
 
 
 def check_claims(snapshot: Snapshot) -> Iterator[Finding]:
@@ -379,10 +336,9 @@ def _check_place(snapshot: Snapshot, place: str, claims: Iterator[Claims]) -> It
             wrong.append(some.uid[(some.group != draws) | (some.member != members)])
         if prompts is not None and draws.size:
             swapped.append(some.uid[some.crc != prompts.crcs(draws)])
-    if (strangers := np.concatenate(wrong)).size:
-        yield error("wrong_group", strangers, f"the {place} gives a group or member that is not the one of the uid")
-    if (others := distinct(np.concatenate(swapped))).size:
-        yield error("swapped_prompt", others, f"the prompt in the {place} is not the one that the draw selects")
+    strangers, others = np.concatenate(wrong), readers.distinct(np.concatenate(swapped))
+    yield error("wrong_group", strangers, f"the {place} gives a group or member that is not the one of the uid")
+    yield error("swapped_prompt", others, f"the prompt in the {place} is not the one that the draw selects")
 
 
 # -- the slots -----
@@ -395,29 +351,21 @@ def check_slots(snapshot: Snapshot) -> Iterator[Finding]:
     mine = held(slots)
     uids, state = slots.lines["uid"][mine], slots.state[mine]
     is_validate = (uids & VALIDATE) != 0
-    codes = np.where(is_validate, codes_at(snapshot.validate_first, uids ^ VALIDATE), codes_at(snapshot.first, uids))
+    codes = codes_of(uids, snapshot.first, snapshot.validate_first)
     ended = np.isin(codes, list(TERMINAL))
-    settled = np.isin(codes, [T, V]) & np.isin(state, [REWARDED, TRAINING])  # T is stored before the slot is freed
-    dropped = (state == DROPPED) & ((codes == slots.reason[mine]) | (codes == T))
+    # T is stored before the slot is freed.
+    settled = np.isin(codes, [T, V]) & np.isin(state, [State.REWARDED, State.TRAINING])
+    dropped = (state == State.DROPPED) & ((codes == slots.reason[mine]) | (codes == T))
     wrong = ended & ~settled & ~dropped
-    if wrong.any():
-        names = ", ".join(sorted({STATE_NAMES[int(index)] for index in state[wrong] if index < len(STATE_NAMES)}))
-        yield error("terminal_in_slot", uids[wrong], f"has ended, but a slot still holds it ({names})")
-    never = (codes == 0) & (codes_after(snapshot, uids) == 0)
-    if never.any():
-        yield error("slot_without_fate", uids[never], "stands in a slot, but was never dispatched by its fate")
+    names = ", ".join(sorted(one.name for one in State if one in state[wrong]))
+    yield error("terminal_in_slot", uids[wrong], f"has ended, but a slot still holds it ({names})")
+    never = (codes == 0) & (codes_of(uids, snapshot.last, snapshot.validate_last) == 0)
+    yield error("slot_without_fate", uids[never], "stands in a slot, but was never dispatched by its fate")
     odd = is_validate != ((slots.lines["cls"][mine] & 1) == 1)
     odd |= ~is_validate & (slots.lines["group_size"][mine] != snapshot.terms.group_size)
-    if odd.any():
-        yield error("wrong_class", uids[odd], "class or group size of the slot is not the one of the uid")
+    yield error("wrong_class", uids[odd], "class or group size of the slot is not the one of the uid")
     unique, counts = np.unique(uids[slots.still[mine]], return_counts=True)
-    if (counts > 1).any():
-        yield error("uid_in_two_slots", unique[counts > 1], "stands in two slots at once")
-
-
-def codes_after(snapshot: Snapshot, uids: Uids) -> Codes:
-    is_validate = (uids & VALIDATE) != 0
-    return np.where(is_validate, codes_at(snapshot.validate_last, uids ^ VALIDATE), codes_at(snapshot.last, uids))
+    yield error("uid_in_two_slots", unique[counts > 1], "stands in two slots at once")
 
 
 # -- the train log -----
@@ -437,20 +385,17 @@ def check_train_log(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     known = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
     if snapshot.terms.wal == "off":
         known = [line for line in known if line.step <= history.saved_step]
-    extra = minus(uids_of(known), history.uids)
-    if extra.size:
-        yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
+    extra = readers.minus(uids_of(known), history.uids)
+    yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
     everything = uids_of(surviving(snapshot.train_log))
     everything.sort()
-    silent = minus(history.saved, everything)
+    silent = readers.minus(history.saved, everything)
     del everything
-    if silent.size:
-        yield error("train_log_disagrees", silent, "in the checkpoint, but not in train.jsonl")
+    yield error("train_log_disagrees", silent, "in the checkpoint, but not in train.jsonl")
     lines = {line.step: line.samples for line in surviving(snapshot.train_log)}
     both = [step for step in snapshot.log if step.step in lines]
     differ = [step.step for step in both if _entries(step) != sorted(lines[step.step].tolist())]
-    if differ:
-        yield error("train_log_disagrees", differ, "steps whose uid, attempt or crc differ between train.jsonl and log")
+    yield error("train_log_disagrees", differ, "steps whose uid, attempt or crc differ between train.jsonl and log")
 
 
 def _entries(step: LoggedStep) -> list[tuple[int, int, int]]:

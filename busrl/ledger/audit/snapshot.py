@@ -36,6 +36,7 @@ import struct
 import zlib
 from array import array
 from dataclasses import dataclass, field
+from enum import IntEnum
 from hashlib import sha1
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HEADER_BYTES = 0x2000
 LINE_BYTES = 128
 RING_LOOKS = 64
-FREE, RESERVED, REWARDED, TRAINING, DROPPED = 0, 1, 6, 7, 8
-STATE_NAMES = ["FREE", "RESERVED", "QUEUED", "GENERATING", "GENERATED", "REWARDING", "REWARDED", "TRAINING", "DROPPED"]
+State = IntEnum("State", "FREE RESERVED QUEUED GENERATING GENERATED REWARDING REWARDED TRAINING DROPPED", start=0)
 UID_NONE = (1 << 64) - 1
 SEQ_MASK = np.uint64((1 << 36) - 1)
 LINE = np.dtype(
@@ -89,16 +89,12 @@ class Slots:
 
     @property
     def state(self) -> npt.NDArray[np.uint64]:
-        return state_of(self.words)
-
-    @property
-    def words(self) -> npt.NDArray[np.uint64]:
-        return np.asarray(self.lines["word"], np.uint64)
+        return state_of(self.lines["word"])
 
     @property
     def reason(self) -> npt.NDArray[np.uint64]:
         """What stands in the owner field: a reason's byte in DROPPED."""
-        return np.asarray((self.words >> np.uint64(44)) & np.uint64(0x3FFF), np.uint64)
+        return np.asarray((self.lines["word"] >> np.uint64(44)) & np.uint64(0x3FFF), np.uint64)
 
 
 def state_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -108,22 +104,19 @@ def state_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _unwritten(lines: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """RESERVED slots whose uid was not written under the claim that they are in."""
     words = lines["word"]
-    return np.asarray((state_of(words) == RESERVED) & ((words & SEQ_MASK) != lines["claim_seq"]))
+    return np.asarray((state_of(words) == State.RESERVED) & ((words & SEQ_MASK) != lines["claim_seq"]))
 
 
 def read_ring(path: Path) -> Slots | None:
     """The slots of the ring file; None if there is no such file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = _header(file.read(HEADER_BYTES), size, path)
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as segment:
+                return _read_slots(segment, *head)
     except FileNotFoundError:
         return None
-    try:
-        size = os.fstat(fd).st_size
-        head = _header(os.pread(fd, HEADER_BYTES, 0), size, path)
-        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as segment:
-            return _read_slots(segment, *head)
-    finally:
-        os.close(fd)
 
 
 def _header(data: bytes, size: int, path: Path) -> tuple[bytes, int, int]:
@@ -172,7 +165,7 @@ def _read_slots(segment: mmap.mmap, uuid: bytes, n_slots: int, line_off: int) ->
         todo = np.arange(n_slots)
         for _ in range(RING_LOOKS):
             before, copy, after = view["word"][todo], view[todo], view["word"][todo]
-            busy = (state_of(before) != FREE) | (state_of(copy["word"]) != FREE) | (state_of(after) != FREE)
+            busy = np.any([state_of(word) != State.FREE for word in (before, copy["word"], after)], axis=0)
             same = (before == copy["word"]) & (copy["word"] == after)
             seen.append(copy["uid"][busy & ~(same & _unwritten(copy))])
             lines[todo] = copy
@@ -246,6 +239,7 @@ class Prompts:
 
 LOOKS = 5
 SHARED = Path("/dev/shm")
+FATES = ("fates.bin", "fates.validate.bin")
 
 
 @dataclass(frozen=True)
@@ -310,32 +304,31 @@ def ring_file(run_dir: Path) -> Path:
     return SHARED / f"busrl.{os.getuid()}.{key}.ring"
 
 
-def _identity(run_dir: Path) -> tuple[tuple[int, int] | None, ...]:
+def _identity(run_dir: Path) -> tuple[tuple[int, ...], ...]:
     """Changes when the ring or open.bin is made, replaced or removed."""
-    return tuple(_file_id(path) for path in (ring_file(run_dir), run_dir / "open.bin"))
+    return tuple((_info(path) or ())[:2] for path in (ring_file(run_dir), run_dir / "open.bin"))
 
 
-def _file_id(path: Path) -> tuple[int, int] | None:
+def _info(path: Path) -> tuple[int, int, int] | None:
+    """Device, inode and bytes of a file; None without one."""
     try:
         stat = path.stat()
     except FileNotFoundError:
         return None
-    return stat.st_dev, stat.st_ino
+    return stat.st_dev, stat.st_ino, stat.st_size
 
 
 def _look(run_dir: Path, prompts: Path | None) -> Snapshot:
-    found = readers.Findings()
+    found: list[Finding] = []
     terms = read_terms(run_dir)
-    first = readers.read_fates(run_dir / "fates.bin")
-    validate_first = readers.read_fates(run_dir / "fates.validate.bin")
-    known = _size(run_dir / "train.jsonl")
+    first, validate_first = (readers.read_fates(run_dir / name) for name in FATES)
+    known = (_info(run_dir / "train.jsonl") or (0, 0, 0))[2]
     log = readers.read_log(run_dir / "wal", found)
     checkpoints = readers.read_checkpoints(run_dir / "checkpoints", found)
     train_log = readers.read_train_log(run_dir / "train.jsonl", found)
     slots, damaged = _slots(run_dir, found)
     open_uids = readers.read_open(run_dir / "open.bin", found)
-    last = readers.read_fates(run_dir / "fates.bin")
-    validate_last = readers.read_fates(run_dir / "fates.validate.bin")
+    last, validate_last = (readers.read_fates(run_dir / name) for name in FATES)
     return Snapshot(
         terms=terms,
         state=_state(run_dir, slots, damaged, open_uids),
@@ -351,15 +344,8 @@ def _look(run_dir: Path, prompts: Path | None) -> Snapshot:
         open=open_uids,
         put_back=readers.read_put_backs(run_dir / "draws.log"),
         prompts=_prompts(run_dir, terms, prompts, found),
-        problems=found.items,
+        problems=found,
     )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _state(run_dir: Path, slots: Slots | None, damaged: bool, open_uids: Uids | None) -> str:
@@ -410,31 +396,27 @@ def _waves(segments: dict[str, Any]) -> int:
     return int(segments.get("max_segments", 1)) if in_waves else 1
 
 
-def _slots(run_dir: Path, found: readers.Findings) -> tuple[Slots | None, bool]:
+def _slots(run_dir: Path, found: list[Finding]) -> tuple[Slots | None, bool]:
     """The slots of the run's own ring, and whether a ring is there that nobody can use."""
     try:
         slots = read_ring(ring_file(run_dir))
     except NotARing as exc:
-        found.add(
-            error("bad_ring", [], f"the ring cannot be read, so dispatched samples are not found in it: {exc}", 1)
-        )
+        text = f"the ring cannot be read, so dispatched samples are not found in it: {exc}"
+        found.append(error("bad_ring", [], text, 1))
         return None, True
     uuid = readers.read_json(run_dir / "run.json").get("uuid")
     if slots is not None and isinstance(uuid, str) and uuid.replace("-", "").lower() not in ("", slots.uuid.hex()):
-        found.add(
-            note("foreign_ring", [slots.uuid.hex()], f"the ring is not the one of this run ({uuid}); it is left out")
-        )
+        text = f"the ring is not the one of this run ({uuid}); it is left out"
+        found.append(note("foreign_ring", [slots.uuid.hex()], text))
         return None, False
     return slots, False
 
 
-def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: readers.Findings) -> Prompts | None:
+def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: list[Finding]) -> Prompts | None:
     path = given or Path(str(readers.read_json(run_dir / "run.json").get("prompts") or terms.train))
     try:
         prompts = Prompts(path, terms.seed, terms.shuffle)
     except OSError as exc:
-        found.add(
-            note("prompts_unchecked", [str(path)], f"no prompt file, so prompts were not checked: {exc}")
-        )
+        found.append(note("prompts_unchecked", [str(path)], f"no prompt file, so prompts were not checked: {exc}"))
         return None
     return prompts if len(prompts) else None

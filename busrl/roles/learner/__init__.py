@@ -1,5 +1,5 @@
 """The learner: claims groups, trains, publishes policy versions. `loop` is its process, the others are its parts."""
 
-from busrl.roles.learner.loop import main
+from busrl.roles.learner.loop import Learner
 
-__all__ = ["main"]
+__all__ = ["Learner"]

@@ -12,10 +12,10 @@ import contextlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,6 @@ from busrl.ledger.wal import SampleRecord
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, Fate, fate_name
-
-if TYPE_CHECKING:
-    pass
-
 
 Ints = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
@@ -78,12 +74,12 @@ class LogprobCheck:
         model. Once enough tokens were compared the check is over."""
         if not self.limit:
             return
-        exact = [record for record in records if (record.version_array() == version).any()][:SAMPLES]
-        if sum(int((record.version_array() == version).sum()) for record in exact) < TOKENS:
+        drawn = [(record, record.version_array() == version) for record in records]
+        exact = [(record, own) for record, own in drawn if own.any()][:SAMPLES]
+        if sum(int(own.sum()) for _, own in exact) < TOKENS:
             return
-        made = [record.version_array() == version for record in exact]
-        theirs = np.concatenate([record.logprob_array()[one] for record, one in zip(exact, made)])
-        ours = np.concatenate([row[one] for row, one in zip(score(exact), made)])
+        theirs = np.concatenate([record.logprob_array()[own] for record, own in exact])
+        ours = np.concatenate([row[own] for row, (_, own) in zip(score([record for record, _ in exact]), exact)])
         gap = float(np.abs(theirs - ours).mean())
         if not gap <= self.limit:
             raise EngineDisagrees(
@@ -146,10 +142,8 @@ class LengthSkew:
 
     def __init__(self, steps: int, alarm: float) -> None:
         self.alarm = alarm
-        self._consumed: deque[Ints] = deque(maxlen=steps)
-        self._dispatched: deque[Ints] = deque(maxlen=steps)
-        self._drawn: deque[Ints] = deque(maxlen=steps)
-        self._groups: deque[npt.NDArray[np.float64]] = deque(maxlen=steps)  # rows of mean length, fate as a number
+        self._lengths: deque[dict[str, Ints]] = deque(maxlen=steps)
+        self._groups: deque[Shares] = deque(maxlen=steps)  # rows of mean length, fate as a number
         self._behind: dict[int, Ints] = {}  # ended groups after the oldest open draw
         self._now: deque[tuple[Ints, str]] = deque(maxlen=MOST_GROUPS)
         self._reported = False
@@ -166,17 +160,18 @@ class LengthSkew:
         """Close a step. `open_draws`: draws that may not have ended. Returns the figures over the window."""
         oldest = min((draw for draw in open_draws if draw not in self._behind), default=None)
         ready = sorted(draw for draw in self._behind if oldest is None or draw < oldest)
-        self._drawn.append(_joined(self._behind.pop(draw) for draw in ready))
-        self._dispatched.append(_joined(lengths for lengths, _ in self._now))
-        self._consumed.append(_joined(lengths for lengths, fate in self._now if fate == Fate.TRAINED.letter))
+        self._lengths.append({
+            "drawn": _joined(self._behind.pop(draw) for draw in ready),
+            "dispatched": _joined(lengths for lengths, _ in self._now),
+            "consumed": _joined(lengths for lengths, fate in self._now if fate == Fate.TRAINED.letter),
+        })
         groups = [(lengths.sum() / len(lengths), ord(fate)) for lengths, fate in self._now if len(lengths)]
         self._groups.append(np.array(groups, np.float64).reshape(-1, 2))
         self._now.clear()
         return self._figures()
 
     def _figures(self) -> dict[str, Any]:
-        parts = {"drawn": self._drawn, "dispatched": self._dispatched, "consumed": self._consumed}
-        lengths = {name: _joined(part) for name, part in parts.items()}
+        lengths = {name: _joined(step[name] for step in self._lengths) for name in self._lengths[-1]}
         shares = {name: distribution(values) for name, values in lengths.items()}
         row: dict[str, Any] = {}
         for name, values in lengths.items():
@@ -185,19 +180,13 @@ class LengthSkew:
                 row[f"length_{name}_p95"] = int(np.searchsorted(shares[name], 0.95))
         row["length_ks_drawn"] = ks_distance(shares["consumed"], shares["drawn"])
         row["length_ks_dispatched"] = ks_distance(shares["consumed"], shares["dispatched"])
-        row["length_ratio"] = self._ratio(lengths)
+        consumed, dispatched = row.get("length_consumed_mean"), row.get("length_dispatched_mean")
+        row["length_ratio"] = consumed / dispatched if consumed is not None and dispatched else None
         groups = np.concatenate(self._groups)
         fates = groups[np.argsort(groups[:, 0], kind="stable"), 1]
         row["untrained_share"] = float((fates != Fate.TRAINED).mean()) if len(fates) else 0.0
         row["old_by_length"] = [int((part == Fate.OLD).sum()) for part in np.array_split(fates, QUARTILES)]
         return row
-
-    @staticmethod
-    def _ratio(lengths: dict[str, Ints]) -> float | None:
-        consumed, dispatched = lengths["consumed"], lengths["dispatched"]
-        if not len(consumed) or not len(dispatched) or not dispatched.any():
-            return None
-        return float(consumed.mean() / dispatched.mean())
 
     def warning(self, row: dict[str, Any]) -> str:
         """The text of the alarm when it begins, else "". It may begin again after the ratio was in order."""
@@ -235,8 +224,9 @@ def _joined(parts: Iterable[Ints]) -> Ints:
 # -- the newest steps ----------------------------------------------------------
 
 ESS_LOW, K3_HIGH, MOVED_STEPS = 0.3, 0.3, 3
-FLAT_HIGH, FLAT_STEPS, FLAT_GROUPS = 0.9, 10, 64  # of at least so many groups
+FLAT_HIGH, FLAT_GROUPS = 0.9, 64  # of at least so many groups
 CUT_HIGH, CUT_ANSWERS = 0.99, 64  # of at least so many answers
+STEPS = 10
 
 
 class Alarms:
@@ -248,56 +238,58 @@ class Alarms:
     """
 
     def __init__(self) -> None:
-        self._moved: deque[tuple[float, float]] = deque(maxlen=MOVED_STEPS)
-        self._groups: deque[tuple[float, float, float]] = deque(maxlen=FLAT_STEPS)  # ended, of them flat, reward
-        self._answers: deque[tuple[float, float]] = deque(maxlen=FLAT_STEPS)  # trained, of them cut
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=STEPS)
         self._on: set[str] = set()
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
         """The texts of the alarms that begin with this step."""
-        # A step without trained tokens has 0 in both; one that is no number was reported already.
-        if row["tokens"] and isfinite(row["ess"]) and isfinite(row["k3"]):
-            self._moved.append((row["ess"], row["k3"]))
-        ended = row["groups_ended"]
-        self._groups.append((ended, row["flat_share"] * ended, row["reward"]))
-        self._answers.append((row["samples"], row["cut_share"] * row["samples"]))
+        self._rows.append(row)
         found = {"moved": self._left(row), "flat": self._flat(row), "cut": self._cut(row)}
         begun = [text for name, text in found.items() if text and name not in self._on]
         self._on = {name for name, text in found.items() if text}
-        return begun
+        return [f"step {row['step']}: {text}" for text in begun]
 
     def _left(self, row: Mapping[str, Any]) -> str:
-        if len(self._moved) < MOVED_STEPS:
+        # A step without trained tokens has 0 in both; one that is no number was reported already.
+        moved = [
+            (one["ess"], one["k3"])
+            for one in self._rows if one["tokens"] and isfinite(one["ess"]) and isfinite(one["k3"])
+        ][-MOVED_STEPS:]
+        if len(moved) < MOVED_STEPS:
             return ""
-        ess, k3 = (median(values) for values in zip(*self._moved))
+        ess, k3 = (median(values) for values in zip(*moved))
         if ess >= ESS_LOW and k3 <= K3_HIGH:
             return ""
         return (
-            f"step {row['step']}: the policy has left the one that drew the answers: ess {ess:.2g} (below {ESS_LOW:g} "
-            f"is too far), k3 {k3:.2g} (above {K3_HIGH:g}), entropy {row['entropy']:.2g}, lr {row['lr']:.2g}; lower "
-            "learner.lr or weights.max_staleness, and continue from an earlier checkpoint"
+            f"the policy has left the one that drew the answers: ess {ess:.2g} (below {ESS_LOW:g} is too far), k3 "
+            f"{k3:.2g} (above {K3_HIGH:g}), entropy {row['entropy']:.2g}, lr {row['lr']:.2g}; lower learner.lr or "
+            "weights.max_staleness, and continue from an earlier checkpoint"
         )
 
     def _flat(self, row: Mapping[str, Any]) -> str:
-        ended, flat = sum(one[0] for one in self._groups), sum(one[1] for one in self._groups)
-        if ended < FLAT_GROUPS or flat <= FLAT_HIGH * ended:
+        ended, flat = self._of_all("groups_ended", "flat_share")
+        if ended < FLAT_GROUPS or flat <= FLAT_HIGH:
             return ""
-        reward = sum(one[0] * one[2] for one in self._groups) / ended
         return (
-            f"step {row['step']}: {flat / ended:.0%} of the last {ended:g} groups were flat (all rewards of a group "
-            f"equal, nothing to learn from), at a mean reward of {reward:.3g} and entropy {row['entropy']:.2g}: the "
-            "task is solved, too hard for this model, or its answers have become all the same; see samples.jsonl"
+            f"{flat:.0%} of the last {ended:g} groups were flat (all rewards of a group equal, nothing to learn from), "
+            f"at a mean reward of {self._of_all('groups_ended', 'reward')[1]:.3g} and entropy {row['entropy']:.2g}: "
+            "the task is solved, too hard for this model, or its answers have become all the same; see samples.jsonl"
         )
 
     def _cut(self, row: Mapping[str, Any]) -> str:
-        answers, cut = (sum(values) for values in zip(*self._answers))
-        if answers < CUT_ANSWERS or cut < CUT_HIGH * answers:
+        answers, cut = self._of_all("samples", "cut_share")
+        if answers < CUT_ANSWERS or cut < CUT_HIGH:
             return ""
         return (
-            f"step {row['step']}: {cut / answers:.0%} of the last {answers:g} answers were cut at their limit, "
-            f"{row['length_mean']:.0f} tokens on average: is the model's end token the one that its "
-            "generation_config.json and tokenizer name? Else raise generation.max_new_tokens"
+            f"{cut:.0%} of the last {answers:g} answers were cut at their limit, {row['length_mean']:.0f} tokens on "
+            "average: is the model's end token the one that its generation_config.json and tokenizer name? Else raise "
+            "generation.max_new_tokens"
         )
+
+    def _of_all(self, count: str, value: str) -> tuple[float, float]:
+        """The sum of a count over the newest steps, and the mean of a value weighted with it."""
+        total = sum(row[count] for row in self._rows)
+        return total, sum(row[count] * row[value] for row in self._rows) / max(1, total)
 
 
 # -- groups that end without a step --------------------------------------------
@@ -342,8 +334,7 @@ class FlatStreak:
     low: float = np.inf
     high: float = -np.inf
     answers: int = 0
-    top: int = 0  # answers with the highest reward
-    bottom: int = 0  # with the lowest
+    counts: Counter[float] = field(default_factory=Counter)  # of answers, at the lowest and at the highest reward
     cut: int = 0  # at the length limit
     last: dict[str, object] | None = None  # an answer, as in samples.jsonl
 
@@ -352,20 +343,18 @@ class FlatStreak:
         if self.low < self.high:
             worth = (
                 "all rewards of each group were equal: every prompt always gets the same reward, "
-                f"{self.top / self.answers:.0%} of the answers the highest ({self.high:g}), "
-                f"{self.bottom / self.answers:.0%} the lowest ({self.low:g})"
+                f"{self.counts[self.high] / self.answers:.0%} of the answers the highest ({self.high:g}), "
+                f"{self.counts[self.low] / self.answers:.0%} the lowest ({self.low:g})"
             )
         cut = f", {self.cut / self.answers:.0%} of the answers were cut at generation.max_new_tokens"
         return f"{worth}{cut if self.cut else ''}"
 
     def add(self, rewards: npt.NDArray[np.float64]) -> None:
         """The rewards of a group, which are all the same."""
-        low, high = float(rewards.min()), float(rewards.max())
-        self.bottom = self.bottom if low >= self.low else 0
-        self.top = self.top if high <= self.high else 0
-        self.low, self.high, self.answers = min(self.low, low), max(self.high, high), self.answers + len(rewards)
-        self.bottom += int(np.count_nonzero(rewards == self.low))
-        self.top += int(np.count_nonzero(rewards == self.high))
+        self.answers += len(rewards)
+        self.counts.update(rewards.tolist())
+        self.low, self.high = min(self.counts), max(self.counts)
+        self.counts = Counter({edge: self.counts[edge] for edge in (self.low, self.high)})
 
 
 class Idling:
@@ -464,12 +453,6 @@ class Idling:
         level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
         return level and self.causes[Fate.FLAT.letter] >= MOSTLY * self.streak
 
-    def _flat(self) -> list[str]:
-        """What the flat groups had in common, and what to do about it."""
-        flat = self.flat
-        always = flat.answers > 0 and self._worst == self._best > 0
-        return [flat.text() if flat.answers else "", ALWAYS if always else REMEDY[Fate.FLAT.letter]]
-
     def text(self, step: int) -> str:
         """What ended the groups: the commonest cause with its count, and the last error or answer behind it."""
         cause, count = self.causes.most_common(1)[0] if self.causes else (Fate.INCOMPLETE.letter, 0)
@@ -480,9 +463,12 @@ class Idling:
             head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
             parts = [f"{head}, {SOLVED}", self._answer()]
         elif cause == Fate.FLAT.letter:
-            parts = [head, *self._flat(), self._answer()]
+            always = self.flat.answers > 0 and self._worst == self._best > 0
+            seen = self.flat.text() if self.flat.answers else ""
+            parts = [head, seen, ALWAYS if always else REMEDY[cause], self._answer()]
         else:
-            parts = [head, self._error(cause), REMEDY[cause]]
+            error = last_error(self.paths, WHERE.get(cause, ""))
+            parts = [head, error and f"the last error: {error}", REMEDY[cause]]
         return "; ".join(part for part in parts if part)
 
     def _answer(self) -> str:
@@ -490,10 +476,6 @@ class Idling:
         if last is None:
             return ""
         return f"the last: {_short(last['prompt'])} was answered {_short(last['completion'])}, worth {last['reward']:g}"
-
-    def _error(self, cause: str) -> str:
-        found = last_error(self.paths, WHERE.get(cause, ""))
-        return f"the last error: {found}" if found else ""
 
 
 def cause_of(fates: npt.NDArray[np.uint8]) -> str:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,12 +46,12 @@ class Control:
     def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan, ring: Ring) -> None:
         settings = control_settings(topology)
         self.training, self.plan = training, plan
-        self.controller = None if settings is None else Controller(settings)
+        self.controller = Controller(settings) if settings else None
         self.probe: list[SampleRecord] = []
         self.probe_s = 0.0
         self._probe_entropy: float | None = None
-        self._logged = read_lines(path) if self.controller is not None else {}
-        self._lines = LineFile(path) if self.controller is not None else None
+        self._logged = read_lines(path) if settings else {}
+        self._lines = LineFile(path) if settings else None
         self._idle = IdleRollouts(ring)
 
     # -- checkpoints and replay ---------------------------------------------------------------------------------
@@ -74,17 +75,6 @@ class Control:
         if self.controller is not None:
             (folder / PROBE_FILE).write_bytes(msgspec.msgpack.encode(self.probe))
 
-    def replayed(self, record: Record, stats: StepStats) -> None:
-        """A step of the log was trained again: decide as its learner did."""
-        if self.controller is None:
-            return
-        self._choose_probe(record)
-        line = self._logged.get(record.step)
-        inputs = Inputs.from_dict(line) if line else self._inputs(record, stats, {})
-        decision = self.controller.observe(inputs)
-        if line is None:
-            self._write(inputs, decision)
-
     def start(self) -> None:
         """After the replay: put in force what was decided so far."""
         self._logged = {}
@@ -92,23 +82,24 @@ class Control:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Decision | None:
-        """After a step and before the next: give its numbers to the controller, and apply the decision."""
+    def step(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> None:
+        """After a step and before the next: give its numbers to the controller, and apply the decision. A step of the
+        log that is trained again has no row: its logged inputs lead to the decision of then."""
         if self.controller is None:
-            return None
+            return
         self._choose_probe(record)
-        inputs = self._inputs(record, stats, row)
+        line = self._logged.get(record.step)
+        inputs = Inputs.from_dict(line) if line else self._inputs(record, stats, row)
         decision = self.controller.observe(inputs)
-        self._write(inputs, decision)
+        if line is None:
+            self._write(inputs, decision)
         if decision is not None and decision.applied:
             self._apply()
-        return decision
 
     def _apply(self) -> None:
-        if self.controller is None or not self.controller.acts:
-            return
-        knobs = self.controller.knobs
-        self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
+        if self.controller is not None and self.controller.acts:
+            knobs = self.controller.knobs
+            self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
 
     def _write(self, inputs: Inputs, decision: Decision | None) -> None:
         line = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}
@@ -122,7 +113,7 @@ class Control:
         """From the line of metrics.jsonl; a replay has none, and takes them from record and training."""
         found, tokens, masked = stats.diagnostics, stats.tokens, stats.old_tokens
         numbers: dict[str, float | None] = {
-            "reward": row.get("reward", _mean([sample.reward for sample in record.samples])),
+            "reward": row.get("reward", fmean(sample.reward for sample in record.samples)),
             "probe": self._score(record.step), "entropy": found.entropy, "clip": found.clip_low + found.clip_high,
             "k3": found.k3, "ess": found.ess, "masked": masked / max(1, masked + tokens),
             "grad_norm": None if stats.skipped else stats.grad_norm,
@@ -143,13 +134,11 @@ class Control:
             self.probe.append(sample)
 
     def _score(self, step: int) -> float | None:
-        if self.controller is None or not self.controller.probe_is_due(step):
-            self.probe_s = 0.0
-            return None
-        begun = time.perf_counter()
-        self._probe_entropy = self.training.entropy(self.probe)
-        self.probe_s = time.perf_counter() - begun
-        return self._probe_entropy
+        begun, due = time.perf_counter(), self.controller is not None and self.controller.probe_is_due(step)
+        if due:
+            self._probe_entropy = self.training.entropy(self.probe)
+        self.probe_s = time.perf_counter() - begun if due else 0.0
+        return self._probe_entropy if due else None
 
     def numbers(self) -> dict[str, float]:
         """What is in force, the controller's state, and its cost: for metrics.jsonl and LEARNER_STATE_UPDATE."""
@@ -208,7 +197,3 @@ def _idle_train(row: Mapping[str, Any]) -> float | None:
     """Share of the step's seconds in which the learner waited."""
     seconds = float(row.get("seconds") or 0.0)
     return min(1.0, sum(row["wait_s"].values()) / seconds) if seconds > 0 else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

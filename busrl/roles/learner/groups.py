@@ -49,22 +49,16 @@ if TYPE_CHECKING:
 class Claimed:
     """One claimed group: slots with the words that own them, and a record of each sample."""
 
-    group: int
-    admission: int
     slots: tuple[tuple[int, int], ...]
     records: tuple[SampleRecord, ...]
 
     @property
-    def rewards(self) -> npt.NDArray[np.float64]:
-        return np.array([record.reward for record in self.records], np.float64)
-
-    @property
-    def step(self) -> int:
-        """Learner step of the oldest admission version among the members: what age is counted from."""
-        return min(record.step for record in self.records)
+    def group(self) -> int:
+        return self.records[0].group
 
 
 Lines = npt.NDArray[Any]
+Owned = Sequence[tuple[int, int]]  # slots, with the words that own them
 Fault = Callable[[Sequence[SampleRecord]], "tuple[int, str] | None"]
 FIELDS = (
     "uid", "group", "admission", "member", "attempt", "prompt_crc", "reward", "temperature", "version", "step", "finish"
@@ -74,76 +68,49 @@ SEGMENTED = ("tokens", "logprobs", "versions")
 
 
 class Malformed(Exception):
-    """The payload of the sample at `position` of its group breaks the rules of the ledger."""
+    """The payload of the sample at `position` breaks the rules of the ledger."""
 
     def __init__(self, position: int, text: str) -> None:
         super().__init__(text)
         self.position = position
 
 
-def claim_group(ring: Ring, lines: Lines, slots: Sequence[int], fault: Fault) -> Claimed | str | None:
-    """Claim the REWARDED `slots` of one group, as `lines` (a copy of all control lines) shows them.
+def claim_groups(
+    ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault
+) -> list[Claimed] | Malformed | None:
+    """Claim the REWARDED slots of whole groups, all or none, as `lines` (a copy of all control lines) shows them.
 
-    `fault` says which of the records cannot be trained, and why. Returns the group; None when a slot moved meanwhile;
-    or what is malformed, with that sample dropped.
+    `fault` names a record that cannot be trained, and why. Returns the groups; None when a slot moved meanwhile;
+    Malformed with that sample dropped. After either of the last two look again, with new lines.
     """
-    own = lines[list(slots)]  # they hold: a claim succeeds only while the word is the one read with them
+    slots = [slot for group in groups for slot in group]
+    own = lines[slots]  # they hold: a claim succeeds only while the word is the one read with them
     owned: list[tuple[int, int]] = []
     for slot, word in zip(slots, own["word"].tolist()):
-        taken = ring.claim(slot, word, State.TRAINING)
-        if not taken:
+        if not (taken := ring.claim(slot, word, State.TRAINING)):
             give_back(ring, owned)
             return None
         owned.append((slot, taken))
     try:
         records = make_records(ring, owned, own)
         if (found := fault(records)) is not None:
-            raise Malformed(found[0], f"sample {records[found[0]].uid}: {found[1]}")
+            raise Malformed(*found)
     except Malformed as problem:
-        position = problem.position
-        give_back(ring, owned[:position] + owned[position + 1 :])
-        ring.drop(*owned[position], Fate.MALFORMED)
-        return str(problem)
-    return Claimed(records[0].group, records[0].admission, tuple(owned), tuple(records))
-
-
-def claim_groups(ring: Ring, lines: Lines, groups: Sequence[Sequence[int]], fault: Fault) -> list[Claimed] | None:
-    """Claim several groups at once, each given by its slots: much cheaper than one by one.
-
-    None if any claim fails: all is given back then, and `claim_group` finds the cause, with new lines.
-    """
-    slots = [slot for group in groups for slot in group]
-    own = lines[slots]
-    owned: list[tuple[int, int]] = []
-    for slot, word in zip(slots, own["word"].tolist()):
-        if not (taken := ring.claim(slot, word, State.TRAINING)):
-            break
-        owned.append((slot, taken))
-    records: list[SampleRecord] = []
-    if slots and len(owned) == len(slots):
-        with contextlib.suppress(Malformed):
-            records = make_records(ring, owned, own)
-    if not records or fault(records) is not None:
+        ring.drop(*owned.pop(problem.position), Fate.MALFORMED)
         give_back(ring, owned)
-        return None
+        return Malformed(problem.position, f"sample {own['uid'][problem.position]}: {problem}")
     held = iter(zip(owned, records))
-    return [_claimed([next(held) for _ in group]) for group in groups]
+    return [Claimed(*zip(*(next(held) for _ in group))) for group in groups]
 
 
-def _claimed(held: Sequence[tuple[tuple[int, int], SampleRecord]]) -> Claimed:
-    first = held[0][1]
-    return Claimed(first.group, first.admission, tuple(own for own, _ in held), tuple(record for _, record in held))
-
-
-def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> list[SampleRecord]:
+def make_records(ring: Ring, owned: Owned, own: Lines) -> list[SampleRecord]:
     """Copy samples out of their slots, checked."""
     fields = zip(*(own[name].tolist() for name in FIELDS))
     records = []
     for position, (values, (payload, segments)) in enumerate(zip(fields, _payloads(ring, owned))):
         counts = [len(part) // 4 for part in payload[1:]]
         if not counts[0] == counts[1] == counts[2] > 0:
-            text = "{} tokens, {} log-probs, {} versions".format(*counts)
-            raise Malformed(position, f"sample {values[0]}: {text}")
+            raise Malformed(position, "{} tokens, {} log-probs, {} versions".format(*counts))
         found: dict[str, Any] = dict(zip((*FIELDS, *TENSORS), (*values, *payload)))
         records.append(SampleRecord(**found, segments=segments))
     return records
@@ -152,7 +119,7 @@ def make_records(ring: Ring, owned: Sequence[tuple[int, int]], own: Lines) -> li
 Payload = tuple[tuple[bytes, ...], list[int]]
 
 
-def _payloads(ring: Ring, owned: Sequence[tuple[int, int]]) -> Iterable[Payload]:
+def _payloads(ring: Ring, owned: Owned) -> Iterable[Payload]:
     """For each slot the bytes of its prompt, tokens, log-probabilities and versions, and the tokens of its segments if
     there are several."""
     if all(segments_of(word) == 1 for _, word in owned):
@@ -167,15 +134,14 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
         parts = [[read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
         prompt = read_prompt_ids(ring, slot).tobytes()
     except UNREADABLE as problem:
-        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {problem}") from None
+        raise Malformed(position, str(problem)) from None
     sizes = [[len(part) for part in name] for name in parts]
     if segments > 1 and not (sizes[0] == sizes[1] == sizes[2] and all(sizes[0])):
-        text = "its segments have {} tokens, {} log-probs, {} versions".format(*sizes)
-        raise Malformed(position, f"sample {int(ring.line(slot)['uid'])}: {text}")
+        raise Malformed(position, "its segments have {} tokens, {} log-probs, {} versions".format(*sizes))
     return (prompt, *(np.concatenate(name).tobytes() for name in parts)), sizes[0] if segments > 1 else []
 
 
-def give_back(ring: Ring, owned: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> None:
+def give_back(ring: Ring, owned: Owned) -> None:
     """Return claimed slots to REWARDED."""
     for slot, word in owned:
         ring.release(slot, word, State.REWARDED)
@@ -198,28 +164,21 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     return found
 
 
-class OverlongShaping:
-    """The reward of a training answer that the limit cut: as it is, a fixed number, or less a penalty.
+def shaped(lines: Lines, truncated: float | str = "reward", penalty: float = 0.0) -> Lines:
+    """Change, in place, the rewards of training answers that the limit cut: to the number `truncated`, or ("reward")
+    less a penalty.
 
     The learner applies it to its copy of the ring's lines, so it holds for every kind of reward worker, and the slot
-    keeps the original. Validation is not touched: it measures the task itself. `truncated`: "reward" or the number that
-    takes its place; `penalty` is subtracted.
+    keeps the original. Validation is not touched: it measures the task itself.
     """
-
-    def __init__(self, truncated: float | str = "reward", penalty: float = 0.0) -> None:
-        self.fixed = None if isinstance(truncated, str) else float(truncated)
-        self.penalty = penalty
-
-    def apply(self, lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Change the rewards in a copy of the lines, in place."""
-        if self.fixed is None and not self.penalty:
-            return lines
-        state = lines["state"]
-        whole = (state == State.REWARDED) | (state == State.TRAINING)
-        cut = whole & (lines["cls"] == SampleClass.TRAIN) & (lines["finish"] == LENGTH)
-        shaped = lines["reward"] - self.penalty if self.fixed is None else self.fixed
-        lines["reward"] = np.where(cut, shaped, lines["reward"])
+    if isinstance(truncated, str) and not penalty:
         return lines
+    state = lines["state"]
+    whole = (state == State.REWARDED) | (state == State.TRAINING)
+    cut = whole & (lines["cls"] == SampleClass.TRAIN) & (lines["finish"] == LENGTH)
+    worth = lines["reward"] - penalty if isinstance(truncated, str) else truncated
+    lines["reward"] = np.where(cut, worth, lines["reward"])
+    return lines
 
 
 # -- samples.jsonl -------------------------------------------------------------
@@ -265,7 +224,7 @@ class Excerpts:
             "finish": "length" if record.finish == LENGTH else "end",
             "version": record.version,
             "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
-            "rewards_of_group": claimed.rewards.tolist(),
+            "rewards_of_group": [one.reward for one in claimed.records],
             **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
         }
 

@@ -21,13 +21,23 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from busrl.config import Topology
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull, UserError, WriteFailed
-from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, newest_checkpoint, train_log_is_whole
-from busrl.ledger.trainlog import TrainLog, last_step
+from busrl.files import LineFile
+from busrl.ledger.trained import (
+    TrainedSet,
+    checkpoints_of,
+    mend_train_log,
+    mend_trained_set,
+    newest_checkpoint,
+    step_of,
+    train_log_is_whole,
+)
+from busrl.ledger.trainlog import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
@@ -50,11 +60,11 @@ class History:
         self.paths, self.topology = paths, topology
         mode = topology.learner.wal
         newest = newest_checkpoint(paths)
-        superseded = _step_of(newest) if newest is not None else -1
+        superseded = step_of(newest) if newest is not None else -1
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
-        if self.wal is not None and (cut := self.wal.stats().cut_bytes):
+        if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
-        self.train_log = TrainLog(paths.train_log)
+        self.train_log = LineFile(paths.train_log)
         self.trained = TrainedSet()
         self.warnings: list[str] = []  # of the start
         self._train_log_bytes = 0  # up to the newest checkpoint
@@ -81,7 +91,7 @@ class History:
             self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
             if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
-            training.stale.load(found.meta.get("version_steps", []))
+            training.stale.steps.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
@@ -91,7 +101,7 @@ class History:
         """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
         other names."""
         if self.wal is not None:
-            newest = max([self.wal.last_step, *(_step_of(path) for path in torn)])
+            newest = max([self.wal.last_step, *(step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
                 raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
             self.warnings += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
@@ -127,7 +137,7 @@ class History:
                 )
             )
         self.train_log.close()
-        self.train_log = TrainLog(self.paths.train_log)
+        self.train_log = LineFile(self.paths.train_log)
 
     def to_replay(self) -> Iterator[Record]:
         """Records after the checkpoint, in order; call `finished` for each once it is trained."""
@@ -170,7 +180,7 @@ class History:
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
         while self._unwritten:
-            self.train_log.append(self._unwritten[0])
+            self.train_log.append(msgspec.json.encode(TrainLine.of(self._unwritten[0])))
             del self._unwritten[0]
         if self.train_log.shortened:
             self._mend_train_log()
@@ -190,7 +200,7 @@ class History:
             "seed": self.topology.run.seed,
             "uids": "trained.bin",
             "train_log_bytes": 0,
-            "version_steps": training.stale.state(),
+            "version_steps": training.stale.steps.state(),
             **also,
         }
 
@@ -198,7 +208,8 @@ class History:
             raise WriteFailed(f"{self.paths.root} is not there any more: nothing is written in its place")
 
         def extras(directory: Path) -> None:
-            self._add_files(directory)
+            self.trained.save(directory / "trained.bin")
+            predictor_state.copy_into(directory, self.paths)
             save(directory)
 
         self._write_lines()
@@ -215,23 +226,13 @@ class History:
     def _log_begins(self) -> int:
         """The step of the checkpoint from which the log leads on; 0 while there are too few."""
         reaches = min(LOG_REACHES, self.topology.learner.keep_last)
-        kept = sorted(map(_step_of, self.paths.checkpoints.glob("global_step_*")), reverse=True)
-        return kept[reaches - 1] if len(kept) >= reaches else 0
-
-    def _add_files(self, directory: Path) -> None:
-        """What a checkpoint holds besides the model: the trained set, and what the length predictor had learned."""
-        self.trained.save(directory / "trained.bin")
-        predictor_state.copy_into(directory, self.paths)
+        kept = checkpoints_of(self.paths.checkpoints)
+        return step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
 
     def close(self) -> None:
         if self.wal is not None:
             self.wal.close()
         self.train_log.close()
-
-
-def _step_of(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("_")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 def _free_name(path: Path) -> Path:

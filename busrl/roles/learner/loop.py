@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -30,16 +30,7 @@ from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew, LogprobCheck
 from busrl.roles.learner.control import Control
-from busrl.roles.learner.groups import (
-    Claimed,
-    Excerpts,
-    OverlongShaping,
-    claim_group,
-    claim_groups,
-    end,
-    give_back,
-    parts_of,
-)
+from busrl.roles.learner.groups import Claimed, Excerpts, Malformed, claim_groups, end, give_back, parts_of, shaped
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
@@ -54,42 +45,26 @@ if TYPE_CHECKING:
     from busrl.training.trainer import StepStats
 
 log = logging.getLogger("busrl")
-
-
-class ScriptedPace:
-    """Lets training in a scripted run take as long as a larger model's would (`mock.learner_s_per_token`)."""
-
-    SLICE_S = 0.5  # between two signs of progress
-
-    def __init__(self, s_per_token: float, progress: Callable[[], None]) -> None:
-        self._s_per_token, self._progress = s_per_token, progress
-
-    def wait(self, begun: float, tokens: int) -> None:
-        """The rest of the time that training `tokens` tokens, begun at `begun` of the monotonic clock, is to take."""
-        end = begun + self._s_per_token * tokens
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, self.SLICE_S))
-            self._progress()
+PACE_SLICE_S = 0.5  # between two signs of progress
 
 
 class Learner(Actor):
     role = "learner"
     singleton = True
-    tick_s: ClassVar[float] = 0.02
+    tick_s = 0.02
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = self.topology.derived.limits
-        streaming = TrainingStep.streamable(self.config) and not self.config.deterministic
+        streaming = self.config.updates_per_batch == 1 and not self.config.deterministic
         self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = waves_of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
         self.training.moved = self._moved
-        if s_per_token := self.topology.mock.learner_s_per_token:
-            self.training.pace = ScriptedPace(s_per_token, self._moved).wait
-        self.shaping = OverlongShaping(self.topology.reward.truncated, self.topology.reward.truncated_penalty)
+        if self.topology.mock.learner_s_per_token:
+            self.training.pace = self._take_as_long
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics)
@@ -139,7 +114,7 @@ class Learner(Actor):
         for record in self.history.to_replay():
             self.training.stale.at(record.version, record.step - 1)
             stats = self.training.replay(record)
-            self.control.replayed(record, stats)
+            self.control.step(record, stats, {})
             self.history.finished(record)
             self.metrics.replayed(record, stats)
             self.ring.progress()
@@ -160,7 +135,7 @@ class Learner(Actor):
         view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
             view, list(self.claimed), step=self.history.step, now=time.monotonic(),
-            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.groups_aside,
+            next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.ended.groups,
             wave_over=self._wave_over(view),
         )
         self.idling.look(view, [action.draw for action in actions if isinstance(action, SetAside)])
@@ -190,7 +165,8 @@ class Learner(Actor):
 
     def _shaped_lines(self) -> npt.NDArray[Any]:
         """A copy of the ring's lines in which cut answers have the rewards that [reward] gives them."""
-        return self.shaping.apply(self.ring.lines())
+        reward = self.topology.reward
+        return shaped(self.ring.lines(), reward.truncated, reward.truncated_penalty)
 
     def _is_over(self) -> bool:
         run = self.topology.run
@@ -262,26 +238,16 @@ class Learner(Actor):
             raise NothingToTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
-        for draw, got in zip(action.draws, self._taken(view, action.draws)):
-            if isinstance(got, str):
-                self.warn("learner", f"{got}; dropped as malformed, its group is looked at again", "error")
-            if got is None or isinstance(got, str):
-                return False
-            self.claimed[draw] = got
-            self.pending.append(got)
-            self.metrics.first_claim()
+        slots = [view.slots_of(draw) for draw in action.draws]
+        got = claim_groups(self.ring, self._shaped_lines(), slots, self.training.fault)
+        if isinstance(got, Malformed):
+            self.warn("learner", f"{got}; dropped as malformed, its group is looked at again", "error")
+        if not isinstance(got, list):
+            return False
+        self.claimed.update(zip(action.draws, got))
+        self.pending += got
+        self.metrics.first_claim()
         return True
-
-    def _taken(self, view: GroupView, draws: Sequence[int]) -> Iterator[Claimed | str | None]:
-        """All of them at once; where something is in the way, one after the other."""
-        slots, fault = [view.slots_of(draw) for draw in draws], self.training.fault
-        several = claim_groups(self.ring, self._shaped_lines(), slots, fault)
-        if several is not None:
-            yield from several
-            return
-        lines = self._shaped_lines()
-        for own in slots:
-            yield claim_group(self.ring, lines, own, fault)
 
     def _while_waiting(self, action: Wait) -> bool:
         """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""
@@ -304,6 +270,13 @@ class Learner(Actor):
         records = [record for group in groups for record in group.records]
         with self.activity("accumulate", self.deadline.begin()):
             self.training.accumulate(records, self._present_version())
+
+    def _take_as_long(self, begun: float, tokens: int) -> None:
+        """In a scripted run: wait until `tokens` tokens, begun then, took as long as they take a larger model."""
+        end = begun + self.topology.mock.learner_s_per_token * tokens
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, PACE_SLICE_S))
+            self._moved()
 
     def _moved(self) -> None:
         """A micro-batch, an update or a part of a checkpoint is done."""
@@ -361,7 +334,7 @@ class Learner(Actor):
         """How the lengths that were trained compare with those that were drawn; a warning when they begin to differ."""
         for group in groups:
             self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], Fate.TRAINED.letter)
-        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1)])
+        figures = self.skew.step([*view.draws.tolist(), *view.unopened(1).tolist()])
         if warning := self.skew.warning(figures):
             self.warn("learner", warning, kind="length skew")
         return figures
@@ -418,16 +391,6 @@ class Learner(Actor):
     def _publish(self) -> float:
         return self.publisher.publish(self.history.step, self.training.weights())
 
-    def _tell(self, stats: StepStats) -> None:
-        self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))
-        if stats.skipped:
-            blame = ", ".join(stats.culprits)
-            what = "left out a part of its updates" if stats.partly else "changed nothing"
-            self.warn("learner", f"step {self.history.step} {what}: {stats.skipped} ({blame})", "error")
-        if (gate := self.training.gate) is not None and self.training.gate_moved:
-            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
-            log.info("after step %d mastered tokens are %s", self.history.step, what)
-
     def _checkpoint(self) -> None:
         try:
             self._write_checkpoint()
@@ -473,7 +436,3 @@ class Learner(Actor):
         self.control.close()
         self.metrics.close()
         self.history.close()
-
-
-def main(run_dir: str, name: str) -> int:
-    return Learner(run_dir, name).main()

@@ -16,8 +16,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +37,9 @@ if TYPE_CHECKING:
     from busrl.training.custom import Metrics
     from busrl.training.trainer import StepStats
 
-DIAGNOSTICS = (
-    "entropy", "log_ratio_mean", "k3", "ess", "clip_low", "clip_high", "dual_clip", "mismatch", "mismatch_begun",
-)  # of a step, as the trainer gives them
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start
+PART = "parts/"  # before the name of a part of the reward
 QUARTILES = 4  # of length
 HALF_DROPPED = 4096  # newest groups set aside by predecessors that are known again; each death leaves one at most
 
@@ -60,63 +57,49 @@ class GroupsLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     parts: dict[str, list[float]] = {}  # of the rewards of a group set aside, where the function gives any
 
 
-@dataclass
-class _Mean:
-    total: float = 0.0
-    count: int = 0
+class Ended:
+    """Sums over groups that ended: their fates; total and count of `reward`, `length` and each part of the reward."""
 
-    def add(self, values: Iterable[float]) -> None:
+    def __init__(self) -> None:
+        self.fates: Counter[str] = Counter()
+        self._totals: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, values: Iterable[float]) -> None:
         for value in values:
-            self.total, self.count = self.total + value, self.count + 1
+            self._totals[name] = self._totals.get(name, 0.0) + value
+            self._counts[name] += 1
 
-    def join(self, other: _Mean) -> None:
-        self.total, self.count = self.total + other.total, self.count + other.count
-
-    @property
-    def value(self) -> float:
-        return self.total / self.count
-
-
-@dataclass
-class _Aside:
-    """Sums over groups that were set aside since a step."""
-
-    fates: Counter[str] = field(default_factory=Counter)
-    rewards: _Mean = field(default_factory=_Mean)
-    lengths: _Mean = field(default_factory=_Mean)
-    parts: dict[str, _Mean] = field(default_factory=dict)
-
-    def add(self, line: GroupsLine) -> None:
+    def add_line(self, line: GroupsLine) -> None:
         self.fates.update(line.fates)
-        for rewards, lengths in zip(line.rewards, line.lengths):
-            self.rewards.add(rewards)
-            self.lengths.add(lengths)
+        self.add("reward", chain.from_iterable(line.rewards))
+        self.add("length", chain.from_iterable(line.lengths))
         for name, values in line.parts.items():
-            self.parts.setdefault(name, _Mean()).add(values)
+            self.add(PART + name, values)
 
-    def join(self, other: _Aside) -> None:
+    def join(self, other: Ended) -> None:
         self.fates.update(other.fates)
-        self.rewards.join(other.rewards)
-        self.lengths.join(other.lengths)
-        for name, mean in other.parts.items():
-            self.parts.setdefault(name, _Mean()).join(mean)
+        self._counts.update(other._counts)
+        for name, total in other._totals.items():
+            self._totals[name] = self._totals.get(name, 0.0) + total
 
     @property
     def groups(self) -> int:
         return sum(self.fates.values())
 
-    def with_trained(self, record: Record) -> dict[str, Any]:
-        """The numbers of a step's line over all groups that ended since the one before: these, and the step's own."""
-        groups, rewards, lengths = self.groups + len(record.groups), _Mean(), _Mean()
-        rewards.add(sample.reward for sample in record.samples)
-        lengths.add(_lengths(record.samples).tolist())
-        rewards.join(self.rewards)
-        lengths.join(self.lengths)
-        return {
-            "groups_ended": groups, "samples_ended": rewards.count, "reward": rewards.value,
-            "flat_share": self.fates[Fate.FLAT.letter] / groups, "set_aside": dict(self.fates),
-            "length_ended": lengths.value,
+    def row(self) -> dict[str, Any]:
+        """The numbers of a line of metrics.jsonl over these groups."""
+        means = {name: total / self._counts[name] for name, total in self._totals.items()}
+        aside = {fate: count for fate, count in self.fates.items() if fate != Fate.TRAINED.letter}
+        row: dict[str, Any] = {
+            "groups_ended": self.groups, "samples_ended": self._counts["reward"], "set_aside": aside,
         }
+        if "reward" in means:
+            flat_share = self.fates[Fate.FLAT.letter] / self.groups
+            row |= {"reward": means["reward"], "length_ended": means["length"], "flat_share": flat_share}
+        if parts := {name.removeprefix(PART): mean for name, mean in means.items() if name.startswith(PART)}:
+            row["reward_parts"] = parts
+        return row
 
 
 class StepMetrics:
@@ -142,8 +125,7 @@ class StepMetrics:
         self._recall(paths.groups, begun)
 
     def _clear(self) -> None:
-        self._aside = _Aside()
-        self._parts: dict[str, _Mean] = {}  # of the rewards of the samples that were trained
+        self.ended = Ended()  # groups that were set aside since the last step
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
@@ -153,7 +135,7 @@ class StepMetrics:
     def _recall(self, path: Path, begun: Callable[[int, str], bool]) -> None:
         """The groups that predecessors set aside since the last step's line, by the step that is to count them."""
         for size in (TAIL_BYTES, 0):
-            self._groups_written, self._earlier, self._known = 0, dict[int, _Aside](), dict[int, None]()
+            self._groups_written, self._earlier, self._known = 0, dict[int, Ended](), dict[int, None]()
             for row in json_lines(path, size):
                 with contextlib.suppress(msgspec.ValidationError):
                     self._met(msgspec.convert(row, GroupsLine), begun)
@@ -163,19 +145,19 @@ class StepMetrics:
     def _met(self, line: GroupsLine, begun: Callable[[int, str], bool]) -> None:
         if Fate.TRAINED.letter in line.fates:
             # Steps that have no line of metrics.jsonl.
-            lost = {step: aside for step, aside in self._earlier.items() if step > self._written}
+            lost = {step: ended for step, ended in self._earlier.items() if step > self._written}
             self._groups_written, self._earlier, self._known = line.step, lost, {}
         elif len(line.draws) == len(line.fates) == 1 and begun(line.draws[0], line.fates):
-            self._earlier.setdefault(line.step, _Aside()).add(line)
+            self._earlier.setdefault(line.step, Ended()).add_line(line)
             self._known[line.draws[0]] = None
             if len(self._known) > HALF_DROPPED:
                 del self._known[next(iter(self._known))]
 
     def resume(self, step: int) -> None:
         """The start is over, with `step` steps made: what was set aside since then counts for the next one."""
-        for counted, aside in self._earlier.items():
+        for counted, ended in self._earlier.items():
             if counted > step:
-                self._aside.join(aside)
+                self.ended.join(ended)
         self._earlier.clear()
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -201,25 +183,13 @@ class StepMetrics:
             for name, value in found.items():
                 line.parts.setdefault(name, []).append(value)
         self._write_groups(line)
-        self._aside.add(line)
+        self.ended.add_line(line)
 
     def reward_parts(self, found: Iterable[Mapping[str, float]]) -> None:
         """Parts of the rewards of samples that are trained."""
         for parts in found:
             for name, value in parts.items():
-                self._parts.setdefault(name, _Mean()).add([value])
-
-    def _part_means(self) -> dict[str, dict[str, float]]:
-        """Of all samples that ended."""
-        means = {name: _Mean(mean.total, mean.count) for name, mean in self._parts.items()}
-        for name, mean in self._aside.parts.items():
-            means.setdefault(name, _Mean()).join(mean)
-        return {"reward_parts": {name: mean.value for name, mean in means.items()}} if means else {}
-
-    @property
-    def groups_aside(self) -> int:
-        """Groups set aside since the last step."""
-        return self._aside.groups
+                self.ended.add(PART + name, [value])
 
     def waiting(self, reason: str, group: int | None) -> None:
         self._waiting_for, self._blocker = reason, group
@@ -230,30 +200,22 @@ class StepMetrics:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def step(
-        self,
-        record: Record,
-        stats: StepStats,
-        samples: Iterable[Mapping[str, object]],
-        version: int,
-        published_s: float,
-        more: Mapping[str, Any],
+        self, record: Record, stats: StepStats, samples: Iterable[Mapping[str, object]], version: int,
+        published_s: float, more: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
-        now = time.monotonic()
+        now, line = time.monotonic(), _line_of(record)
+        self.ended.add_line(line)
         row: dict[str, Any] = {
             "step": record.step,
             "version": version,
             "cause": record.cause,
-            "time_s": round(now - (self._started or now), 4),
-            "seconds": round(now - self._last, 4),
-            "tokens": stats.tokens,
-            **self._aside.with_trained(record),
-            **self._part_means(),
+            **self._times(now),
+            **self.ended.row(),
             "skipped": stats.skipped,
             "culprits": list(stats.culprits),
             **_trained(record),
             **_training(stats),
-            "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
             "blocked_by": self._blocker,
             "publish_s": round(published_s, 5),
             "checkpoint_s": round(self.checkpoint_s, 4),
@@ -262,48 +224,42 @@ class StepMetrics:
         if self.own is not None and (found := self.own.measure(record.samples, row)):
             row["metrics"] = found
         self._write(row, [{"step": record.step, **sample} for sample in samples])
-        self._write_groups(_line_of(record))
+        self._write_groups(line)
         self._row, self._last, self.checkpoint_s = row, now, 0.0
         self._clear()
         return row
 
+    def _times(self, now: float) -> dict[str, Any]:
+        return {
+            "time_s": round(now - (self._started or now), 4), "seconds": round(now - self._last, 4),
+            "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
+        }
+
     def idle(self, step: int, version: int, idling: Idling) -> None:
         """Write the line of groups that ended and gave no step, cumulated since the last step: `kind` is "idle"; and an
         answer of them for samples.jsonl. The next step's line counts these groups too."""
-        now = time.monotonic()
-        row: dict[str, Any] = {
-            "kind": IDLE, "step": step, "version": version, "time_s": round(now - (self._started or now), 4),
-            "seconds": round(now - self._last, 4), "groups": 0, "groups_ended": self.groups_aside, "samples": 0,
-            "samples_ended": self._aside.rewards.count, "tokens": 0, "set_aside": dict(self._aside.fates),
-            "idle_groups": idling.streak, "idle_limit": idling.patience, "idle_causes": dict(idling.causes),
-            "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
+        row = {
+            "kind": IDLE, "step": step, "version": version, **self._times(time.monotonic()), **self.ended.row(),
+            "groups": 0, "samples": 0, "tokens": 0, "idle_groups": idling.streak,
+            "idle_limit": idling.patience, "idle_causes": dict(idling.causes),
         }
-        if self._aside.rewards.count:
-            row |= {
-                "reward": self._aside.rewards.value, "length_ended": self._aside.lengths.value,
-                "flat_share": self._aside.fates[Fate.FLAT.letter] / self.groups_aside, **self._part_means(),
-            }
-        with contextlib.suppress(MachineError, OSError):
-            self._metrics.append(msgspec.json.encode(row))
-            if idling.flat.last is not None:
-                self._samples.append(msgspec.json.encode({"kind": IDLE, "step": step, **idling.flat.last}))
+        last = idling.flat.last
+        self._write(row, [] if last is None else [{"kind": IDLE, "step": step, **last}])
 
     def replayed(self, record: Record, stats: StepStats) -> None:
         """The lines of a step that a predecessor logged, but died before it wrote them; without what only it knew."""
-        aside = self._earlier.pop(record.step, _Aside())
+        ended, line = self._earlier.pop(record.step, Ended()), _line_of(record)
         if record.step > self._groups_written:
-            self._write_groups(_line_of(record))
+            self._write_groups(line)
         if record.step <= self._written:
             return
-        row = {
-            "step": record.step, "version": record.version, "cause": record.cause, "replayed": True,
-            "time_s": 0.0, "seconds": 0.0, "tokens": stats.tokens, **aside.with_trained(record), **_trained(record),
-            **_training(stats),
-        }
-        with contextlib.suppress(MachineError, OSError):
-            self._metrics.append(msgspec.json.encode(row))
+        ended.add_line(line)
+        self._write({
+            "step": record.step, "version": record.version, "cause": record.cause, "replayed": True, "time_s": 0.0,
+            "seconds": 0.0, **ended.row(), **_trained(record), **_training(stats),
+        })
 
-    def _write(self, row: dict[str, Any], samples: Sequence[dict[str, object]]) -> None:
+    def _write(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()) -> None:
         # A full disk does not stop training here: these lines are to read, the log is for the ledger.
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
@@ -319,16 +275,15 @@ class StepMetrics:
         """Fields of LEARNER_STATE_UPDATE for the step just written, and numbers that hold from now on."""
         row = self._row
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
-        numbers.update({f"reward_parts/{name}": value for name, value in row.get("reward_parts", {}).items()})
-        numbers.update({f"metrics/{name}": value for name, value in row.get("metrics", {}).items()})
+        for key in ("reward_parts", "metrics"):
+            numbers |= {f"{key}/{name}": value for name, value in row.get(key, {}).items()}
         numbers.update(more)
         fields = ("entropy", "version", "step", "groups", "reward", "tokens", "samples", "age_mean")
         return {**{name: row[name] for name in fields}, "metrics": numbers}
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
-        self._groups.close()
+        for file in (self._metrics, self._samples, self._groups):
+            file.close()
 
 
 def _members(record: Record) -> list[list[SampleRecord]]:
@@ -346,21 +301,17 @@ def _line_of(record: Record) -> GroupsLine:
     )
 
 
-def _segments(sample: SampleRecord) -> int:
-    return len(sample.segments) or 1
-
-
 def _training(stats: StepStats) -> dict[str, Any]:
-    found = stats.diagnostics
     earlier = stats.context_tokens - stats.old_tokens
     masked = stats.context_tokens + stats.mastered_tokens
     return {
+        "tokens": stats.tokens,
         "masked": {"earlier_segments": earlier, "too_old": stats.old_tokens, "mastered": stats.mastered_tokens},
         "never_trained": masked / max(1, stats.tokens + stats.context_tokens),  # of the tokens of the step's samples
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
-        **{name: getattr(found, name) for name in DIAGNOSTICS},
+        **{name: value for name, value in vars(stats.diagnostics).items() if name != "loss"},
         "micro_batches": stats.micro_batches,
         "padding": stats.padding,
         "forward_s": round(stats.forward_s, 5),
@@ -372,6 +323,7 @@ def _training(stats: StepStats) -> dict[str, Any]:
 def _trained(record: Record) -> dict[str, Any]:
     """The numbers that follow from the record alone: the same live and replayed."""
     lengths = _lengths(record.samples)
+    segments = [len(sample.segments) or 1 for sample in record.samples]
     members = _members(record)
     # A group is as old as its oldest member.
     ages = np.array([record.step - 1 - min(sample.step for sample in own) for own in members])
@@ -381,8 +333,8 @@ def _trained(record: Record) -> dict[str, Any]:
         "reward_trained": float(np.mean([sample.reward for sample in record.samples])),
         "length_mean": float(lengths.mean()),
         "length_p95": float(np.percentile(lengths, 95)),
-        "segments_mean": float(np.mean([_segments(sample) for sample in record.samples])),
-        "segments_max": max(map(_segments, record.samples)),
+        "segments_mean": float(np.mean(segments)),
+        "segments_max": max(segments),
         "cut_share": float(np.mean([sample.finish == LENGTH for sample in record.samples])),
         "age_mean": float(ages.mean()),
         "age_p95": float(np.percentile(ages, 95)),

@@ -55,8 +55,9 @@ class Publisher:
         self.sender.hook = lambda _: self.ring.progress()
         self._work_s = actor.topology.limits.work_s
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))
+        # `experiments.forced_age` = k: what is published are the weights of k steps ago.
         late = actor.topology.experiments.forced_age
-        self._late = LateWeights(late) if late else None
+        self._late: deque[tuple[int, dict[str, Tensor]]] | None = deque(maxlen=late + 1) if late else None
 
     def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
         """Make `weights` of `step` the next version. Returns the seconds it took, the wait for a validator left out."""
@@ -64,7 +65,8 @@ class Publisher:
             self._wait_for_pin()
         begun = time.monotonic()
         if self._late is not None:
-            step, weights = self._late.keep(step, weights)
+            self._late.append((step, _copies(weights)))
+            step, weights = self._late[0]
         version, named = self.next_version(), dict(weights)
         with self.actor.activity("publish", self._work_s):
             if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
@@ -107,7 +109,7 @@ class Publisher:
     def begin(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         """A fresh run: engines have these weights without a publication."""
         if self._late is not None:
-            self._late.keep(0, weights())
+            self._late.append((0, _copies(weights())))
 
     def _wait_for_pin(self) -> None:
         """Let a validation round finish on its version, however long it takes while results come. A dead holder is
@@ -131,16 +133,8 @@ class Publisher:
         self.sender.close()
 
 
-class LateWeights:
-    """`experiments.forced_age` = k: publishes the weights of k steps ago, so that batches are trained k steps late."""
-
-    def __init__(self, steps: int) -> None:
-        self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=steps + 1)
-
-    def keep(self, step: int, weights: Mapping[str, Tensor]) -> tuple[int, Mapping[str, Tensor]]:
-        """Add the newest; returns the oldest that are kept."""
-        self._kept.append((step, {name: tensor.detach().clone() for name, tensor in weights.items()}))
-        return self._kept[0]
+def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
 # -- one copy of the weights ----------------------------------------------------

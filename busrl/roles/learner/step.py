@@ -24,23 +24,16 @@ from busrl import device
 from busrl.algorithms.advantages import advantages as group_advantages
 from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
-from busrl.config.schema import ADAPTERS, ONE_COPY, Learner
+from busrl.config.schema import ADAPTERS, ONE_COPY
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
-from busrl.training.batch import Sample, all_sound
+from busrl.training.batch import Sample, first_fault
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_estimator
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
-from busrl.training.trainer import (
-    Schedule,
-    StepStats,
-    Trainer,
-    TrainerSettings,
-    combined,
-    keep_freed_memory,
-)
+from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
@@ -61,16 +54,16 @@ class StaleTokenMask:
         self.bound = bound
         self.now = 0  # finished steps
         self.masked = 0  # tokens left out since `taken`
-        self._steps = VersionSteps(KEPT)
+        self.steps = VersionSteps(KEPT)
 
     def at(self, version: int, step: int) -> None:
         """`version` is the newest one published, `step` steps are finished."""
         self.now = step
-        self._steps.add(version, step)
+        self.steps.add(version, step)
 
     def step_of(self, version: int) -> int:
         """The step that made a version."""
-        return self._steps.step_of_row(version, self.now)
+        return self.steps.step_of_row(version, self.now)
 
     def ages(self, versions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Finished steps since each of these versions was made."""
@@ -82,9 +75,7 @@ class StaleTokenMask:
         """How many tokens at the start of the answer are not to be trained."""
         if self.bound is None or self.now - record.step <= self.bound:
             return 0
-        versions = np.frombuffer(record.versions, "<u4")
-        old = [v for v in np.unique(versions).tolist() if self.now - self.step_of(v) > self.bound]
-        late = np.flatnonzero(np.isin(versions, old))
+        late = np.flatnonzero(self.ages(record.version_array()) > self.bound)
         count = int(late[-1]) + 1 if len(late) else 0
         self.masked += count
         return count
@@ -93,12 +84,6 @@ class StaleTokenMask:
         """Tokens that were left out since the last call."""
         masked, self.masked = self.masked, 0
         return masked
-
-    def state(self) -> list[list[int]]:
-        return self._steps.state()
-
-    def load(self, state: Sequence[Sequence[int]]) -> None:
-        self._steps.load(state)
 
 
 ADAPTER = "adapter"  # folder of a checkpoint
@@ -130,7 +115,8 @@ class TrainingStep:
         self.pace: Callable[[float, int], None] | None = None  # called with the begin and the tokens of an accumulation
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
-        self.lora = lora_of(topology)
+        own = topology.lora
+        self.lora = LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
         self.gives_adapters = weights.transport in ADAPTERS
         self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
@@ -149,18 +135,9 @@ class TrainingStep:
         trainer.moved = lambda: self.moved()
         trainer.ages_of = self.stale.ages
 
-    @staticmethod
-    def streamable(config: Learner) -> bool:
-        """Whether micro-batches may run before the whole step is known."""
-        return config.updates_per_batch == 1
-
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
-        samples = self._samples(records)
-        if all_sound(samples, self.vocabulary):
-            return None
-        texts = ((i, sample.fault(self.vocabulary)) for i, sample in enumerate(samples))
-        return next(((i, text) for i, text in texts if text is not None), None)
+        return first_fault(self._samples(records), self.vocabulary)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -287,8 +264,7 @@ class TrainingStep:
 
     def _load_model(self, found: Checkpoint) -> None:
         """The weights of a checkpoint: with [lora] those of the base, and its adapter."""
-        before = found.meta.get("lora")
-        now = None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
+        before, now = found.meta.get("lora"), self._lora_meta()
         if before != now:
             raise UserError(
                 f"{found.path} was trained with lora {before}, the topology and model.path give {now}; continue with "
@@ -299,12 +275,15 @@ class TrainingStep:
         else:
             self.adapter.load(found.path / ADAPTER)
 
+    def _lora_meta(self) -> dict[str, Any] | None:
+        return None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
+
     def save_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
     ) -> Checkpoint:
         more: dict[str, Any] = {"dmmpt_gate": self.gate.state()} if self.gate is not None else {}
         if self.lora is not None:
-            more["lora"] = {**self.lora.described(), "base": fingerprint(self.source)}
+            more["lora"] = self._lora_meta()
 
         def files(directory: Path) -> None:
             if self.adapter is not None:
@@ -324,12 +303,6 @@ class TrainingStep:
             dtype, copied = getattr(torch, self.settings.compute_dtype), copied_weights(self.trainer.model)
             return {name: tensor.to(dtype) for name, tensor in copied.items()}
         return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
-
-
-def lora_of(topology: Topology) -> LoraSettings | None:
-    """None where all weights are trained."""
-    own = topology.lora
-    return LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
 
 
 def _schedule(topology: Topology) -> Schedule:

@@ -1,7 +1,7 @@
 """What length predictors share: the question they are asked, their protocol, a table of prompts, levels and evidence.
 
 A prediction is in tokens, but only its order matters: judge a predictor by Kendall's tau, not by its error. Knows
-nothing of groups' fates, ages or who uses the number.
+nothing of groups' fates, ages or the use of the number.
 
 - A prediction is finite, at least 1 and at most the task's max_new_tokens.
 - Same prompt, same prediction, until `observe` says more; the other prompts of a batch do not matter.

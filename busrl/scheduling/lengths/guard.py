@@ -4,7 +4,7 @@ Wraps any predictor; talks to nothing else but the clock that it may be handed. 
 
 - `predict` and `observe` never raise, and predictions are always within 1 and the limit. A prediction that raises or is
   no usable number is made by `rules` instead, for that batch.
-- An answer is scored against the newest prediction for its draw: after it was dispatched nobody asks again.
+- An answer is scored against the newest prediction for its draw: a dispatched draw gets no new one.
 - Each kind of fault is reported once, counted always.
 """
 
@@ -21,26 +21,17 @@ import numpy.typing as npt
 from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Predictor, limited
 from busrl.scheduling.lengths.rules import RulesPredictor
 
-BLOCK = 1024  # rows compared at once: bounds the memory
-
 
 def kendall_tau(predicted: Sequence[float] | npt.ArrayLike, actual: Sequence[float] | npt.ArrayLike) -> float:
     """Ranking quality, -1 to 1 (tau-b, ties corrected); 0 where one side does not vary. For some thousand pairs."""
-    p, a = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
-    agree = ordered_p = ordered_a = 0
-    for start in range(0, len(p), BLOCK):
-        signs_p = _signs(p, start)
-        signs_a = _signs(a, start)
-        agree += int((signs_p * signs_a).sum(dtype=np.int64))
-        ordered_p += int(np.count_nonzero(signs_p))
-        ordered_a += int(np.count_nonzero(signs_a))
-    return agree / (float(ordered_p) * float(ordered_a)) ** 0.5 if ordered_p and ordered_a else 0.0
+    p, a = (_signs(np.asarray(side, np.float64)) for side in (predicted, actual))
+    varied = float(np.count_nonzero(p)) * float(np.count_nonzero(a))
+    return int((p * a).sum(dtype=np.int64)) / varied**0.5 if varied else 0.0
 
 
-def _signs(values: npt.NDArray[np.float64], start: int) -> npt.NDArray[np.int8]:
-    """Order of some values against all: 1 above, -1 below, 0 equal."""
-    rows = values[start : start + BLOCK, None]
-    return (rows > values).astype(np.int8) - (rows < values).astype(np.int8)
+def _signs(values: Floats) -> npt.NDArray[np.int8]:
+    """Order of all against all: 1 above, -1 below, 0 equal."""
+    return (values[:, None] > values).astype(np.int8) - (values[:, None] < values).astype(np.int8)
 
 
 WINDOW = 512  # pairs that tau is computed of
@@ -54,12 +45,8 @@ class Guard(Predictor):
     """A predictor that can be relied on. `report(text)` is called once per kind of fault; `clock()` gives seconds."""
 
     def __init__(
-        self,
-        predictor: Predictor,
-        rules: RulesPredictor | None = None,
-        *,
-        clock: Callable[[], float] | None = None,
-        report: Callable[[str], None] | None = None,
+        self, predictor: Predictor, rules: RulesPredictor | None = None, *, clock: Callable[[], float] = lambda: 0.0,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.inner, self.rules = predictor, rules or RulesPredictor()
         self.name = predictor.name
@@ -77,12 +64,12 @@ class Guard(Predictor):
         """Tokens per candidate; by `rules` where the predictor fails."""
         if not candidates:
             return np.zeros(0)
-        begun = self._now()
+        begun = self._clock()
         found = self._asked(candidates)
         if found is None:
             self.fallbacks += len(candidates)
             found = self.rules.predict(candidates)
-        self._asking.add(self._now() - begun, len(candidates))
+        self._asking.add(self._clock() - begun, len(candidates))
         for candidate, tokens in zip(candidates, found.tolist()):
             self._said.pop(candidate.draw, None)  # the newest stand last
             self._said[candidate.draw] = tokens
@@ -99,12 +86,12 @@ class Guard(Predictor):
             if said is not None:
                 self._pairs.append((said, tokens))
         self.answers += len(finished)
-        begun = self._now()
+        begun = self._clock()
         try:
             self.inner.observe(finished)
         except Exception as problem:
             self._fault(f"observe raised {type(problem).__name__}", str(problem))
-        self._learning.add(self._now() - begun, len(finished))
+        self._learning.add(self._clock() - begun, len(finished))
 
     def state(self) -> dict[str, Any]:
         return {"name": self.name, "inner": self.inner.state()}
@@ -153,11 +140,8 @@ class Guard(Predictor):
 
     def _fault(self, kind: str, text: str) -> None:
         self.faults[kind] += 1
-        if self.faults[kind] == 1 and self._report is not None:
+        if self.faults[kind] == 1:
             self._report(f"predictor {self.name}: {kind} ({text}); rules predict in its place, later ones are counted")
-
-    def _now(self) -> float:
-        return self._clock() if self._clock is not None else 0.0
 
 
 class _Cost:

@@ -1,8 +1,7 @@
 """`learned`: the order of prompts by their text, from a linear model of hashed features that is fitted as answers come.
 
-Knows nothing of siblings. Chosen by measurement against scikit-learn's online linear models and LightGBM
-(docs/predictors.md): it ranks better, learns sooner, and needs no dependency. `Learning` is the base of all predictors
-that learn online.
+Knows nothing of siblings. It ranks better and learns sooner than scikit-learn's online linear models and LightGBM
+(docs/predictors.md). `Learning` is the base of all predictors that learn online.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +91,7 @@ def _text(candidate: Candidate) -> str:
     return f"{text.lower()} {TAG}{candidate.tag} \n"
 
 
-@dataclass(frozen=True)
-class _Words:
+class _Words(NamedTuple):
     """Words of all texts in their order: which text, hash, kind; and characters per text."""
 
     row: Ints
@@ -224,8 +222,8 @@ class Ridge(Kept):
                 del self._at[key]
         gone = int(self.size[:over].sum())
         self.column, self.value = self.column[gone:], self.value[gone:]
-        self.keys, self.size, self.counts = self.keys[over:], self.size[over:], self.counts[over:]
-        self.target, self.answers = self.target[over:], self.answers[over:]
+        for name in self.ROWS:
+            setattr(self, name, getattr(self, name)[over:])
         self._first += over
 
     def fit(self) -> None:
@@ -319,8 +317,7 @@ class Learning(Predictor, ABC):
     """Base of the predictors that learn online, from logs of lengths: twice as long is as far off as half as long.
 
     An answer counts at once for its prompt; the text of a new prompt is learned when `WORTH` of them have come (at the
-    start sooner), since work on a batch costs hardly more than on one. Asking changes nothing; `state` has everything,
-    the prompts collected so far too.
+    start sooner), since a batch costs hardly more than one. Predicting changes nothing.
     """
 
     name = ""
@@ -366,8 +363,6 @@ class Learning(Predictor, ABC):
         for name, part in other.parts.items():
             part.load(state[name])
         self.__dict__.update(other.__dict__)
-
-    # -- a subclass says ----------------------------------------------------------------------------------------
 
     def _empty(self) -> Learning:
         """One of the same kind that has learned nothing."""

@@ -1,10 +1,8 @@
 """`rules`: prompt length, digits, weighted words, the task's tag and the limit. Needs no data and learns nothing.
 
-Its words come from a user's table or from the package's own `keywords.toml`. Knows nothing of users' files: whoever
-reads one gives `check` the tables, and gets a place for each finding.
+Its words come from a user's table, which `check` reads and finds the faults of, or from the package's `keywords.toml`.
 
-- A weight is a finite number of tokens of at most LARGEST either way; a word is not blank; none is there twice in
-  different cases.
+- A weight is a finite number of tokens of at most LARGEST either way; no word is blank, or there twice in two cases.
 - A word counts once, however often it is said; one that stands in the prompt only as part of a longer one does not
   count beside it. Of a very long prompt the beginning and the end are searched.
 """
@@ -106,7 +104,7 @@ def shipped() -> Keywords:
 # -- the predictor -------------------------------------------------------------------------------------------
 
 BASE, PER_CHARACTER, PER_DIGIT = 16.0, 0.3, 1.0  # tokens
-PER_LIMIT = 0.02  # tokens per token of the limit: who allows longer answers expects them
+PER_LIMIT = 0.02  # tokens per token of the limit: a longer limit expects longer answers
 HEAD, TAIL = 2000, 1000  # characters searched for words
 DIGITS = "0123456789"
 _WORD = re.compile("[a-z0-9_]+")  # other scripts have no spaces to go by: their words match anywhere

@@ -1,14 +1,12 @@
 """The connections of a broadcast: control connections between learner and engines, and a process group per epoch.
 
-Used by both sides (`sender`, `receiver`). Control messages are JSON lines over TCP on this host; the address and a
-secret stand in a file that only this user can read. A group is formed through a store that the learner opens for its
-epoch. Knows nothing of versions or of which engines are members.
+Used by both sides (`sender`, `receiver`). Control messages are JSON lines over a socket of this host, whose file only
+this user can open. A group is formed through a store that the learner opens for its epoch. Knows nothing of versions or
+of which engines are members.
 
 - A process that dies closes its connection, so its death is known at once; a stopped one only misses a deadline.
 - No call blocks for longer than the time that it is given.
-- A connection that does not send the secret in its first line, or sends too long a line, is closed.
-- Any user of the machine can connect: at most MAX_UNIDENTIFIED connections wait for their first line. A new one closes
-  the oldest, and a warning names its user.
+- A connection that sends what is no message, or too long a line, is closed.
 - The store listens on the learner's host alone, and its keys lie below a secret prefix.
 - Forming a group may block for its whole timeout, so both sides do it in a thread (`GroupSetup`), which is abandoned
   when the epoch is given up.
@@ -17,9 +15,8 @@ epoch. Knows nothing of versions or of which engines are members.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import logging
+import os
 import secrets
 import select
 import socket
@@ -31,24 +28,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 
-from busrl import files
 from busrl.device import device_group, own_stream
 from busrl.errors import first_line
+from busrl.weights.base import is_named
 
 log = logging.getLogger("busrl")
 dist: Any = torch.distributed  # its stub exports neither the stores nor the options of the backends
 Message = dict[str, Any]
 HOST = "127.0.0.1"  # the only one that is served
 LONGEST_LINE = 64 << 20  # a manifest of a large model has about a hundred bytes per tensor
-LONGEST_FROM_ENGINE = 64 << 10
 SEND_PATIENCE_S = 1.0
-INTRODUCE_S = 5.0
-MAX_UNIDENTIFIED = 64
-MAX_ACCEPTED = 32  # connections in a row, before other events are handled
-WARN_EVERY_S = 60.0
 IN_FLIGHT = 2
 
 
@@ -58,28 +51,30 @@ IN_FLIGHT = 2
 class ControlConnection:
     """One connection. `read` and `send` raise OSError when the other side is gone."""
 
-    def __init__(self, connected: socket.socket, longest: int = LONGEST_LINE) -> None:
+    def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connected
-        self.since = time.monotonic()
-        self.identified = False  # has sent the secret
-        self._longest = longest
         self._rest = b""
         self._ended = False
 
     @classmethod
-    def to(cls, address: str, timeout_s: float) -> ControlConnection:
-        """Connect to a ControlServer."""
-        host, _, port = address.partition("/")[0].rpartition(":")
-        return cls(socket.create_connection((host, int(port)), timeout_s))
+    def to(cls, file: Path) -> ControlConnection:
+        """Connect to the ControlServer whose file that is."""
+        connected = socket.socket(socket.AF_UNIX)
+        connected.setblocking(False)  # a server whose queue is full refuses, like one that is gone
+        try:
+            connected.connect(str(file))
+        except OSError:
+            connected.close()
+            raise
+        return cls(connected)
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, message: Message) -> None:
         """Send a line; a peer that reads nothing for SEND_PATIENCE_S counts as gone."""
-        left = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        left = memoryview(msgspec.json.encode(message) + b"\n")
         deadline = time.monotonic() + SEND_PATIENCE_S
         while left:
             try:
@@ -99,14 +94,14 @@ class ControlConnection:
                 piece = b""
             self._ended = not piece
             self._rest += piece
-            if len(self._rest) > self._longest:
+            if len(self._rest) > LONGEST_LINE:
                 if b"\n" not in self._rest:
-                    raise ConnectionError(f"a line of more than {self._longest} bytes")
+                    raise ConnectionError(f"a line of more than {LONGEST_LINE} bytes")
                 break  # a peer that sends without end is read again after the others
         *lines, self._rest = self._rest.split(b"\n")
         if self._ended and not lines:
             raise ConnectionError("its connection closed")
-        return [_parsed(line) for line in lines]
+        return [msgspec.json.decode(line, type=Message) for line in lines]
 
     def close(self) -> None:
         self.socket.close()
@@ -141,28 +136,32 @@ class ControlServer:
     """The learner's side of the control connections. One thread uses it; any thread may call `waker.wake()`."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.host = file, HOST
+        self.file = file
         self.waker = Waker()
-        self._listener = socket.create_server((HOST, 0), backlog=128)
+        self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
-        self._secret = secrets.token_hex(16)
+        os.fchmod(self._listener.fileno(), 0o600)  # the mode of the file that `bind` makes
+        file.unlink(missing_ok=True)
+        self._listener.bind(str(file))
+        self._listener.listen(128)
+        self._inode = file.stat().st_ino
         self._connections: set[ControlConnection] = set()
-        self._rejected, self._next_warning = 0, 0.0
-        self.address = f"{HOST}:{self._listener.getsockname()[1]}/{self._secret}"
-        files.replace(file, self.address.encode())
 
     def poll(self, timeout_s: float) -> list[tuple[ControlConnection, Message | None]]:
         """Messages that have arrived, None for a connection that is gone; returns early when there is something."""
-        waited: list[Any] = [self._listener, self.waker, *self._connections]
         received: list[tuple[ControlConnection, Message | None]] = []
-        for one in ready(waited, timeout_s):
+        for one in ready([self._listener, self.waker, *self._connections], timeout_s):
             if one is self._listener:
-                received += [message for connection in self._accept() for message in self._read(connection)]
+                with contextlib.suppress(OSError):
+                    self._connections.add(ControlConnection(self._listener.accept()[0]))
             elif one is self.waker:
                 self.waker.clear()
             else:
-                received += self._read(one)
-        self._close_unidentified()
+                try:
+                    received += [(one, message) for message in one.read()]
+                except (OSError, ValueError, RecursionError):
+                    self.disconnect(one)
+                    received.append((one, None))
         return received
 
     def disconnect(self, connection: ControlConnection) -> None:
@@ -174,46 +173,8 @@ class ControlServer:
             self.disconnect(connection)
         self._listener.close()
         self.waker.close()
-        with contextlib.suppress(OSError):
-            if self.file.read_text() == self.address:  # not that of a successor
-                self.file.unlink()
-
-    def _accept(self) -> list[ControlConnection]:
-        """New connections; an engine has sent its first line already."""
-        new: list[ControlConnection] = []
-        with contextlib.suppress(OSError):
-            while len(new) < MAX_ACCEPTED:
-                new.append(ControlConnection(self._listener.accept()[0], LONGEST_FROM_ENGINE))
-                self._connections.add(new[-1])
-        return new
-
-    def _close_unidentified(self) -> None:
-        """Close connections that have not sent the secret in time, and the oldest of too many."""
-        unknown = sorted((one for one in self._connections if not one.identified), key=lambda one: one.since)
-        late = [one for one in unknown if time.monotonic() - one.since > INTRODUCE_S]
-        late += unknown[len(late) : max(len(late), len(unknown) - MAX_UNIDENTIFIED)]
-        for connection in late:
-            if not self._rejected or time.monotonic() > self._next_warning:
-                self._next_warning = time.monotonic() + WARN_EVERY_S
-                log.warning(
-                    "weights: closed %d connections to port %d that did not send the secret, the latest of %s",
-                    self._rejected + len(late), self._listener.getsockname()[1], owner_of(connection.socket),
-                )
-            self._rejected += 1
-            self.disconnect(connection)
-
-    def _read(self, connection: ControlConnection) -> list[tuple[ControlConnection, Message | None]]:
-        try:
-            messages = connection.read()
-            if messages and not connection.identified:
-                given = str(messages[0].get("secret")).encode()
-                connection.identified = hmac.compare_digest(given, self._secret.encode())
-                if not connection.identified:
-                    raise ConnectionError("it does not know the secret")
-            return [(connection, message) for message in messages]
-        except (OSError, ValueError):
-            self.disconnect(connection)
-            return [(connection, None)]
+        if is_named(self.file, self._inode):  # not that of a successor
+            self.file.unlink(missing_ok=True)
 
 
 def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> list[Any]:
@@ -222,28 +183,6 @@ def ready(waited: list[Any], timeout_s: float, event: int = select.POLLIN) -> li
     for number in by_number:
         poller.register(number, event)
     return [by_number[number] for number, _ in poller.poll(max(0, round(timeout_s * 1000)))]
-
-
-def owner_of(connected: socket.socket) -> str:
-    """The user at the other end of a connection on this machine, as far as the kernel says."""
-    try:
-        port = connected.getpeername()[1]
-        with open("/proc/net/tcp") as table:
-            rows = [line.split() for line in table.readlines()[1:]]
-        uid = next(row[7] for row in rows if int(row[1].rpartition(":")[2], 16) == port)
-    except (OSError, StopIteration, ValueError, IndexError):
-        return "an unknown user"
-    return f"user {uid}"
-
-
-def _parsed(line: bytes) -> Message:
-    try:
-        message = json.loads(line)
-    except RecursionError:
-        raise ValueError("a line is nested too deeply") from None
-    if not isinstance(message, dict):
-        raise ValueError("a line is no object")
-    return message
 
 
 # -- process groups --------------------------------------------------------------------------------------------
@@ -267,7 +206,6 @@ class Group:
     """A connected process group."""
 
     def __init__(self, process_group: Any, store: Any, rendezvous: Rendezvous) -> None:
-        self.epoch = rendezvous.epoch
         self._group, self._store = process_group, store
         self._timeout, self._between_devices = timedelta(seconds=rendezvous.timeout_s), rendezvous.backend != "gloo"
         self._works: list[Any] = []

@@ -129,7 +129,7 @@ class ReceiveState(enum.Enum):
     MEMBER. A new epoch: any of these -> ROLL_CALL. Something fails: -> OUTSIDE. The connection ends: -> LOOKING.
     REPLACED is the end: another process has taken the name."""
 
-    LOOKING = "looking for the learner's address"
+    LOOKING = "looking for the learner"
     OUTSIDE = "waiting to join the learner's group"
     ROLL_CALL = "in the roll call"
     CONNECTING = "connecting with the other members"
@@ -207,7 +207,7 @@ class BroadcastReceiver(TensorReceiver):
         while not self._stopping and self.state is not ReceiveState.REPLACED:
             self.state = ReceiveState.LOOKING
             try:
-                self._follow(self.file.read_text())
+                self._follow()
             except (OSError, ValueError) as problem:  # no file yet, or a learner that is gone
                 log.debug("weights: %s: %s", self.name, problem)
             except Exception as problem:  # must not end the thread
@@ -217,31 +217,25 @@ class BroadcastReceiver(TensorReceiver):
             if self.state is not ReceiveState.REPLACED and ready([self._waker], 0.0 if self._stopping else RETRY_S):
                 self._waker.clear()
 
-    def _follow(self, address: str) -> None:
+    def _follow(self) -> None:
         """Follow the learner's messages until it is gone (OSError), this receiver stops, or another process takes its
         name."""
-        connection = ControlConnection.to(address, self._phase_s)
+        connection = ControlConnection.to(self.file)
         self._messages.clear()
         try:
-            secret = address.partition("/")[2]
-            connection.send({"say": "join", "secret": secret, "name": self.name, "pid": os.getpid(), "have": -1})
+            connection.send({"say": "join", "name": self.name, "pid": os.getpid(), "have": -1})
             self.state, self._epoch = ReceiveState.OUTSIDE, 0
             self._manifest = None
             while not self._stopping and self.state is not ReceiveState.REPLACED:
-                message = self._next(connection)
-                if message is not None:
-                    self._act(connection, message)
+                if not self._messages:
+                    self._read(connection, READ_S)
+                self._adopt_group(connection)
+                if self._messages:
+                    self._act(connection, self._messages.popleft())
             if self._stopping:
                 connection.send({"say": "leave"})
         finally:
             connection.close()
-
-    def _next(self, connection: ControlConnection) -> Message | None:
-        """The next message, or None after a while or when a group was formed."""
-        if not self._messages:
-            self._read(connection, READ_S)
-        self._adopt_group(connection)
-        return self._messages.popleft() if self._messages else None
 
     def _act(self, connection: ControlConnection, message: Message) -> None:
         say = message.get("say")

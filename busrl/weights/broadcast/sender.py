@@ -27,6 +27,7 @@ from busrl.device import finish_stream, own_stream
 from busrl.errors import UserError, first_line
 from busrl.weights.base import NOTHING, GroupCallbacks, GroupChange, Sender
 from busrl.weights.broadcast.group import (
+    HOST,
     ControlConnection,
     ControlServer,
     Group,
@@ -154,8 +155,6 @@ class SendBuffer:
             block = max(self._blocks, key=lambda one: one.stamp)
             if block.shadow is None or block is self._sending or block.stamp == NOTHING:
                 return False
-            if block.shadow.since_key + 1 >= self._key_every:
-                return False
             base = block.stamp[0]
             frame = block.shadow.frame(named, base, version, step, len(block.data))
             if frame is None:
@@ -188,7 +187,7 @@ class SendBuffer:
             raise
         sparse = self._threshold and self._device == "cpu" and Shadow.fits(self.manifest)
         if sparse and block.shadow is None:
-            block.shadow = Shadow(self.manifest, block.data, self._threshold, self._checksum)
+            block.shadow = Shadow(self.manifest, block.data, self._threshold, self._key_every, self._checksum)
 
 
 # -- sending it ------------------------------------------------------------------------------------------------
@@ -361,9 +360,9 @@ class BroadcastSender(Sender):
         except OSError as problem:
             self._lose(member, f"does not read its messages ({problem})")
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, say: str, **more: object) -> None:
         for member in list(self._members.values()):
-            self._send_to(member, message)
+            self._send_to(member, {"say": say, "epoch": self.epoch, **more})
 
     # -- the sending thread: an epoch -------------------------------------------------------------------------
 
@@ -386,7 +385,9 @@ class BroadcastSender(Sender):
                 log.warning("weights: %s", self._failure)
             return
         self._group = setup.group
-        self._report_group()
+        why = "; ".join(self._reasons[-8:]) or self._failure
+        self._callbacks.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
+        self._reasons, self._failure = [], ""
 
     def _call_the_roll(self, members: list[Member]) -> bool:
         """Whether all members answered; the others are left out."""
@@ -417,10 +418,9 @@ class BroadcastSender(Sender):
 
     def _connect(self, size: int) -> GroupSetup:
         """Form the group; returns early if a member is lost meanwhile."""
-        store, where = open_store(self._server.host, self._phase_s)
+        store, where = open_store(HOST, self._phase_s)
         rendezvous = Rendezvous(self.epoch, 0, size, where, self._phase_s, self._backend, self._device)
-        self._send_all({"say": "connect", "epoch": self.epoch, "store": where, "timeout_s": self._phase_s,
-                        "backend": self._backend})
+        self._send_all("connect", store=where, timeout_s=self._phase_s, backend=self._backend)
         setup = GroupSetup(rendezvous, self._server.waker.wake, store)
         limit_s = 1.5 * self._phase_s  # the first group between devices makes their contexts too
         limit_s = limit_s if self._backend == "gloo" else max(limit_s, DEVICE_CONNECT_S)
@@ -430,11 +430,6 @@ class BroadcastSender(Sender):
         if not setup.ended.is_set() and time.monotonic() >= deadline:
             setup.problem = f"still connecting after {limit_s:.1f} s"
         return setup
-
-    def _report_group(self) -> None:
-        why = "; ".join(self._reasons[-8:]) or self._failure
-        self._callbacks.formed(GroupChange(self.epoch, tuple(sorted(self._members)), why))
-        self._reasons, self._failure = [], ""
 
     # -- the sending thread: a version ------------------------------------------------------------------------
 
@@ -446,7 +441,10 @@ class BroadcastSender(Sender):
         self._enter(Phase.SENDING)
         spans, n = pieces(len(transfer.data), self._bucket), 0
         try:
-            self._send_all(self._announcement(transfer, group))
+            self._send_all(
+                "send", version=transfer.version, step=transfer.step, base=transfer.base, nbytes=len(transfer.data),
+                bucket=self._bucket, sums=list(transfer.sums),
+            )
             for n, (start, end) in enumerate(spans):
                 self._buffer.wait_for(transfer, end, self._phase_s)
                 self._reached(f"bucket {n}")
@@ -455,22 +453,16 @@ class BroadcastSender(Sender):
             digest = self._buffer.digest(transfer)
         except RuntimeError as problem:
             where = f"bucket {n} of {len(spans)} of version {transfer.version} after {time.monotonic() - begun:.1f} s"
-            self._give_up_group(f"epoch {group.epoch} broke in {where}: {first_line(str(problem))}")
+            self._give_up_group(f"epoch {self.epoch} broke in {where}: {first_line(str(problem))}")
             return
         finally:
             self._buffer.sent()
         self._commit(transfer, digest)
 
-    def _announcement(self, transfer: Transfer, group: Group) -> Message:
-        return {
-            "say": "send", "epoch": group.epoch, "version": transfer.version, "step": transfer.step,
-            "base": transfer.base, "nbytes": len(transfer.data), "bucket": self._bucket, "sums": list(transfer.sums),
-        }
-
     def _commit(self, transfer: Transfer, digest: int) -> None:
         """Wait until all members have confirmed the version."""
         self._enter(Phase.COMMITTING)
-        self._send_all({"say": "commit", "epoch": self.epoch, "version": transfer.version, "digest": digest})
+        self._send_all("commit", version=transfer.version, digest=digest)
         self._all_in_time(
             time.monotonic(), lambda: [member for member in self._members.values() if member.have < transfer.version]
         )
