@@ -30,7 +30,7 @@ from busrl import device
 from busrl.algorithms import diagnostics, losses
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch
+from busrl.training import batch, sharding
 from busrl.training.batch import Flat, Sample
 from busrl.training.custom import load_loss
 from busrl.training.forward import Forward, choose_forward
@@ -110,6 +110,45 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
 ADDED = (
     "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
 )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank did for a step; norm and reason are the same on all ranks."""
+
+    norm: float
+    skipped: str
+    culprits: tuple[str, ...]
+    sums: tuple[float, ...]  # of the diagnostics
+    tokens: int
+    sequences: int
+    context: int
+    mastered: int
+    computed: int  # positions, padding included
+    real: int
+    micro_batches: int
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+def stats_of(shares: Sequence[Share], lr: float) -> StepStats:
+    """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
+    first = shares[0]
+    tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
+    sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
+    found = diagnostics.finish(sums)
+    return StepStats(
+        lr=lr, loss=found.loss / max(tokens, 1), grad_norm=first.norm, tokens=tokens,
+        sequences=sum(share.sequences for share in shares),
+        micro_batches=sum(share.micro_batches for share in shares),
+        padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
+        diagnostics=found, skipped=first.skipped,
+        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
+        context_tokens=sum(share.context for share in shares), mastered_tokens=sum(share.mastered for share in shares),
+        forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
+        step_s=max(share.step_s for share in shares), sums=sums,
+    )
 
 
 # -- learning rate --------------------------------------------------------------
@@ -221,15 +260,16 @@ class Trainer:
             got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
             raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self._micro_batch(
+            self.micro_batch(
                 [samples[i] for i in part], [advantages[i] for i in part],
                 None if proximal is None else [proximal[i] for i in part], version,
             )
 
-    def _micro_batch(
+    def micro_batch(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None,
         version: int | None,
     ) -> None:
+        """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         logprobs, entropy = self._logprobs(samples, flat)
@@ -250,6 +290,13 @@ class Trainer:
         self._count(samples, flat, inputs, loss.detach(), entropy, version)
         self.moved()
 
+    def idle(self) -> None:
+        """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
+        flat = batch.flatten([NOTHING], self._dtype, self._device)
+        logprobs, _ = self._logprobs([NOTHING], flat)
+        (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+        self.moved()
+
     def _loss_inputs(
         self, flat: Flat, logprobs: Tensor, advantages: Sequence[float], proximal: Sequence[Floats] | None
     ) -> losses.LossInputs:
@@ -267,7 +314,7 @@ class Trainer:
             return self.forward.score(samples, flat)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.compute_dtype == "float32":
+        if self.settings.compute_dtype == "float32" or isinstance(self.forward, sharding.Sharded):
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=getattr(torch, self.settings.compute_dtype))
 
@@ -326,13 +373,18 @@ class Trainer:
 
     def step(self, lr: float) -> StepStats:
         """Divides, clips and updates with that learning rate; or skips, with the reason."""
+        return stats_of([self.update(lr)], lr)
+
+    def update(self, lr: float) -> Share:
+        """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        if self._tokens == 0:
+        (tokens,) = sharding.added([self._tokens], self.parameters)
+        if not tokens:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self.parameters, self._tokens)
+            norm = normalised_norm(self.parameters, tokens)
             if np.isfinite(norm):
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
@@ -340,32 +392,28 @@ class Trainer:
                 self.optimizer.step()
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        stats = self._stats(lr, norm, reason, culprits, started)
+        share = self._share(norm, reason, culprits, started)
         self._clear()
-        return stats
+        return share
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame
                for uid, finite in zip(uids, sums.isfinite().tolist(), strict=True) if not finite]
         if bad:
             return tuple(bad)
-        named = self.model.named_parameters()
-        return tuple(f"parameter {n}" for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
+        own = ((name, sharding.local(one.grad)) for name, one in self.model.named_parameters() if one.grad is not None)
+        return tuple(f"parameter {name}" for name, gradient in own if not bool(gradient.isfinite().all()))
 
-    def _stats(
-        self, lr: float, norm: float, reason: str, culprits: tuple[str, ...], started: float
-    ) -> StepStats:
-        sums = tuple(self._sums.tolist())  # the one time that the device is read
-        found = diagnostics.finish(sums)
-        return StepStats(
-            lr=lr, loss=found.loss / max(self._tokens, 1), grad_norm=norm, tokens=self._tokens,
-            sequences=self._sequences, micro_batches=len(self._blame),
-            padding=1.0 - self._real / self._computed if self._computed else 0.0,
-            diagnostics=found, skipped=reason, culprits=culprits, context_tokens=self._context,
-            mastered_tokens=int(self._mastered),
+    def _share(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> Share:
+        return Share(
+            norm=norm, skipped=reason, culprits=culprits,
+            sums=tuple(self._sums.tolist()),  # the one time that the device is read
+            tokens=self._tokens, sequences=self._sequences, context=self._context, mastered=int(self._mastered),
+            computed=self._computed, real=self._real, micro_batches=len(self._blame),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
-            step_s=time.perf_counter() - started, sums=sums)
+            step_s=time.perf_counter() - started,
+        )
 
     # -- weights and state -----------------------------------------------------------------------------------------
 
@@ -415,6 +463,12 @@ class Trainer:
         return list(dict.fromkeys(changed))
 
 
+NOTHING = Sample(
+    uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
+    behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
+)
+
+
 def _no_age(versions: Versions) -> NDArray[np.int64]:
     return np.zeros(len(versions), np.int64)
 
@@ -435,15 +489,21 @@ def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.opt
     return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-def normalised_norm(parameters: Sequence[Tensor], count: int) -> float:
-    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def normalised_norm(parameters: Sequence[Tensor], count: float) -> float:
+    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm: that of all
+    ranks together where the parameters are spread over some, which is a collective then."""
+    gradients = _gradients(parameters)
     torch._foreach_div_(gradients, float(count))
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(1)
+    return math.sqrt(sharding.added([float(norms.square().sum())], parameters)[0])
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
     """Scales the gradient down to the limit if its norm is above."""
     if norm > limit:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        torch._foreach_mul_(_gradients(parameters), limit / (norm + 1e-6))
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of them; views."""
+    return [sharding.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
