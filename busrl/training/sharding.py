@@ -13,7 +13,7 @@ compute the same). Talks to torch.distributed; knows nothing of samples, losses,
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -130,6 +130,10 @@ class Sharded(Forward):
         if not isinstance(self.way, PaddedRows):
             return self.way.score(samples, flat)
         found: Scores = self.model.busrl_score(self.way, samples, flat)
+        if not torch.is_grad_enabled():  # no backward will give up what was gathered, and it would be used when stale
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         return found
 
     def size(self, samples: Sequence[Sample]) -> int:
@@ -192,7 +196,7 @@ def added(values: Sequence[float], parameters: Sequence[Tensor]) -> list[float]:
     return found.tolist()
 
 
-def gathered(named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def gathered(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors one after the other, cast before they are gathered; a collective each, on all ranks alike."""
     for name, tensor in named:
         yield name, whole(tensor.detach() if dtype is None else tensor.detach().to(dtype))

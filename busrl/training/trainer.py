@@ -32,6 +32,7 @@ from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
 from busrl.training import batch, sharding
 from busrl.training.batch import Flat, Sample
+from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_loss
 from busrl.training.forward import Forward, choose_forward
 from busrl.training.model import named_weights
@@ -256,14 +257,19 @@ class Trainer:
         `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
         """
-        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
-            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
-            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
+        self._check(samples, advantages, proximal)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch(
                 [samples[i] for i in part], [advantages[i] for i in part],
                 None if proximal is None else [proximal[i] for i in part], version,
             )
+
+    def _check(
+        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None
+    ) -> None:
+        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
+            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
+            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
 
     def micro_batch(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None,
@@ -364,10 +370,21 @@ class Trainer:
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            chosen = [samples[i] for i in part]
-            flat = batch.flatten(chosen, self._dtype, self._device)
-            yield part, *self._logprobs(chosen, flat)
+            yield part, *self.scored([samples[i] for i in part])
             self.moved()
+
+    @torch.no_grad()
+    def scored(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; of none, where a
+        rank without work has to make a forward like the others."""
+        chosen = list(samples) or [NOTHING]
+        logprobs, entropies = self._logprobs(chosen, batch.flatten(chosen, self._dtype, self._device))
+        return (logprobs, entropies) if samples else (logprobs[:0], entropies[:0])
+
+    @property
+    def counted(self) -> int:
+        """Trained tokens of the step under way."""
+        return self._tokens
 
     # -- the update ------------------------------------------------------------------------------------------------
 
@@ -429,10 +446,27 @@ class Trainer:
             self._published[name].copy_(value)
         return self._published
 
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights to publish one by one, whole, on every rank that the parameters are spread over; a collective
+        each. Cast before they are gathered: half of the bytes, and what a forward computes with."""
+        dtype = None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
+        return sharding.gathered(self._named(self.model).items(), dtype)
+
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
         return {**self.optimizer.state_dict(), **({MASTER: self._masters()} if self.rounded else {})}
+
+    def gather_state(self, keep: bool) -> dict[str, Any]:
+        """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
+        Without `keep` this rank only takes part, and gets nothing."""
+        state = Trainer.optimizer_state(self)
+        for name in ("state", MASTER):
+            state[name] = _whole(state.get(name, {}), keep)
+        if not self.rounded:
+            del state[MASTER]
+        self.moved()
+        return state if keep else {}
 
     @property
     def rounded(self) -> bool:
@@ -449,10 +483,11 @@ class Trainer:
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
         own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict({name: value for name, value in state.items() if name != MASTER})
+        parts = {name: self._spread(name, value) for name, value in state.items() if name != MASTER}
+        self.optimizer.load_state_dict(parts)
         for name, parameter in self._masters().items():
             if MASTER in state:
-                parameter.copy_(state[MASTER][name])
+                parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
         changed = []
         for mine, group in zip(own, self.optimizer.param_groups, strict=True):
             for name, value in mine.items():
@@ -462,11 +497,35 @@ class Trainer:
         self._clear()
         return list(dict.fromkeys(changed))
 
+    def _spread(self, name: str, value: Any) -> Any:
+        """This rank's part of an optimiser's state, which has the parameters by number."""
+        if name != "state":
+            return value
+        order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {
+            number: {key: sharding.spread_like(one, order[number]) if one.ndim else one for key, one in kept.items()}
+            for number, kept in value.items()
+        }
+
+    def restore(self, found: Checkpoint) -> list[str]:
+        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns."""
+        return self.load_optimizer_state(found.optimizer_state())
+
 
 NOTHING = Sample(
     uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
     behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
 )
+
+
+def _whole(tree: Any, keep: bool) -> Any:
+    """Dicts of tensors with each tensor whole and on the host, in an order that is the same on all ranks."""
+    if isinstance(tree, dict):
+        return {name: _whole(tree[name], keep) for name in sorted(tree)}
+    if not isinstance(tree, Tensor):
+        return tree
+    gathered = sharding.whole(tree)
+    return gathered.cpu() if keep else None
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:
