@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.errors import RankLost, RanksDiffer
+from busrl.errors import RankLost
 from busrl.training import checkpoint
 from busrl.training.model import load
 from busrl.training.team import Leader, Team, TeamSettings, facts, rounds_of, samples_of, work_of
@@ -176,44 +175,12 @@ def test_a_sample_that_is_not_finite_is_named_whatever_rank_had_it(lab: Any, tea
     assert trainer.step(1e-2).skipped == "no trained token"
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_rank_of_another_run_is_refused_with_both_values(tmp_path: Path) -> None:
-    said = r"topology is \w+ on rank 1 and \w+ on rank 0"
-    with pytest.raises(RanksDiffer, match=said), team_of(tmp_path, wrong="facts"):
-        pass
-
-
-@pytest.mark.slow
-def test_a_rank_that_counts_other_tokens_ends_the_team_before_the_update(lab: Any, tmp_path: Path) -> None:
-    with team_of(tmp_path, wrong="count") as team:
-        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
-        with pytest.raises(RankLost, match=r"rank 1 .* counted \d+ tokens for this step, rank 0 planned"):
-            a_step(trainer, lab, 0)
-
-
-def test_a_rank_that_is_killed_is_named_at_once(lab: Any, tmp_path: Path) -> None:
-    with team_of(tmp_path) as team:
-        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
-        a_step(trainer, lab, 0)
-        (process,) = team.processes
-        process.kill()
-        process.wait()
-        begun = time.monotonic()
-        with pytest.raises(RankLost, match=f"rank 1 .pid {process.pid}."):
-            a_step(trainer, lab, 1)
-        assert time.monotonic() - begun < 30
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named_within_its_time(lab: Any, tmp_path: Path) -> None:
-    with team_of(tmp_path, collective_s=3) as team:
-        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
-        a_step(trainer, lab, 0)
-        (process,) = team.processes
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(RankLost, match=f"rank 1 .pid {process.pid}. says nothing: it is stopped or stuck"):
-            a_step(trainer, lab, 1)
-        process.kill()
+def test_a_rank_that_is_killed_is_named_at_once(lab: Any, team: Any) -> None:
+    trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))  # the last test: the team ends here
+    (process,) = team.processes
+    process.kill()
+    process.wait()
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match=rf"rank 1 \(pid {process.pid}\)"):
+        a_step(trainer, lab, 1)
+    assert time.monotonic() - begun < team.settings.collective_s / 2
