@@ -82,9 +82,6 @@ TABLE = (
     Clash(f"{_is((ONE_COPY,))}, lora.rank",
           "an adapter is small: the base is the engine's alone, and there is nothing to share; "
           'transport = "lora_hotswap", or rank = 0'),
-    Clash(f"{_is((ONE_COPY,))}, model.dtype != float32",
-          "the learner keeps float32 weights of its own and copies them into the engine's {t.model.dtype} ones; "
-          "float32 for a single copy", warning=True),
     # -- a broadcast from the learner's device to each engine's
     Clash("weights.backend != gloo, weights.transport != broadcast",
           '{t.weights.transport} forms no groups; transport = "broadcast", or remove it', warning=True),

@@ -178,7 +178,7 @@ def _adopt(publisher: Publisher, training: TrainingStep, views: Views, step: Cal
         log.info("copies its float32 weights into the engine's at each publication: %d tensors", len(views))
 
 
-def _check_equal(views: Views, own: Views) -> None:
+def _check_equal(views: Views, own: Mapping[str, Tensor]) -> None:
     for name, tensor in own.items():
         if not torch.equal(views[name], tensor.to(views[name].dtype)):
             raise UserError(
