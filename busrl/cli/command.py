@@ -11,10 +11,11 @@ import importlib
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError
 
@@ -39,6 +40,22 @@ def _count(text: str) -> int:
 
 def _temperature(text: str) -> float:
     return 0.0 if text in ("0", "0.0") else positive(text)
+
+
+T = TypeVar("T")
+
+
+def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
+    """A function that prints `line` of its argument on stderr, at most once in `every_s` seconds."""
+    due = time.monotonic() + every_s
+
+    def show(state: T) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + every_s
+            print(line(state), file=sys.stderr, flush=True)
+
+    return show
 
 
 EPILOG = """\

@@ -24,7 +24,6 @@ from busrl.scheduling.trigger import LearnerPlan, Trigger
 
 # -- slots and bytes -----
 
-
 SLOTS_FROM = (
     "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process",
     "segments.max_segments", "segments.rounds",

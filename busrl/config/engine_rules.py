@@ -313,7 +313,6 @@ def lora_rank(rank: int) -> int:
 
 # -- devices -----
 
-
 BETWEEN = {backend: kind for kind, backend in BACKEND.items() if kind != "cpu"}  # what a broadcast connects
 WITH_MODEL = ("rollout", "learner")
 DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
@@ -416,7 +415,6 @@ def _one_device(t: Topology, key: str, other: str) -> Iterator[Finding]:
 
 
 # -- cores -----
-
 
 LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 

@@ -56,7 +56,6 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 
 # -- what the files hold -----
 
-
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16

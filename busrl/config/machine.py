@@ -31,7 +31,6 @@ from busrl.errors import DiskFull, UserError
 
 # -- tasks that are made on first use -----
 
-
 MAKER = "busrl.quickstart"  # the module that makes what a name beginning with TINY stands for; imported for these alone
 
 
@@ -224,7 +223,6 @@ def _named_cores(t: Topology) -> frozenset[int]:
 
 # -- published versions -----
 
-
 ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
 UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
 SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
@@ -330,7 +328,6 @@ def _outer(layer: str) -> bool:
 
 
 # -- learning rates -----
-
 
 USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights
 LARGEST = 5e-7

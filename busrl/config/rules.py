@@ -395,7 +395,6 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
 
 # -- the controller -----
 
-
 CONTROL_KEYS = (f"{HERE}.mode", f"{HERE}.n_lo", f"{HERE}.n_hi")  # what the sums for B and W look at
 
 

@@ -41,7 +41,6 @@ from busrl.errors import DataError
 
 # -- prompts in tokens -----
 
-
 ALL = 20_000  # prompts that are all counted,
 ALL_BYTES = 16 << 20  # if they are not more than this
 SOME = 5_000  # of a larger file: so many of the longest, and so many spread evenly
@@ -241,7 +240,6 @@ def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
 
 # -- the first prompt and its reward -----
 
-
 LOAD_S = 60.0  # importing a reward may take so long
 END_S = 5.0  # from the end of its output to that of the process
 SHOWN_TEXT, SHOWN_IDS = 160, 12
@@ -367,7 +365,6 @@ def ends(t: Topology) -> str:
 
 
 # -- the other process -----
-
 
 Answers = list[tuple[str, str, list[int]]]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
@@ -271,9 +271,8 @@ class Actors:
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
-        self.idle = deque(range(count))  # those without any sequence, the longest idle first
-        self._idle_set = set(self.idle)
-        self.partly: dict[int, None] = {}  # those that run some, and have room
+        self.idle = OrderedDict.fromkeys(range(count))  # those without any sequence, the longest idle first
+        self.partly: OrderedDict[int, None] = OrderedDict()  # those that run some, and have room
 
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
         """Let (slot, tokens) join at the end of the present step; the time of the next event."""
@@ -318,25 +317,17 @@ class Actors:
         return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.pace
 
     def waiting(self) -> int | None:
-        """An actor that has room, idle ones first; None if there is none."""
-        while self.idle:
-            if self.idle[0] in self._idle_set:
-                return self.idle[0]
-            self.idle.popleft()
-        return next(iter(self.partly), None)
+        """An actor that has room, the longest idle first; None if there is none."""
+        return next(iter(self.idle or self.partly), None)
 
     def sort_in(self, index: int) -> None:
         """Note whether an actor has room."""
         active = self.all[index].active
-        if 0 < active < self.rows:
-            self.partly[index] = None
-        else:
-            self.partly.pop(index, None)
-        if active:
-            self._idle_set.discard(index)
-        elif index not in self._idle_set:
-            self._idle_set.add(index)
-            self.idle.append(index)
+        for actors, belongs in ((self.idle, not active), (self.partly, 0 < active < self.rows)):
+            if belongs:
+                actors.setdefault(index)
+            else:
+                actors.pop(index, None)
 
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""

@@ -101,7 +101,6 @@ def _y(value: float, top: float) -> float:
 
 MAX_POINTS = 1000
 
-
 Axis = tuple[str, tuple[str, ...]]  # a key and its values, as text
 
 
