@@ -63,7 +63,7 @@ class Model:
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
     dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
                      choices=("auto", "float32", "bfloat16"))
-    device: str = key("auto", "device of the model; auto = the best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
+    device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Lora:
 
     rank: int = key(0, "rank of the adapter; 0 = off, all weights are trained", low=0, high=4096)
     alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
-    targets: tuple[str, ...] = key((), "last names of the linear layers that get one (q_proj); empty = all")
+    targets: tuple[str, ...] = key((), "last names of the layers that get one, as q_proj; empty = all but the head")
     dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training", low=0, below=1)
 
     @property
@@ -280,7 +280,8 @@ class Bus:
 class Ring:
     """[ring]: the shared-memory ledger."""
 
-    slots: int | str = key("auto", "slots; auto = those in flight and validation", words=("auto",), low=1, high=1 << 20)
+    slots: int | str = key("auto", "slots; auto = groups.size x admitted groups + the validation reserve",
+                           words=("auto",), low=1, high=1 << 20)
     slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
                                 words=("auto",), low=256, high=1 << 30)
     processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
