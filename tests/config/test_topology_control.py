@@ -26,10 +26,10 @@ REFUSED = [
     ("[learner.controller]\nmode = 'advise'\nn_hi = 31", "n_min <= n_hi", "set n_hi >= 32"),
     (f"{RULES}high_t_max_s = 2", "high_t_max_s <= low_t_max_s", "0.25 and 1"),
     ("[learner.controller]\nmode = 'act'", "no window is left for thresholds 16 to 64", "max_staleness >= 4"),
-    ("[weights]\nmode = 'sync'\n[learner.controller]\nmode = 'act'", "a synchronous round", 'mode = "advise"'),
+    ("[weights]\nmode = 'sync'\n[learner.controller]\nmode = 'act'", "a round is n_min groups", 'mode = "advise"'),
     (f"{ACT}[learner]\nupdates_per_batch = 20", "at most 16 updates", "lower updates_per_batch"),
     (f"{ACT}[learner.trigger]\nn_floor = 20\nt_max_s = 5", "n_floor <= n_lo = 16", "lower n_floor"),
-    (f"{ACT}[learner.trigger]\ncount = 'ended'", "not of those that ended", 'count = "usable"'),
+    (f"{ACT}[learner.trigger]\ncount = 'ended'", "the number of groups trained, not ended", 'count = "usable"'),
     ("[weights]\nwindow = 49", "weights.window = 49 is larger than the buffer", "set window <= 48"),
     ("[weights]\nmode = 'fully-async'\nwindow = 129", "larger than the buffer: B = 128", "set window <= 128"),
 ]
