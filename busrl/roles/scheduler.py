@@ -35,12 +35,10 @@ from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
-from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, not_ahead
-from busrl.scheduling.dispatch import Policy, make_policy
-from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
+from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, Waves, not_ahead
+from busrl.scheduling.dispatch import LearnerState, Open, Policy, make_policy
+from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.scheduling.pool import FinishedAnswers, LearnerState, Open
 from busrl.states import HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
@@ -149,7 +147,7 @@ class Scheduler(Actor):
         self.arrivals: Arrivals | None = None
         if data.arrivals:  # an open stream, checked when the run was started
             self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
-        self.waves = waves_of(limits)
+        self.waves = Waves.of(limits)
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
         self.bell = Doorbell()

@@ -18,12 +18,10 @@ import numpy as np
 from busrl.config import Topology, files
 from busrl.data.trace import Task
 from busrl.errors import UserError
-from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Probes, not_ahead
-from busrl.scheduling.dispatch import Policy, make_policy
+from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
+from busrl.scheduling.dispatch import LearnerState, Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
-from busrl.scheduling.pool import LearnerState
 from busrl.simulate.actors import Group, Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
@@ -109,7 +107,7 @@ class Scheduler:
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
-        self.waves = waves_of(self.limits)
+        self.waves = Waves.of(self.limits)
         self.groups: dict[int, Group] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member

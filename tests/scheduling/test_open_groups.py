@@ -10,10 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling.admission import Probes, Rows
-from busrl.scheduling.dispatch import make_policy
-from busrl.scheduling.groups import GroupScanner, slot_priority, uid_of
+from busrl.scheduling.dispatch import PROBE, Entry, Pool, Present, SlotOrder, make_policy
+from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority, uid_of
 from busrl.scheduling.lengths import Candidate, RulesPredictor
-from busrl.scheduling.pool import PROBE, Entry, FinishedAnswers, Pool, Present, SlotOrder
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)
 G = 4

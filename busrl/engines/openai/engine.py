@@ -26,10 +26,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from busrl.config.machine import vocabulary_size
-from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.base import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    Engine,
+    Finished,
+    PartialAnswer,
+    Pause,
+    Request,
+    Statistics,
+    Tokens,
+    tokens_of,
+)
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.openai.weights import PREFIX, FixedReceiver, ServerWeights
-from busrl.engines.tokens import Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from busrl.engines.base import (
     Request,
     Statistics,
     seed_of,
+    tokens_of,
 )
-from busrl.engines.tokens import tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 

@@ -35,7 +35,7 @@ from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
-from busrl.roles.segments import waves_of
+from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
@@ -58,7 +58,7 @@ class Learner(Actor):
         limits = self.topology.derived.limits
         streaming = self.config.updates_per_batch == 1 and not self.config.deterministic
         self.plan = make_plan(self.topology, streaming=streaming)
-        self.waves = waves_of(limits)
+        self.waves = Waves.of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
