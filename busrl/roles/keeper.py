@@ -311,7 +311,6 @@ class Keeper(Actor):
     # -- remote workers -------------------------------------------------------------------------------------------
 
     def handle(self, message: m.Message) -> None:
-        """A request, or a heartbeat of any worker."""
         now = time.monotonic()
         if isinstance(message, g.Remote):
             self.book.note_version()

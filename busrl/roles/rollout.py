@@ -101,7 +101,6 @@ class Pace:
         self.write_when_due()
 
     def write_when_due(self) -> None:
-        """End the interval if it has lasted long enough."""
         row, now = self.row, time.monotonic()
         if now < self._began + PACE_EVERY_S:
             return

@@ -111,7 +111,6 @@ def read_task(ring: Ring, slot: int) -> bytes:
 
 
 def read_prompt_ids(ring: Ring, slot: int) -> Ids:
-    """The rendered prompt, a view of the slot."""
     return read_segment(ring, slot, "prompt_ids", NO_SEGMENT)
 
 
@@ -210,7 +209,6 @@ class SegmentCuts:
         return m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=uid, version=newest, status=status)
 
     def finished(self, tokens: int) -> None:
-        """A whole answer ended."""
         auto = self.plan.auto
         if auto is None:
             return
@@ -225,7 +223,6 @@ class SegmentCuts:
         self._sync_s = _smooth(self._sync_s, seconds)
 
     def stepped(self, seconds: float) -> None:
-        """One decoding step: a token for each running answer."""
         self._token_s = _smooth(self._token_s, seconds)
 
 

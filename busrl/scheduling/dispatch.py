@@ -57,8 +57,8 @@ class Policy:
         """The group to open now; it leaves the pool. None if the pool is empty."""
         raise NotImplementedError
 
-    def feedback(self, state: LearnerState) -> None:
-        """A learner state, in the order of its steps."""
+    def feedback(self, entropy: float) -> None:
+        """The mean entropy of a learner's update, in the order of its steps."""
 
     def unknown(self, draws: Iterable[int]) -> list[int]:
         """Those of these open groups that an earlier scheduler opened, and that should be given to `adopt`."""
@@ -162,7 +162,6 @@ class Pool:
         return iter(self._waiting.values())
 
     def missing(self, draws: Iterable[int]) -> list[int]:
-        """Those of `draws` that do not wait here."""
         return self._present.missing(draws)
 
     def add(self, candidate: Candidate, predicted: float) -> None:
@@ -176,7 +175,6 @@ class Pool:
         heapq.heappush(self._beyond, draw)
 
     def oldest(self) -> int | None:
-        """The smallest draw that waits."""
         while self._draws and self._draws[0] not in self._waiting:
             heapq.heappop(self._draws)
         return self._draws[0] if self._draws else None
@@ -207,7 +205,6 @@ class Pool:
         return self._peek(self._best)
 
     def entry(self, draw: int) -> Entry | None:
-        """The entry of a draw if it waits."""
         return self._waiting.get(draw)
 
     def take(self, entry: Entry) -> int:
@@ -345,14 +342,6 @@ HIGH, LOW = 1.3, 0.6  # entropy over reference at which the preference for a len
 LEVELS = 16
 
 
-@dataclass(frozen=True)
-class LearnerState:
-    """What the learner reports about itself; the part of LEARNER_STATE_UPDATE that policies use."""
-
-    step: int
-    entropy: float
-
-
 class Strength:
     """How far a policy departs from the order drawn: 0 (as drawn) to 1 (by length), as the learner's entropy asks for.
 
@@ -365,13 +354,13 @@ class Strength:
         self._first: list[float] = []  # entropies of the first updates
         self._smooth = 0.0
 
-    def feed(self, state: LearnerState) -> bool:
-        """Take one learner state; True if the strength is another now."""
+    def feed(self, entropy: float) -> bool:
+        """Take the entropy of one update; True if the strength is another now."""
         if len(self._first) < REFERENCE_UPDATES:
-            self._first.append(state.entropy)
+            self._first.append(entropy)
             self._smooth = sum(self._first) / len(self._first)
             return False
-        self._smooth = EMA * self._smooth + (1 - EMA) * state.entropy
+        self._smooth = EMA * self._smooth + (1 - EMA) * entropy
         reference = sum(self._first) / len(self._first)
         if reference <= 0:
             return False
@@ -383,37 +372,25 @@ class Strength:
 # -- slot priorities -----------------------------------------------------------------------------------------
 
 LEVELS_PER_OCTAVE = 16
-TOP = 255  # levels of a length: 1 to 65,536 tokens
+TOP = 255  # the highest level of a length: 1 to 65,536 tokens, 16 levels to each doubling
 PROBE = 0  # priority of a probe sample
 BLOCKS = 1 << 22  # block numbers wrap here; far apart ones are never in the ring together
 
 
-class SlotOrder:
+def priority_by_length(window: int, direction: int, admission: int, estimate: float) -> int:
     """In which order workers take what is QUEUED, larger first. The ring serves unfinished segments before that.
 
-    `window`: the learner's W. `direction`: 1 shortest first, -1 longest first, 0 as admitted. Blocks of `window`
-    admission indices are served one after the other; only inside a block does length decide. So a group is overtaken
-    only by groups that lie in the learner's window while it holds that window: overtaking never makes a finished group
-    wait for the anchor. In `sync` a block is a round. Probes go before everything else of training: few rows, and they
-    tell the order of the rest. All numbers are <= 0, so that a class with positive priorities (validation) goes first.
+    `window`: the learner's W. `direction`: 1 shortest first, -1 longest first. Of a member of the group with this
+    admission index and this estimated length in tokens. Blocks of `window` admission indices are served one after the
+    other; only inside a block does length decide. So a group is overtaken only by groups that lie in the learner's
+    window while it holds that window: overtaking never makes a finished group wait for the anchor. In `sync` a block is
+    a round. Probes go before everything else of training: few rows, and they tell the order of the rest. All numbers
+    are <= 0, so that a class with positive priorities (validation) goes first.
     """
-
-    def __init__(self, window: int, direction: int) -> None:
-        if window < 1 or direction not in (-1, 0, 1):
-            raise ValueError(f"window = {window}, direction = {direction}: must be >= 1 and one of -1, 0, 1")
-        self.window, self.direction = window, direction
-
-    def sample(self, admission: int, estimate: float) -> int:
-        """Of a member of the group with this admission index and this estimated length in tokens."""
-        if self.direction == 0 or self.window == 1:
-            return slot_priority(admission)
-        rank = level(estimate) if self.direction > 0 else TOP - level(estimate)
-        return -1 - (admission // self.window % BLOCKS * (TOP + 1) + rank)
-
-
-def level(tokens: float) -> int:
-    """A length on a scale of 256 steps, 16 to each doubling."""
-    return min(TOP, int(LEVELS_PER_OCTAVE * math.log2(max(1.0, tokens))))
+    if window == 1:
+        return slot_priority(admission)
+    level = min(TOP, int(LEVELS_PER_OCTAVE * math.log2(max(1.0, estimate))))
+    return -1 - (admission // window % BLOCKS * (TOP + 1) + (level if direction > 0 else TOP - level))
 
 
 # -- by predicted length -------------------------------------------------------------------------------------
@@ -448,10 +425,9 @@ class Ordered(Policy):
         super().__init__(horizon)
         if aging < 0:
             raise ValueError(f"aging = {aging}: must be >= 0")
-        self.name, self.way = name, direction
+        self.name, self.way, self.window = name, direction, window
         self.predictor, self.aging, self.group_size = predictor, aging, group_size
         self.strength = Strength()
-        self.order = SlotOrder(window, direction)
         self.pool = Pool(self._limit, direction)
         self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
         self.tail_rows = 0  # members of long groups that run or are due
@@ -483,8 +459,8 @@ class Ordered(Policy):
         self._opened(Open(entry.candidate, entry.predicted, wait, running=self.group_size))
         return entry.candidate
 
-    def feedback(self, state: LearnerState) -> None:
-        if self.strength.feed(state):
+    def feedback(self, entropy: float) -> None:
+        if self.strength.feed(entropy):
             self._rekey()
 
     # -- open groups ----------------------------------------------------------------------------------------------
@@ -520,7 +496,8 @@ class Ordered(Policy):
 
     def priority(self, draw: int, admission: int, probe: bool = False) -> int:
         group = self._open.get(draw)
-        return PROBE if probe else self.order.sample(admission, group.estimate if group else 1.0)
+        estimate = group.estimate if group else 1.0
+        return PROBE if probe else priority_by_length(self.window, self.way, admission, estimate)
 
     def take_records(self) -> list[Open]:
         found = list(self._records)

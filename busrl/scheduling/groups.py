@@ -249,7 +249,6 @@ class _Cells:
         self._derive(fates)
 
     def _derive(self, fates: Bytes) -> None:
-        """What each member is up to, and each group."""
         state = self._spread(self.own["state"], 0, np.uint8)
         rerolled = _IS_ACCIDENT[fates[:, 0]]
         self.fate = np.where(rerolled, fates[:, 1], fates[:, 0])
@@ -325,7 +324,6 @@ def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
 
 
 def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
-    """The uid of a training sample."""
     return (draw * 2 + attempt) * group_size + member
 
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from busrl.config import Topology, files
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
 from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
-from busrl.scheduling.dispatch import LearnerState, Policy, make_policy
+from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.simulate.actors import Group, Learner, SimRing
@@ -71,7 +71,7 @@ class Feed:
     def learner(self, step: int, entropy: float) -> None:
         """A learner state."""
         self.step = step
-        self.policy.feedback(LearnerState(step, entropy))
+        self.policy.feedback(entropy)
 
     def metrics(self) -> dict[str, float]:
         """Those of policy and predictor; none under fifo."""
@@ -171,7 +171,7 @@ class Scheduler:
         """All members of a group, or its probe."""
         draw, probe = candidate.draw, self.probes.on
         answer = self.answers.answer(draw, step)
-        task: Task | None = self.answers.prompt(draw)
+        task: TracedPrompt | None = self.answers.prompt(draw)
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)

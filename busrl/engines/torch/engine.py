@@ -559,7 +559,6 @@ def _max_length(model: Any, wanted: int) -> int:
 
 
 def make(topology: Topology, process: str) -> TorchEngine:
-    """The engine of a rollout process whose topology says `engine = "torch"`."""
     generation = topology.generation
     return TorchEngine.load(
         topology.model.path,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from busrl.config.derive import checkpoint_is_due, make_plan
-from busrl.errors import DiskFull, FateRefused, NothingToTrain, WriteFailed
+from busrl.errors import CannotTrain, DiskFull, FateRefused, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -212,7 +212,6 @@ class Learner(Actor):
         return True
 
     def _has_fate(self, draw: int, fate: str) -> bool:
-        """Whether any sample of a group has it."""
         width = 2 * self.topology.groups.size
         return bool((self.fates.view()[draw * width : (draw + 1) * width] == ord(fate)).any())
 
@@ -235,7 +234,7 @@ class Learner(Actor):
             self._return_claims()
             if self.history.step > self.begun_at:
                 self._checkpoint()
-            raise NothingToTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
+            raise CannotTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
         slots = [view.slots_of(draw) for draw in action.draws]
