@@ -104,11 +104,10 @@ class Script:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
         return " ".join(str(int(i)) for i in ids)
 
-    def _line_of(self, uid: int) -> tuple[trace.Task, str]:
+    def _line_of(self, uid: int) -> tuple[trace.TracedPrompt, str]:
         return self._line(uid // (2 * self.group_size))
 
-    def _read(self, draw: int) -> tuple[trace.Task, str]:
-        """What the trace says of a prompt, and the right answer."""
+    def _read(self, draw: int) -> tuple[trace.TracedPrompt, str]:
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
         given = self.stream.record(item).get(self.answer_key, "")

@@ -36,7 +36,6 @@ UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 
 
 def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
-    """The display that suits the stream."""
     fancy = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "NO_COLOR" not in os.environ
     return LiveDisplay(stream, clock) if fancy else Display(stream, clock)
 

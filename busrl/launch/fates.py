@@ -169,7 +169,7 @@ class Table:
         if not os.path.samestat(now, self._file):
             return f"{self.path} is another file than at the start"
         if now.st_size < self.grown:
-            return f"{self.path} was made shorter by somebody else, from {self.grown} to {now.st_size} bytes"
+            return f"{self.path} was made shorter by another program, from {self.grown} to {now.st_size} bytes"
         self.grown = now.st_size
         return ""
 
@@ -223,7 +223,7 @@ class FateWatch:
                 uids = sorted((lines["uid"][still] & ~VALIDATE).tolist())
                 some = ", ".join(map(str, uids[:5])) + (" ..." if len(uids) > 5 else "")
                 lost = f"{len(uids)} samples in slots have no fate ({some})"
-                return f"{table.path} was changed by somebody else: {lost}: {REMEDY}"
+                return f"{table.path} was changed by another program: {lost}: {REMEDY}"
         return ""
 
     def _believed(self, lines: Lines) -> tuple[Lines, npt.NDArray[np.int64]]:

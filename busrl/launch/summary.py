@@ -270,7 +270,6 @@ class EventLog:
 
 
 def shown(sender: str, severity: str, where: str, text: str) -> str:
-    """An ERROR as one line."""
     return f"{severity}: {sender}{f' ({where})' if where else ''}: {first_line(text)}"
 
 
@@ -313,7 +312,6 @@ def build(
 
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:
-    """What stays on the screen."""
     mark = "✓" if summary["goal_reached"] else "✗"
     lines = [f"{mark} {summary['name']}: {summary['outcome']}, {summary['why']}"]
     before = f" ({summary['steps_before']} were done before)" if summary["steps_before"] else ""

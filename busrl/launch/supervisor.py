@@ -148,11 +148,9 @@ class Child:
 
     @property
     def condemned(self) -> bool:
-        """Whether launch has killed this life of it."""
         return bool(self._killed_for)
 
     def is_due(self, now: float) -> bool:
-        """Whether it should be started now."""
         return self.phase is Phase.BACKOFF and now >= self.due
 
     @property
@@ -160,7 +158,6 @@ class Child:
         return self.phase in (Phase.STARTING, Phase.READY, Phase.STOPPING)
 
     def started(self, pid: int, now: float) -> None:
-        """It was started with this pid."""
         self.phase, self.pid, self._since = Phase.STARTING, pid, now
         self.entry, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
 

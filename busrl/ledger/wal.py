@@ -189,7 +189,6 @@ class Wal:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
     def append(self, record: Record) -> None:
@@ -217,7 +216,6 @@ class Wal:
         return [step for segment in self._segments for step in segment.steps]
 
     def records(self, after: int = -1) -> Iterator[Record]:
-        """The records with a step above `after`, in order."""
         decoder = msgspec.msgpack.Decoder(Record)
         for segment in list(self._segments):
             if segment.last_step <= after:

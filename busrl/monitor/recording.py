@@ -125,7 +125,6 @@ class Writer:
         self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
         with self._full_disk():
             self._file.flush()
 
@@ -276,12 +275,10 @@ class Recorder:
         self.messages = self.bytes = 0
 
     def stop(self, why: str) -> None:
-        """End soon, in order."""
         self._asked = self._asked or why
         self._stopped.set()
 
     def run(self) -> End:
-        """Record."""
         end, next_look = time.monotonic() + self._seconds, 0.0
         try:
             while not (why := self._asked):

@@ -28,19 +28,17 @@ import numpy as np
 from busrl.config import Topology
 from busrl.config.derive import checkpoint_may_follow, in_flight
 from busrl.data import JsonlStream, plain_text, trace
-from busrl.errors import DiskFull, SamplesUsedUp
+from busrl.errors import CannotTrain, DiskFull
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
-from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, not_ahead
-from busrl.scheduling.dispatch import Policy, make_policy
-from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
+from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, Waves, not_ahead
+from busrl.scheduling.dispatch import Open, Policy, make_policy
+from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.scheduling.pool import FinishedAnswers, LearnerState, Open
 from busrl.states import HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
@@ -96,7 +94,6 @@ class DispatchFeed:
             self.policy.offer(self._candidates(missing))
 
     def _candidates(self, draws: Sequence[int]) -> list[Candidate]:
-        """The groups of these draws, read from the prompts."""
         prompt_key, limit = self.topology.data.prompt_key, self.topology.generation.max_new_tokens
         records = [(draw, self.stream.record(self.stream.item(draw))) for draw in draws]
         return [Candidate(draw, plain_text(one[prompt_key]), limit, str(one.get(TAG_KEY, ""))) for draw, one in records]
@@ -149,7 +146,7 @@ class Scheduler(Actor):
         self.arrivals: Arrivals | None = None
         if data.arrivals:  # an open stream, checked when the run was started
             self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
-        self.waves = waves_of(limits)
+        self.waves = Waves.of(limits)
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
         self.bell = Doorbell()
@@ -165,7 +162,7 @@ class Scheduler(Actor):
         if isinstance(message, m.TaskRequest):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
-            self.policy.feedback(LearnerState(message.step, message.entropy))
+            self.policy.feedback(message.entropy)
             total = message.metrics.get("groups_total", 0.0)
             self.trained = int(total) if math.isfinite(total) and total else self.trained
 
@@ -307,7 +304,7 @@ class Scheduler(Actor):
         most = self.fates.capacity
         if samples > most:
             prompts = most // (2 * self.group_size)
-            raise SamplesUsedUp(
+            raise CannotTrain(
                 f"{self.paths.fates} is full: a run has at most {most} samples, {prompts} prompts with groups.size = "
                 f"{self.group_size}, as each may be tried twice; continue in a new run directory, with model.path = "
                 "the newest checkpoint's model folder"

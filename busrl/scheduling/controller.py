@@ -153,7 +153,6 @@ class Signals:
         self.steps = 0
 
     def add(self, inputs: Inputs) -> None:
-        """One more step."""
         self.step = inputs.step
         self.steps += 1
         for name in SMOOTHED:

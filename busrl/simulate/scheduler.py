@@ -16,14 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from busrl.config import Topology, files
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
-from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Probes, not_ahead
+from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
-from busrl.scheduling.pool import LearnerState
 from busrl.simulate.actors import Group, Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
@@ -73,7 +71,7 @@ class Feed:
     def learner(self, step: int, entropy: float) -> None:
         """A learner state."""
         self.step = step
-        self.policy.feedback(LearnerState(step, entropy))
+        self.policy.feedback(entropy)
 
     def metrics(self) -> dict[str, float]:
         """Those of policy and predictor; none under fifo."""
@@ -109,7 +107,7 @@ class Scheduler:
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
-        self.waves = waves_of(self.limits)
+        self.waves = Waves.of(self.limits)
         self.groups: dict[int, Group] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
@@ -173,7 +171,7 @@ class Scheduler:
         """All members of a group, or its probe."""
         draw, probe = candidate.draw, self.probes.on
         answer = self.answers.answer(draw, step)
-        task: Task | None = self.answers.prompt(draw)
+        task: TracedPrompt | None = self.answers.prompt(draw)
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)

@@ -287,7 +287,6 @@ class Fence:
 
     @property
     def owner(self) -> ProcessIdentity:
-        """The engine's process."""
         return ProcessIdentity(*map(int, self._words[W_OWNER : W_OWNER + 2]))
 
     @property

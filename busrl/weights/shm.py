@@ -100,7 +100,6 @@ class Segment:
         return max((k for k, seq in enumerate(seqs) if seq and not seq & 1), key=self.stamp, default=None)
 
     def stamp(self, k: int) -> tuple[int, int]:
-        """Version and step of buffer k with its log."""
         version, step, size = foot_of(self.log[k][: int(self.buffer[k][LOGGED])])
         return (version, step) if size else (int(self.buffer[k][VERSION]), int(self.buffer[k][STEP]))
 
@@ -336,7 +335,6 @@ class VersionReceiver(TensorReceiver):
         return None if stamp == NOTHING else stamp
 
     def _current(self) -> Segment | None:
-        """The segment that the path leads to now."""
         if self._segment is not None and not is_named(self.path, self._segment.inode):
             self.close()
         if self._segment is None:

@@ -123,7 +123,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def expected(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """dtype and shape by name."""
         import torch
 
         return {entry.name: (getattr(torch, entry.dtype), torch.Size(entry.shape)) for entry in self.entries}
@@ -162,7 +161,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         yield self.nbytes
 
     def scatter(self, flat: torch.Tensor, named: Mapping[str, torch.Tensor]) -> None:
-        """Copy the flat block into the tensors, in place."""
         self.check(named)
         copy_all([(named[entry.name], self.view(flat, entry)) for entry in self.entries])
 
@@ -174,7 +172,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return seed or 1
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that lie in the block, by name."""
         return {entry.name: self.view(flat, entry) for entry in self.entries}
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:

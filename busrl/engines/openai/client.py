@@ -178,7 +178,6 @@ def read(data: bytes, vocabulary: int = 0) -> Part:
 
 
 def _named(tokens: Iterable[Any]) -> list[int]:
-    """The ids of tokens that are named by them."""
     named = [str(token).removeprefix(NAMED) if str(token).startswith(NAMED) else "" for token in tokens]
     if not all(text.isdecimal() for text in named):
         raise Garbage("no token ids: the server has to know return_token_ids, as vLLM does", named)
@@ -331,7 +330,6 @@ class Client:
 
     @property
     def asking(self) -> bool:
-        """Whether any request is with the server."""
         return any(sent.attempt is not None for sent in list(self._sent.values()))
 
     def open_gate(self) -> None:

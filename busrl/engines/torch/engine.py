@@ -26,8 +26,20 @@ from transformers.utils import logging as transformers_logging
 
 from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
-from busrl.engines.base import ABORTED, EOS, LENGTH, NO_IDS, Engine, Finished, Ids, Request, Statistics, Streams
-from busrl.engines.tokens import Tokens, eos_ids_of
+from busrl.engines.base import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    NO_IDS,
+    Engine,
+    Finished,
+    Ids,
+    Request,
+    Statistics,
+    Streams,
+    Tokens,
+    eos_ids_of,
+)
 from busrl.engines.torch.decoder import Decoder
 from busrl.engines.torch.fast import choose_decoder
 from busrl.engines.torch.lora import WeightLoader
@@ -547,7 +559,6 @@ def _max_length(model: Any, wanted: int) -> int:
 
 
 def make(topology: Topology, process: str) -> TorchEngine:
-    """The engine of a rollout process whose topology says `engine = "torch"`."""
     generation = topology.generation
     return TorchEngine.load(
         topology.model.path,

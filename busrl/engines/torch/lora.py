@@ -94,7 +94,6 @@ class WeightLoader:
 
     @torch.no_grad()
     def swap(self, folder: Path) -> None:
-        """Replace the adapter before by that one."""
         adapter, parameters = self._fitting(folder)
         for name in self._kept.keys() - adapter.keys():
             parameters[name].copy_(self._kept[name])

@@ -38,8 +38,8 @@ from busrl.engines.base import (
     Request,
     Statistics,
     seed_of,
+    tokens_of,
 )
-from busrl.engines.tokens import tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 
@@ -301,7 +301,6 @@ class VllmEngine(Engine):
         return core
 
     def _record(self, usage: float) -> None:
-        """vLLM's scheduler has done a step."""
         self._counts.steps += 1
         self._usage = usage
 
@@ -371,7 +370,6 @@ class VllmEngine(Engine):
     # -- in the caller's thread -----
 
     def _gather(self) -> None:
-        """Take what ended over from the loop."""
         with self._lock:
             ended, self._ended = self._ended, []
             self._counts.tokens = self._arrived
@@ -382,7 +380,6 @@ class VllmEngine(Engine):
 
 
 def make(topology: Topology, process: str) -> VllmEngine:
-    """The engine of a rollout process whose topology says `engine = "vllm"`."""
     return VllmEngine(
         Start.of(topology),
         chat=topology.data.template == "chat",

@@ -416,7 +416,6 @@ def is_death(result: object) -> bool:
 
 
 def _with_descendants(roots: list[int]) -> list[int]:
-    """Those processes and all that descend from them."""
     found = list(roots)
     for pid in found:  # which grows meanwhile
         with contextlib.suppress(OSError):

@@ -108,7 +108,6 @@ def _unwritten(lines: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 
 def read_ring(path: Path) -> Slots | None:
-    """The slots of the ring file; None if there is no such file."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

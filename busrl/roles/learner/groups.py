@@ -142,7 +142,6 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
 
 
 def give_back(ring: Ring, owned: Owned) -> None:
-    """Return claimed slots to REWARDED."""
     for slot, word in owned:
         ring.release(slot, word, State.REWARDED)
 
@@ -249,7 +248,6 @@ class Excerpts:
 
 
 def _text_or_problem(read_it: Callable[[], str]) -> str:
-    """A text, or why it cannot be read."""
     try:
         return read_it()
     except UNREADABLE as problem:

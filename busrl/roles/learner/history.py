@@ -173,9 +173,9 @@ class History:
     def fault(self) -> str:
         """What somebody else did to log or checkpoint, so that a restart would not come back here; mostly ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
-            return f"{self._saved} was removed or emptied by somebody else"
+            return f"{self._saved} was removed or emptied by another program"
         fault = self.wal.fault() if self.wal is not None else ""
-        return fault and f"{fault}: somebody else changed it"
+        return fault and f"{fault}: another program changed it"
 
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
