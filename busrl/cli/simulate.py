@@ -32,7 +32,6 @@ SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """The verb."""
     _refuse_mixed(options)
     if options.generate is not None:
         return _generate_trace(options)
@@ -72,7 +71,6 @@ def _option(name: str) -> str:
 
 
 def _generate_trace(options: argparse.Namespace) -> int:
-    """Write a long-tailed trace."""
     for name, value in GENERATING.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -132,7 +130,6 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
 
 
 def _beyond(fitted: Fitted | None, rows: Sequence[tuple[tuple[str, ...], Figures]]) -> list[str]:
-    """Which runs are not covered by the fitted one."""
     if fitted is None:
         return []
     found = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]

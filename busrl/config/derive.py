@@ -117,7 +117,6 @@ def _at_least(needed: int, given: int | str, text: str, short: Finding, found: l
 
 
 def _segments(topology: Topology) -> Iterator[str]:
-    """How an answer is cut, for `busrl check`."""
     own, limit = topology.segments, topology.generation.max_new_tokens
     if own.on:
         least = -(-limit // own.max_segments)

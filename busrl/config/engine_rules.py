@@ -247,7 +247,6 @@ def vllm_entries(t: Topology) -> list[int]:
 
 
 def _vllm(t: Topology) -> Iterator[Finding]:
-    """Keys that cannot work together where an engine is vLLM."""
     entries = vllm_entries(t)
     if not entries:
         changed = (name for name, value in vars(t.vllm).items() if value != getattr(schema.Vllm(), name))
@@ -334,7 +333,6 @@ def _takes_part(entry: Process) -> bool:
 
 
 def _devices(t: Topology) -> Iterator[Finding]:
-    """What contradicts itself, in the order of the processes."""
     for index, entry in enumerate(t.process):
         yield from _device_of_entry(t, index, entry)
 

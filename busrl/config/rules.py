@@ -94,7 +94,6 @@ def _holds(t: Topology, key: str, sign: str = "", other: str = "") -> bool:
 
 
 def _keys(terms: str) -> tuple[str, ...]:
-    """The dotted keys in a text of terms, in their order."""
     return tuple(re.findall(r"(?<![\w.])[a-z]\w*(?:\.\w+)+", terms))
 
 
@@ -232,7 +231,6 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
 
 
 def _segments(t: Topology) -> Iterator[Finding]:
-    """The sums of answers that are cut."""
     own, limit = t.segments, t.generation.max_new_tokens
     if own.on and own.global_max_length not in (0, limit):
         rule = "an answer has one limit, and both are given"
@@ -414,7 +412,6 @@ def explain_control(t: Topology) -> Iterator[str]:
 
 
 def _control(t: Topology) -> Iterator[Finding]:
-    """What contradicts itself, or the rest of the topology."""
     n_min, (low, high), mode = t.learner.trigger.n_min, range_of(t), t.learner.controller.mode
     if low > n_min and mode != "off":
         rule = f"n_lo <= n_min: the run starts with n_min = {n_min}"
@@ -434,10 +431,7 @@ def _entropy(t: Topology) -> Iterator[Finding]:
     c, remedy = t.experiments.controller, "the defaults are 0.6 and 1.3"
     if t.learner.controller.mode == "off":
         return
-    if c.low >= c.high:
-        rule = "low < high: entropy cannot be below the one and above the other"
-        yield Finding((f"{RULES}.low", f"{RULES}.high"), rule, remedy)
-    elif not c.low < 1 < c.high:
+    if not c.low < 1 < c.high:
         yield Finding((f"{RULES}.low", f"{RULES}.high"), "low < 1 < high: a run begins at H / H_ref = 1", remedy)
     elif c.low + c.hysteresis >= c.high - c.hysteresis:
         rule = f"low + hysteresis < high - hysteresis: the gap of {c.high - c.low:g} has no middle left"

@@ -344,7 +344,7 @@ class Simulate:
     checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
     length_median: int = key(0, "median answer without a trace, in tokens; 0 = max_new_tokens / 4", low=0, high=1 << 20)
     flat_share: float = key(0.2, "share of flat groups (equal rewards), if a trace has no rewards", low=0, below=1)
-    oracle: bool = key(False, "the policy is told the true lengths instead of predictions")
+    oracle: bool = key(False, "the policy gets the true lengths instead of predictions")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run would do with its prompts, tried before it starts: their tokens, and what the reward says of the first.
+"""What a run would do with its prompts, tried before it starts: their tokens, and what the reward gives for the first.
 
 Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
 `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a

@@ -76,7 +76,6 @@ class Times(Simulate):
         return replace(self, source={**self.source, **source}, **values)
 
     def notes(self) -> list[tuple[str, float, str]]:
-        """Name, value and origin of every number."""
         return [(name, getattr(self, name), self.source.get(name, STATED)) for name in (*TIMES, "busy_share")]
 
 
@@ -158,7 +157,6 @@ class SimRing:
         self.changes += 1
 
     def rewarded(self, slots: Sequence[int], rewards: Sequence[float]) -> None:
-        """Rewards are known."""
         self.reward[slots] = rewards
         self.move(slots, REWARDED)
 
@@ -321,7 +319,6 @@ class Actors:
         return next(iter(self.idle or self.partly), None)
 
     def sort_in(self, index: int) -> None:
-        """Note whether an actor has room."""
         active = self.all[index].active
         for actors, belongs in ((self.idle, not active), (self.partly, 0 < active < self.rows)):
             if belongs:
@@ -386,8 +383,6 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 
 @dataclass
 class Group:
-    """An open group."""
-
     candidate: Candidate
     lengths: tuple[int, ...]
     rewards: tuple[float, ...]
@@ -431,7 +426,6 @@ class Learner:
     def look(
         self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
     ) -> Look:
-        """Decide and act."""
         found = Look()
         actions = self.plan.decide(
             view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,

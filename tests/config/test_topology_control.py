@@ -19,7 +19,7 @@ RULES = f"[learner.controller]\nmode = 'advise'\n{TABLE}"
 ACT = "[weights]\nmax_staleness = 4\n[learner.controller]\nmode = 'act'\n"
 
 REFUSED = [
-    (f"{RULES}low = 1.4", "low < high", "the defaults are 0.6 and 1.3"),
+    (f"{RULES}low = 1.4", "low < 1 < high", "the defaults are 0.6 and 1.3"),
     (f"{RULES}low = 1.1", "low < 1 < high", "the defaults"),
     (f"{RULES}hysteresis = 0.5", "the gap of 0.7 has no middle left", "set hysteresis below 0.35"),
     ("[learner.controller]\nmode = 'advise'\nn_lo = 33", "n_lo <= n_min", "set n_lo <= 32"),
