@@ -39,12 +39,8 @@ def evaluate(options: argparse.Namespace) -> int:
     named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
     topology = materialise(_with_model(named, folder))
     config = topology.validation
-    asked = Asked(
-        _prompts(topology, options.data),
-        options.samples or config.samples,
-        config.temperature if options.temperature is None else options.temperature,
-        step,
-    )
+    temperature = config.temperature if options.temperature is None else options.temperature
+    asked = Asked(_prompts(topology, options.data), options.samples or config.samples, temperature, step)
     out = options.out or out
     with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from busrl.simulate.settings import Setting, make, notes
 from busrl.simulate.world import World
 
 PATIENCE_S = 10.0
+Rows = Sequence[tuple[tuple[str, ...], Figures]]  # values and figures of each point of a sweep
 # Options of --generate with their values when left out, and those that belong to a simulation.
 GENERATING: dict[str, Any] = {"prompts": 2048, "group_size": 8, "median": 400.0, "limit": 8192, "arrivals": 0.0}
 SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
@@ -129,7 +130,7 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
     return 0
 
 
-def _beyond(fitted: Fitted | None, rows: Sequence[tuple[tuple[str, ...], Figures]]) -> list[str]:
+def _beyond(fitted: Fitted | None, rows: Rows) -> list[str]:
     if fitted is None:
         return []
     found = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]
@@ -164,21 +165,15 @@ def _sweep(
     return 0
 
 
-def _write(
-    folder: Path, title: str, keys: Sequence[str], rows: Sequence[tuple[tuple[str, ...], Figures]]
-) -> list[Path]:
-    texts: dict[str, Callable[[], str]] = {
-        "sweep.csv": lambda: report.comma_separated(keys, rows),
-        "sweep.md": lambda: report.markdown(keys, rows),
-        "sweep.svg": lambda: svg(title, rows),
-    }
+def _write(folder: Path, title: str, keys: Sequence[str], rows: Rows) -> list[Path]:
+    texts = {"csv": report.comma_separated(keys, rows), "md": report.markdown(keys, rows), "svg": svg(title, rows)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be made a directory: {error.strerror}; give another") from None
-    for name, text in texts.items():
-        files.replace(folder / name, text().encode())
-    return [folder / name for name in texts]
+    for ending, text in texts.items():
+        files.replace(folder / f"sweep.{ending}", text.encode())
+    return [folder / f"sweep.{ending}" for ending in texts]
 
 
 def _plain(point: Point, setting: Setting, found: Figures) -> dict[str, Any]:

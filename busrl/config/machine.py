@@ -94,13 +94,9 @@ def model_facts(folder: Path | None) -> ModelFacts:
     config = read_config(folder)
     text = _nested(config) or config
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
+    hidden, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     return ModelFacts(
-        kind=str(kinds[0]),
-        hidden=whole(text, "hidden_size", "n_embd", "d_model"),
-        layers=whole(text, *LAYERS),
-        vocabulary=whole(text, "vocab_size"),
-        context=context_of(config),
-        parameters=count_of(tensor_shapes(folder)),
+        str(kinds[0]), hidden, layers, whole(text, "vocab_size"), context_of(config), count_of(tensor_shapes(folder))
     )
 
 

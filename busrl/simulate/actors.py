@@ -19,16 +19,7 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.config.schema import Simulate
 from busrl.scheduling.admission import ages
-from busrl.scheduling.groups import (
-    DISPATCHED,
-    FREE,
-    GENERATING,
-    QUEUED,
-    REWARDED,
-    TRAINING,
-    GroupView,
-    uid_of,
-)
+from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView, uid_of
 from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
@@ -81,13 +72,8 @@ class Times(Simulate):
 
 # -- the ring ------------------------------------------------------------------------------------------------
 
-LINE = np.dtype(
-    [
-        ("uid", "u8"), ("admission", "u8"), ("reward", "f8"), ("step", "u4"), ("cls", "u4"), ("state", "u1"),
-        ("segs", "u1"),
-    ],
-    align=True,
-)
+LINE = np.dtype("u8, u8, f8, u4, u4, u1, u1", align=True)
+LINE.names = ("uid", "admission", "reward", "step", "cls", "state", "segs")
 FATES_AT_FIRST = 1 << 16
 UNFINISHED = 1 << 40  # more priority for a slot that has segments already
 
