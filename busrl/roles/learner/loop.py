@@ -411,8 +411,7 @@ class Learner(Actor):
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
-        checkpoint, end the run in the ring."""
+        """The run is over: give back what was claimed early, write the last checkpoint, end the run in the ring."""
         self._return_claims()
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()
