@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from busrl import files
+from busrl.cli.command import progress
 from busrl.config import machine
 from busrl.data.trace import Shape, make_trace, write
 from busrl.errors import UserError
@@ -32,7 +32,6 @@ SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """The verb."""
     _refuse_mixed(options)
     if options.generate is not None:
         return _generate_trace(options)
@@ -72,7 +71,6 @@ def _option(name: str) -> str:
 
 
 def _generate_trace(options: argparse.Namespace) -> int:
-    """Write a long-tailed trace."""
     for name, value in GENERATING.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -99,24 +97,13 @@ def _generate_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-class Patience:
-    """A line on stderr every PATIENCE_S of a simulation that takes long; `name`: which one of a sweep."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name, self.begun = name, time.monotonic()
-        self.printed = self.begun
-
-    def __call__(self, world: World) -> None:
-        now = time.monotonic()
-        if now < self.printed + PATIENCE_S:
-            return
-        self.printed = now
-        aside = sum(world.counts.aside.values())
-        print(
-            f"{self.name}step {world.learner.step} of {world.steps} after {now - self.begun:.0f} s here and "
-            f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {aside} groups set aside",
-            file=sys.stderr, flush=True,
-        )
+def _progress(world: World, name: str, begun: float) -> str:
+    """`name`: of the point of a sweep; `begun`: by the clock here."""
+    return (
+        f"{name}step {world.learner.step} of {world.steps} after {time.monotonic() - begun:.0f} s here and "
+        f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {sum(world.counts.aside.values())} groups "
+        "set aside"
+    )
 
 
 def _play(point: Point, setting: Setting) -> Figures:
@@ -124,7 +111,8 @@ def _play(point: Point, setting: Setting) -> Figures:
         point.topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps,
         seed=setting.seed, oracle=point.topology.simulate.oracle,
     )
-    return world.run(Patience(f"{' '.join(point.values)}: " if point.values else ""))
+    name, begun = f"{' '.join(point.values)}: " if point.values else "", time.monotonic()
+    return world.run(progress(lambda world: _progress(world, name, begun), PATIENCE_S))
 
 
 def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -> int:
@@ -142,7 +130,6 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
 
 
 def _beyond(fitted: Fitted | None, rows: Sequence[tuple[tuple[str, ...], Figures]]) -> list[str]:
-    """Which runs are not covered by the fitted one."""
     if fitted is None:
         return []
     found = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]

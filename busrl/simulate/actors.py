@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
@@ -76,7 +76,6 @@ class Times(Simulate):
         return replace(self, source={**self.source, **source}, **values)
 
     def notes(self) -> list[tuple[str, float, str]]:
-        """Name, value and origin of every number."""
         return [(name, getattr(self, name), self.source.get(name, STATED)) for name in (*TIMES, "busy_share")]
 
 
@@ -158,7 +157,6 @@ class SimRing:
         self.changes += 1
 
     def rewarded(self, slots: Sequence[int], rewards: Sequence[float]) -> None:
-        """Rewards are known."""
         self.reward[slots] = rewards
         self.move(slots, REWARDED)
 
@@ -271,9 +269,8 @@ class Actors:
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
-        self.idle = deque(range(count))  # those without any sequence, the longest idle first
-        self._idle_set = set(self.idle)
-        self.partly: dict[int, None] = {}  # those that run some, and have room
+        self.idle = OrderedDict.fromkeys(range(count))  # those without any sequence, the longest idle first
+        self.partly: OrderedDict[int, None] = OrderedDict()  # those that run some, and have room
 
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
         """Let (slot, tokens) join at the end of the present step; the time of the next event."""
@@ -318,25 +315,16 @@ class Actors:
         return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.pace
 
     def waiting(self) -> int | None:
-        """An actor that has room, idle ones first; None if there is none."""
-        while self.idle:
-            if self.idle[0] in self._idle_set:
-                return self.idle[0]
-            self.idle.popleft()
-        return next(iter(self.partly), None)
+        """An actor that has room, the longest idle first; None if there is none."""
+        return next(iter(self.idle or self.partly), None)
 
     def sort_in(self, index: int) -> None:
-        """Note whether an actor has room."""
         active = self.all[index].active
-        if 0 < active < self.rows:
-            self.partly[index] = None
-        else:
-            self.partly.pop(index, None)
-        if active:
-            self._idle_set.discard(index)
-        elif index not in self._idle_set:
-            self._idle_set.add(index)
-            self.idle.append(index)
+        for actors, belongs in ((self.idle, not active), (self.partly, 0 < active < self.rows)):
+            if belongs:
+                actors.setdefault(index)
+            else:
+                actors.pop(index, None)
 
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
@@ -395,8 +383,6 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 
 @dataclass
 class Group:
-    """An open group."""
-
     candidate: Candidate
     lengths: tuple[int, ...]
     rewards: tuple[float, ...]
@@ -440,7 +426,6 @@ class Learner:
     def look(
         self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
     ) -> Look:
-        """Decide and act."""
         found = Look()
         actions = self.plan.decide(
             view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,

@@ -54,7 +54,6 @@ class Feed:
         return self.answers.answer(draw, self.step).lengths
 
     def finished(self, draw: int, tokens: int) -> None:
-        """An answer is whole."""
         if self.policy.learns:
             self._draws.append(draw)
             self._lengths.append(tokens)
@@ -70,7 +69,6 @@ class Feed:
         self.policy.take_records()
 
     def learner(self, step: int, entropy: float) -> None:
-        """A learner state."""
         self.step = step
         self.policy.feedback(entropy)
 
@@ -164,7 +162,6 @@ class Scheduler:
         policy.offer(offered)
 
     def _open(self, candidate: Candidate, step: int, now: float) -> int:
-        """All members of a group, or its probe."""
         draw, probe = candidate.draw, self.probes.on
         answer = self.answers.answer(draw, step)
         task: TracedPrompt | None = self.answers.prompt(draw)

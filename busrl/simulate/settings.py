@@ -53,7 +53,6 @@ def answers_of(
 
 
 def _is_trace(path: Path, topology: Topology) -> bool:
-    """Whether the first line has lengths."""
     try:
         with open(path, "rb") as file:
             first = file.readline().removesuffix(b"\n")
@@ -191,7 +190,6 @@ def make(
 
 
 def actors_of(topology: Topology, asked: int | None) -> int:
-    """How many rollout processes to simulate."""
     if asked is not None:
         if not 1 <= asked <= MAX_ACTORS:
             raise UserError(f"--actors {asked}: must be 1 to {MAX_ACTORS}; leave it out for those of the topology")
