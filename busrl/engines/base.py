@@ -161,9 +161,7 @@ class Engine(ABC):
     `_update` are its own parts of the calls here.
     """
 
-    def __init__(
-        self, text: Text, capacity: int, max_length: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, text: Text, capacity: int, max_length: int, clock: Callable[[], float] = time.monotonic) -> None:
         """At most `capacity` requests at once, sequences of at most `max_length` tokens, prompt included."""
         self._text, self.capacity, self.max_length = text, capacity, max_length
         self.version = 0
@@ -332,9 +330,7 @@ class Streams:
 class Tokens:
     """Encodes prompts (texts, or messages by the chat template) and decodes completions."""
 
-    def __init__(
-        self, tokenizer: Any, eos_ids: frozenset[int], chat: bool = False, tools: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], chat: bool = False, tools: Sequence[Any] = ()) -> None:
         """`chat`: prompts will be chats, so a tokenizer without a template is a UserError now."""
         if chat and not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or "the model"

@@ -135,8 +135,7 @@ def start(
     cores: frozenset[int] = frozenset(),
     mark: str = "",
 ) -> Running:
-    """Start one child on these cores (none named: on any), `env` and its mark added to its environment; its output goes
-    to the end of its log file."""
+    """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)

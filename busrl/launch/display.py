@@ -41,8 +41,7 @@ def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
 
 
 class Outlet:
-    """One stream, written to by a thread, so that `write` never waits. A stream without a descriptor is written to
-    directly."""
+    """One stream, written to by a thread, so that `write` never waits; directly, if it has no descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"

@@ -42,8 +42,7 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class PutBack:
-    """How many samples became T, how many go back, how many validation samples go back, and how many of the table's T
-    are in no checkpoint and no log."""
+    """Samples that became T, that go back, validation's that go back, and T of no checkpoint and no log."""
 
     trained: int = 0
     again: int = 0

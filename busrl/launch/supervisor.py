@@ -246,8 +246,7 @@ class Child:
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
 
     def no_space(self, how: str, now: float) -> str:
-        """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
-        What to tell a person, the first time."""
+        """It ended for want of space: restarted until there is some, uncounted. The first time, a line to show."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
         before, self.waits_for_space = self.waits_for_space, True
         return "" if before else f"{self.name} cannot go on without space ({how}); it is started again until there is"

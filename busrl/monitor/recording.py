@@ -257,8 +257,7 @@ LOOK_TOPIC: Final = b"LOOK/"
 
 
 class Recorder:
-    """`run` records until the end, or for at most so many seconds and bytes, and gives its last record. `stop`, in a
-    signal handler say, asks for the end."""
+    """`run` records until the end, or within its bounds, and gives its last record; `stop` asks for the end."""
 
     def __init__(self, paths: RunPaths, out: Path, seconds: float = math.inf, limit_bytes: float = math.inf) -> None:
         self._files, self._seconds, self._limit_bytes, self._out = RunFiles(paths), seconds, limit_bytes, out

@@ -550,7 +550,11 @@ class RunState:
         mapped = {address_of(process.name) for process in entries}
         for sender, present in sorted(self._present.items()):
             if sender not in mapped and not (entries and present.index):
-                rows.append(_remote(sender, present, now))
+                age = max(0.0, now - present.heard)
+                rows.append(ProcessRow(
+                    sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age,
+                    late=age > SILENT_S,
+                ))
         return rows
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -591,11 +595,4 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
     return StepRecord(
         step=update.step, version=update.version, reward=update.reward, age_mean=update.age_mean,
         entropy=update.entropy, samples=update.samples, tokens=update.tokens, **more,
-    )
-
-
-def _remote(sender: str, present: Present, now: float) -> ProcessRow:
-    age = max(0.0, now - present.heard)
-    return ProcessRow(
-        sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age, late=age > SILENT_S
     )

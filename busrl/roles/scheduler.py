@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import msgspec
@@ -187,8 +188,9 @@ class Scheduler(Actor):
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
-        if view.unrecorded:
-            self._without_fates(view.unrecorded)
+        if view.unrecorded:  # they look as if they were never dispatched; `launch` ends the run for it
+            text = f"{view.unrecorded} samples in slots have no fate in {self.paths.fates}: another program changed it"
+            self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")
             return False
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
@@ -245,13 +247,7 @@ class Scheduler(Actor):
         if self.room.groups <= 0:
             return 0
         self.feed.offer(view, self.room.groups, self.arrived)
-        sent = 0
-        for _ in range(self.room.groups):
-            candidate = self.policy.next()
-            if candidate is None:
-                break
-            sent += self._open_group(candidate)
-        return sent
+        return sum(self._open_group(one) for one in islice(iter(self.policy.next, None), self.room.groups))
 
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
         validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
@@ -268,8 +264,7 @@ class Scheduler(Actor):
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
 
     def _open_group(self, candidate: Candidate) -> int:
-        """Dispatch all members, or the probe; one that finds no slot is dispatched by the next scan, before any new
-        group."""
+        """Dispatch all members, or the probe; the next scan dispatches those that find no slot, before new groups."""
         draw, index, probe = candidate.draw, self.ring.header(HeaderWord.NEXT_ADMISSION), self.probes.on
         members = 1 if probe else self.group_size
         sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, members, self._fields(draw, index, probe))
@@ -369,8 +364,3 @@ class Scheduler(Actor):
         if len(live):
             highest = int(live["admission"].max()) + 1
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, max(self.ring.header(HeaderWord.NEXT_ADMISSION), highest))
-
-    def _without_fates(self, samples: int) -> None:
-        """By the fates these were never dispatched, and trained samples look new. `launch` ends the run for it."""
-        text = f"{samples} samples in slots have no fate in {self.paths.fates}, which another program changed"
-        self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")

@@ -62,8 +62,7 @@ DTYPES = {
 # -- tensors -----
 
 def write_segment(ring: Ring, slot: int, word: int, segment: int, ids: Ids, logprobs: Array, versions: Array) -> None:
-    """Append segment number `segment`: arrays of one length, in the table's types. The commit that makes it count is
-    the caller's CAS."""
+    """Append segment number `segment`: arrays of one length, in the table's types. The caller commits."""
     ring.put(slot, word, "tokens", ids, segment)
     ring.put(slot, word, "logprobs", logprobs, segment)
     ring.put(slot, word, "versions", versions, segment)

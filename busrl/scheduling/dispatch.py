@@ -193,7 +193,9 @@ class Pool:
             if entry is not None and entry.since == BEYOND:
                 entry.since = self.opened
                 self.near_sum, self.near_count = self.near_sum + entry.predicted, self.near_count + 1
-                self._push(entry)
+                draw, predicted = entry.candidate.draw, entry.predicted
+                heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
+                heapq.heappush(self._best, (self._way * predicted, draw))
         return True
 
     def first(self) -> Entry | None:
@@ -225,11 +227,6 @@ class Pool:
         self.near_sum, self.near_count = float(predicted.sum()), len(near)
         self._near = _sorted(per_token * predicted + per_draw * draws, draws)
         self._best = _sorted(self._way * predicted, draws)
-
-    def _push(self, entry: Entry) -> None:
-        draw, predicted = entry.candidate.draw, entry.predicted
-        heapq.heappush(self._near, (self._per_token * predicted + self._per_draw * draw, draw))
-        heapq.heappush(self._best, (self._way * predicted, draw))
 
     def _leave(self, entry: Entry) -> None:
         self.near_count -= 1
@@ -449,7 +446,9 @@ class Ordered(Policy):
     def next(self) -> Candidate | None:
         if not self.pool.near():
             return None
-        self._keep_scale()
+        mean = self.pool.near_sum / max(1, self.pool.near_count)
+        if abs(mean - self._mean) > DRIFT * self._mean:
+            self._rekey()
         entry = self._choose()
         best = self.pool.best()
         jumped = best is not None and self.way * entry.predicted > self.way * best.predicted
@@ -534,11 +533,6 @@ class Ordered(Policy):
 
     def _is_tail(self, predicted: float) -> bool:
         return False
-
-    def _keep_scale(self) -> None:
-        mean = self.pool.near_sum / max(1, self.pool.near_count)
-        if abs(mean - self._mean) > DRIFT * self._mean:
-            self._rekey()
 
     def _rekey(self) -> None:
         self._mean = max(1e-9, self.pool.near_sum / max(1, self.pool.near_count))

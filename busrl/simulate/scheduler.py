@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -143,14 +144,9 @@ class Scheduler:
         if room.groups <= 0:
             return 0
         self._offer(view, room.groups, now)
-        sent = 0
-        for _ in range(room.groups):
-            candidate = self.feed.policy.next()
-            if candidate is None:
-                self.starved = self.arrival < math.inf
-                break
-            sent += self._open(candidate, learner.step, now)
-        return sent
+        opened = list(islice(iter(self.feed.policy.next, None), room.groups))
+        self.starved = len(opened) < room.groups and self.arrival < math.inf
+        return sum(self._open(one, learner.step, now) for one in opened)
 
     def _offer(self, view: GroupView, groups: int, now: float) -> None:
         policy, offered = self.feed.policy, []

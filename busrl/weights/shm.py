@@ -104,8 +104,7 @@ class Segment:
         return (version, step) if size else (int(self.buffer[k][VERSION]), int(self.buffer[k][STEP]))
 
     def prefault(self) -> None:
-        """Map all pages of both buffers now, large ones where the machine has them: a fault in the middle of a copy
-        costs more than the copy of its page."""
+        """Map all pages of both buffers now, large ones where possible: a fault costs more than copying its page."""
         for k in range(2):
             start, size = int(self.words[W_BUFFERS + k]), _round_up(len(self.data[k]))
             for advice in (HUGE_PAGES, POPULATE_WRITE if self._writable else POPULATE_READ):

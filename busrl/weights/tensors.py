@@ -219,7 +219,9 @@ def fingerprint(folder: Path) -> str:
     """
     sha = hashlib.sha256()
     try:
-        sha.update(_config(folder))
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        lasting = {key: value for key, value in config.items() if key not in VOLATILE}
+        sha.update(json.dumps(lasting, sort_keys=True).encode())
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
         if not files:
             raise UserError(f"{folder}: no weights in it, so nothing tells which adapters belong to it; see model.path")
@@ -228,11 +230,6 @@ def fingerprint(folder: Path) -> str:
     except (OSError, ValueError) as problem:
         raise UserError(f"{folder}: not a readable model folder: {problem}; see model.path") from problem
     return sha.hexdigest()
-
-
-def _config(folder: Path) -> bytes:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    return json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode()
 
 
 def _add(sha: Any, path: Path) -> None:

@@ -153,8 +153,7 @@ class ServedEngine(Engine):
         return None
 
     def _update(self, receiver: Receiver) -> tuple[int, int]:
-        """WeightsRefused for a version that cannot be used here: the one before stays. After any error requests
-        continue if they ran before."""
+        """WeightsRefused leaves the version before. After any error requests continue if they ran before."""
         deadline = time.monotonic() + self._update_limit_s
         self._wait_for_restore(min(self._settings.patience_s, self._update_limit_s))
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind

@@ -436,8 +436,7 @@ class TorchEngine(Engine):
             self._done.append(self._seats.leave(seat, aborted=True))
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
-        """The learner trains this engine's own tensors with one copy of the weights; else the ordinary receiver writes
-        into them."""
+        """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
         if settings.transport != ONE_COPY:
             return None
         receiver = one_copy_receiver(settings, name)

@@ -48,8 +48,7 @@ class Low(NamedTuple):
 
 
 def read(folder: Path) -> dict[str, Low]:
-    """The adapter in a folder of peft's format, by the names of the weights it is added to; WeightsRefused with the
-    reason if it is no plain LoRA."""
+    """The adapter in a folder of peft's format, by the names of its base weights; WeightsRefused if no plain LoRA."""
     from safetensors.torch import load_file
 
     try:

@@ -246,8 +246,7 @@ class VllmEngine(Engine):
         self._gather()
 
     def wait_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
-        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine, for which
-        vLLM's own pause would wait without a word."""
+        """Take what ends until `done`; False after the limit. EngineLost from a silent engine."""
         deadline = time.monotonic() + limit_s
         while True:
             self._gather()

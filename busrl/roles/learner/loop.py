@@ -202,9 +202,7 @@ class Learner(Actor):
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts_of(self.ring, slots))
         shown = slots[0]
-        self.idling.set_aside(
-            lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
-        )
+        self.idling.set_aside(lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown]))
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
@@ -411,8 +409,7 @@ class Learner(Actor):
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
-        checkpoint, end the run in the ring."""
+        """The run is over: give back what was claimed early, write the last checkpoint, end the run in the ring."""
         self._return_claims()
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()

@@ -50,8 +50,7 @@ DEVICE_CONNECT_S = 60.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """One version to send: all values in `data`, with the sums that the next frames continue, or frames from version
-    `base` on."""
+    """One version to send: all values in `data`, with their sums, or frames from version `base` on."""
 
     version: int
     step: int
