@@ -64,9 +64,9 @@ ONE_COPY = '[weights]\ntransport = "cuda_ipc"\n'
         ("", ("process.learner.device=cpu", "model.device=cuda"), "the learner works on cpu, the engine on cuda"),
         ("", ("model.device=npu",), "memory of an NPU is not shared"),
         ("", ('process.learner.devices=["0"]', 'process.rollout.devices=["1"]'), "see other devices"),
-        ("", ("learner.publish_every=2",), "none that wait to be published"),
-        ("", ("learner.updates_per_batch=2",), "between two updates of one step"),
-        ("", ("experiments.forced_age=1", "weights.mode=sync"), "older ones are nowhere"),
+        ("", ("learner.publish_every=2",), "the weights of every step at once"),
+        ("", ("learner.updates_per_batch=2",), "between two updates of a step"),
+        ("", ("experiments.forced_age=1", "weights.mode=sync"), "and no older ones"),
         ("[lora]\nrank = 8\n", (), "there is nothing to share"),
         (
             "",

@@ -74,7 +74,7 @@ def test_a_model_that_draws_in_training_mode_all_the_same_is_refused(lab: Any) -
     layer = model.base_model.layers[0].mlp
     plain = layer.forward
     layer.forward = lambda rows: plain(rows) * (1 + torch.rand(1)) if layer.training else plain(rows)
-    with pytest.raises(ModelNotLoaded, match="computes something else in training mode; .*= \"none\""):
+    with pytest.raises(ModelNotLoaded, match=r"computes something else in training mode; .*= \"none\""):
         checkpoint_layers(way)
 
 
