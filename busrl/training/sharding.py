@@ -1,7 +1,7 @@
 """A model whose parameters, gradients and optimiser state are spread over ranks: FSDP2 of torch, sums instead of means.
 
-Used by whoever builds a trainer of several ranks, or of one in bfloat16 (a mesh of one, so that one rank and several
-compute the same). Talks to torch.distributed; knows nothing of samples, losses, plans or processes.
+Used by whoever builds a trainer of several ranks. Talks to torch.distributed; knows nothing of losses, plans or
+processes.
 
 - A gradient is the *sum* over ranks: FSDP2's own division by their number is off in every module, and the sum is
   forced, for the setting of the factor alone becomes an operation that Gloo refuses.
@@ -52,14 +52,6 @@ def join(store: Any, prefix: str, rank: int, world: int, device: torch.device, t
     return dist.device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
 
 
-def mesh_of_one(device: torch.device) -> Any:
-    """The mesh of this process alone; made once per process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else _backend(device), store=dist.HashStore(), rank=0,
-                                world_size=1)
-    return dist.device_mesh.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
-
-
 def _backend(device: torch.device) -> str:
     return {"cuda": "nccl", "npu": "hccl"}.get(device.type, device.type)
 
@@ -104,8 +96,8 @@ def layers(model: Any) -> list[nn.Module]:
     found = getattr(model.base_model, "layers", None)
     if not isinstance(found, nn.ModuleList) or not len(found):
         raise ModelNotLoaded(
-            f"{type(model).__name__}: its layers are not at base_model.layers, so it cannot be spread over ranks or "
-            "computed in bfloat16 from float32 parameters; train it with ranks = 1 and model.dtype = \"float32\""
+            f"{type(model).__name__}: its layers are not at base_model.layers, so it cannot be spread over ranks; "
+            "train it with ranks = 1"
         )
     return list(found)
 

@@ -35,9 +35,18 @@ from busrl.errors import RankLost, RanksDiffer, cause
 from busrl.training import sharding
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.forward import choose_forward
+from busrl.training.forward import AUTO
 from busrl.training.model import load
-from busrl.training.trainer import Floats, Share, StepStats, Trainer, TrainerSettings, stats_of
+from busrl.training.trainer import (
+    Floats,
+    Share,
+    StepStats,
+    Trainer,
+    TrainerSettings,
+    checkpoint_if_asked,
+    stats_of,
+    way_of,
+)
 
 # -- rounds ------------------------------------------------------------------------
 
@@ -283,8 +292,10 @@ class Parts:
 
     def model(self, folder: Path) -> tuple[Any, Any]:
         """The model of the folder, spread over the ranks, and its forward."""
-        model = load(folder)
-        way = choose_forward(model)
+        named = "" if self.settings.attention == AUTO else self.settings.attention
+        model = load(folder, attention=named)
+        way = way_of(model, self.settings)
+        checkpoint_if_asked(way, self.settings, self.team.device.type)
         dtype = None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
         sharding.shard(model, self.mesh, dtype, self.team.reshard)
         return model, sharding.Sharded(way)
@@ -461,6 +472,7 @@ class Leader(Trainer):
     def __init__(self, team: Team, model: Any, settings: TrainerSettings, forward: Any) -> None:
         self.team, self._planned = team, [0] * team.settings.ranks
         self._cost = _quadratic(model)
+        self._published: dict[str, Tensor] = {}
         super().__init__(model, settings, forward=forward)
 
     def _clear(self) -> None:

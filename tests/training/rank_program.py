@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,16 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[Share]:
     return shares
 
 
-def alone(family: str, steps: int) -> dict[str, Any]:
-    trainer = Trainer(build(family), SETTINGS)
+def alone(family: str, steps: int, kind: str = "float32") -> dict[str, Any]:
+    trainer = Trainer(build(family), replace(SETTINGS, compute_dtype=kind))
     return result(trainer, train(trainer, 0, 1, steps))
 
 
-def spread(family: str, mesh: Any, dtype: torch.dtype | None = None) -> Trainer:
+def spread(family: str, mesh: Any, kind: str) -> Trainer:
     model = build(family)
     way = choose_forward(model)
-    sharding.shard(model, mesh, dtype)
-    return Trainer(model, SETTINGS, forward=sharding.Sharded(way))
+    sharding.shard(model, mesh, None if kind == "float32" else getattr(torch, kind))
+    return Trainer(model, replace(SETTINGS, compute_dtype=kind), forward=sharding.Sharded(way))
 
 
 def result(trainer: Trainer, shares: list[Share]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def result(trainer: Trainer, shares: list[Share]) -> dict[str, Any]:
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
         "tokens": [one.tokens for one in stats],
-        "weights": {name: one.numpy() for name, one in sharding.gathered(trainer.model.named_parameters())},
+        "weights": {name: one.numpy() for name, one in sharding.gathered(trainer.trained_tensors().items())},
     }
 
 
@@ -111,12 +112,12 @@ def main(rank: int, world: int, port: int, folder: Path, steps: int, families: l
     mesh = sharding.join(sharding.find_store(port, world, 60), "tests", rank, world, device, 60)
     for family in families:
         name, _, kind = family.partition(":")
-        trainer = spread(name, mesh, getattr(torch, kind) if kind else None)
+        trainer = spread(name, mesh, kind or "float32")
         found = result(trainer, train(trainer, rank, world, steps))
         weights = found.pop("weights")
         if not rank:
-            np.savez(folder / f"{name}.npz", **weights)
-        (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
+            np.savez(folder / f"{family}.npz", **weights)
+        (folder / f"{family}.{rank}.json").write_text(json.dumps(found))
     sharding.leave()
 
 
