@@ -112,8 +112,7 @@ class Publisher:
             self._late.append((0, _copies(weights())))
 
     def _wait_for_pin(self) -> None:
-        """Let a validation round finish on its version, however long it takes while results come. A dead holder is
-        passed over, one without results is named."""
+        """Let a validation round finish on its version while results come; a holder without results is named."""
         ring, seen = self.ring, -1
         if not version_pin.pinned_by(ring):
             return
