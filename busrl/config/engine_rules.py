@@ -75,8 +75,6 @@ TABLE = (
           'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"'),
     Clash(f"{_is((ONE_COPY,))}, lora.rank",
           'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0'),
-    Clash(f"{_is((ONE_COPY,))}, model.dtype != float32",
-          "the learner copies its float32 weights into {t.model.dtype} ones; float32 for a single copy", warning=True),
     # -- a broadcast from the learner's device to each engine's
     Clash("weights.backend != gloo, weights.transport != broadcast",
           '{t.weights.transport} forms no groups; transport = "broadcast", or remove it', warning=True),

@@ -167,6 +167,24 @@ class Controller:
     cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
 
 
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")  # names of transformers
+
+
+@dataclass(frozen=True)
+class Memory:
+    """[learner.memory]: what the learner keeps for its backward, and what it computes again or in pieces."""
+
+    activation_checkpointing: str = key("auto", "keep the input of each layer alone and compute the rest again; auto = "
+                                                "on an accelerator from 1 B parameters on",
+                                        choices=("auto", "full", "none"))
+    head_rows: int = key(0, "rows of logits that exist at the same time; 0 = as many as 64 MiB hold (on an accelerator "
+                            "256 MiB)", low=0, high=1 << 20)
+    head_dtype: str = key("model", "number type in which logits are multiplied out: that of the weights, or float32",
+                          choices=("model", "float32"))
+    attention: str = key("auto", "auto = packed rows, a shared prompt once; or an implementation of transformers, by "
+                                 "name, over rows of whole samples", choices=("auto", *ATTENTIONS))
+
+
 @dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
@@ -203,6 +221,7 @@ class Learner:
     length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)
     trigger: Trigger = field(default_factory=Trigger)
     controller: Controller = field(default_factory=Controller)
+    memory: Memory = field(default_factory=Memory)
 
 
 @dataclass(frozen=True)
