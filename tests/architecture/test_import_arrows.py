@@ -58,6 +58,15 @@ TORCH_ALLOWED = {"device", "algorithms", "training", "engines", "weights", "quic
 TORCH_ROLES = {"roles/rollout.py", "roles/learner/loop.py", "roles/learner/step.py", "roles/learner/publish.py"}
 
 
+def test_the_page_on_architecture_has_these_arrows() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    everywhere = {"errors", "_ring", "_wire", "_blocks"}
+    for part, used in ARROWS.items():
+        if part not in BY_ALL | everywhere:
+            names = ", ".join(f"`{name}`" for name in sorted(used - everywhere)) or "-"
+            assert f"| `{part}` | {names} |\n" in page
+
+
 def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
