@@ -106,6 +106,8 @@ class _Inspection:
         self._bus_keys()
         self._tools()
         self._programs()
+        if t.model.reference and self._sound("model.reference"):
+            self._reference()
         if t.lora.on and self._sound("lora.rank", "lora.targets", "model.path"):
             self._lora()
         if t.scheduler.keywords and self._sound("scheduler.keywords"):
@@ -229,6 +231,17 @@ class _Inspection:
             rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
         return token_bytes(folder), machine.context_of(config)
+
+    def _reference(self) -> None:
+        """The reference of learner.kl must give probabilities of the same tokens."""
+        folder, own = Path(self.t.model.reference), self.t.model.path
+        if missing := _missing(folder):
+            self._add("model.reference", *missing)
+            return
+        sizes = [machine.model_facts(one).vocabulary for one in (folder, None if own.startswith(TINY) else Path(own))]
+        if all(sizes) and sizes[0] != sizes[1]:
+            rule = f"its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}: they are not the same tokens"
+            self._add("model.reference", rule, "give an earlier version of the model, or none")
 
     def _lora(self) -> None:
         """An adapter needs the package that trains it, and layers of the names that are asked for."""

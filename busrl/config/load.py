@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device
+from busrl.algorithms import catalog
 from busrl.config import engine_rules, files, machine, rules
 from busrl.config.derive import resolve
-from busrl.config.reader import KeyPath, Reader, Source, read
+from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
@@ -73,7 +74,9 @@ def _load(source: Source, overrides: Sequence[str], *, simulated: bool = False) 
     facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
-    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=facts.prompt_tokens))
+    algorithm = draft.derived.algorithm
+    known = dataclasses.replace(UNRESOLVED, prompt_tokens=facts.prompt_tokens, algorithm=algorithm)
+    draft = dataclasses.replace(draft, derived=known)
     derived, sums = resolve(draft, facts)
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
@@ -83,7 +86,7 @@ def _load(source: Source, overrides: Sequence[str], *, simulated: bool = False) 
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
-    return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
+    return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings, algorithm=algorithm))
 
 
 def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:
@@ -112,7 +115,8 @@ def _real(key: str) -> bool:
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
     """The typed settings, with what is empty by default filled in from other keys."""
     sections: dict[str, Any] = reader.sections()
-    draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    draft = _with_algorithm(given, source)
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
     reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
@@ -131,6 +135,36 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     )
     model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
+
+
+def _with_algorithm(draft: Topology, source: Source) -> Topology:
+    """The keys that recipe and loss set where they are left out; `derived.algorithm` tells which they are."""
+    told: list[str] = []
+    recipe = f'recipe "{draft.learner.recipe}"'
+    for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():
+        draft = _set_unless_written(draft, source, key, value, recipe, told)
+    facts = catalog.LOSSES.get(draft.learner.loss)
+    for key, value in () if facts is None else facts.settings.items():
+        draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', told)
+    if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:
+        limit = _generation(draft, source).max_new_tokens
+        draft = _set_unless_written(draft, source, "learner.length_norm", limit, "the limit of an answer", told)
+    return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(told)))
+
+
+def _set_unless_written(
+    draft: Topology, source: Source, key: str, value: object, why: str, told: list[str]
+) -> Topology:
+    section, name = key.split(".")
+    table: Any = getattr(draft, section)
+    if _written(source, section, name) and getattr(table, name) != 0:
+        if getattr(table, name) != value:
+            told.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")
+        return draft
+    if getattr(table, name) != value:
+        told.append(f"{key} = {show(value)} by {why}")
+    changed: dict[str, Any] = {section: dataclasses.replace(table, **{name: value})}
+    return dataclasses.replace(draft, **changed)
 
 
 def _implied(draft: Topology) -> Iterator[Process]:

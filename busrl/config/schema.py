@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from busrl.algorithms import catalog
 from busrl.config.names import modern
 from busrl.config.values import REQUIRED, Rule, build, key, plain
 from busrl.scheduling.limits import AdmissionLimits
@@ -61,6 +62,8 @@ class Model:
     """[model]: what is trained."""
 
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
+    reference: str = key("", "model folder of the reference of learner.kl; empty = model.path as the run begins",
+                         path=True)
     dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
                      choices=("auto", "float32", "bfloat16"))
     device: str = key("auto", "where the model runs: a kind of device, or the best there is; see docs/gpu.md",
@@ -179,9 +182,28 @@ class Learner:
 
     lr: float = key(REQUIRED, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)", above=0,
                     high=10)
-    loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"), function=True)
-    advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"),
-                         function=True)
+    recipe: str = key("", "sets the keys of a published algorithm that are left out; see docs/algorithms.md",
+                      choices=("", *catalog.RECIPES))
+    loss: str = key("ppo_clip", "objective per token; see docs/algorithms.md", choices=tuple(catalog.LOSSES),
+                    function=True)
+    advantage: str = key("group_std", "how an answer compares with others; see docs/algorithms.md",
+                         choices=tuple(catalog.ADVANTAGES), function=True)
+    aggregation: str = key("token-mean", "from the losses of tokens to that of a step", choices=catalog.AGGREGATIONS)
+    length_norm: int = key(0, "aggregation = seq-mean-token-sum-norm: what a sum is divided by; 0 = the limit of an "
+                              "answer", low=0, high=1 << 24)
+    ratio: str = key("behaviour", "what the ratio of a loss is to: recorded log-probabilities, or those of the weights "
+                     "before the step", choices=("behaviour", "proximal"))
+    newest_ratio: str = key("recorded", "ratio of tokens drawn by the very weights that are trained: to what was "
+                            "recorded, or exactly 1", choices=("recorded", "one"))
+    correction: str = key("none", "weight for what separates trainer and engine; see docs/algorithms.md",
+                          choices=tuple(catalog.CORRECTIONS))
+    correction_low: float = key(0.0, "lower bound of the correction; 0 = its own default", low=0, high=1000)
+    correction_high: float = key(0.0, "upper bound of the correction; 0 = its own default", low=0, high=1e6)
+    kl: str = key("none", "estimator of the KL to model.reference", choices=catalog.KL_TERMS)
+    kl_coef: float = key(0.0, "what the KL is multiplied by", low=0, high=100)
+    kl_in: str = key("loss", "add the KL to the loss of each token, or take its sum from the reward of the answer",
+                     choices=("loss", "reward"))
+    entropy_coef: float = key(0.0, "this times the entropy of each token is taken from its loss", low=0, high=100)
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
                                    "package.module:name or file.py:name (docs/extending.md)")
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
@@ -191,6 +213,19 @@ class Learner:
     clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
     dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", above=1, high=1000)
     tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", above=0, high=1000)
+    cispo_cap: float = key(5.0, "cap of the ratio itself (loss = cispo)", above=0, high=1000)
+    sapo_taus: tuple[float, float] = key((1.0, 1.05), "temperatures of the gate for A > 0 and others (loss = sapo)",
+                                         above=0, high=1000)
+    two_sided_delta: float = key(4.0, "bound on the ratio (loss = two_sided)", above=1, high=1000)
+    dppo_mask: float = key(0.2, "change of probability beyond which a token is dropped (loss = dppo)", above=0, high=1)
+    dppo_square: float = key(1e-3, "weight of the squared log-ratio (loss = dppo)", low=0, high=100)
+    opsm_delta: float = key(0.5, "mean log-ratio in nats beyond which a bad answer is dropped (loss = opsm)", low=0,
+                            high=100)
+    m2po_tau: float = key(0.04, "mean squared log-ratio that is left (loss = m2po)", above=0, high=100)
+    cov_share: float = key(2e-4, "share of all tokens that is held (loss = clip_cov, kl_cov)", above=0, high=1)
+    clip_cov_range: tuple[float, float] = key((1.0, 5.0), "covariances that are eligible (loss = clip_cov)", low=0,
+                                              high=1e6)
+    kl_cov_coef: float = key(1.0, "weight of the log-ratio's size (loss = kl_cov)", low=0, high=100)
     max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", above=0, high=1e6)
     warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
     decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))
@@ -551,6 +586,7 @@ class Derived:
     prompt_text: str = ""  # how the tokens of the prompts were counted
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     explain: tuple[str, ...] = ()
+    algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
     warnings: tuple[str, ...] = ()
 
 

@@ -11,6 +11,7 @@ is ever downloaded. Knows nothing of optimisers, versions or publication.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
@@ -131,6 +132,11 @@ class Adapter:
             for name, layer in self._layers.items()
             for side in ("A", "B")
         }
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the model is its base alone."""
+        found: contextlib.AbstractContextManager[None] = self._wrapped.disable_adapter()
+        return found
 
     @torch.no_grad()
     def merged(self, model: Any) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "rewards": {"errors", "data", "imports"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
-    "config": {"errors", "data", "scheduling", "keys", "faults", "device"},
+    "config": {"errors", "data", "scheduling", "keys", "faults", "device", "algorithms"},
     "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "algorithms", "ledger", "device", "imports"},
     "engines": {"errors", "files", "config", "data", "quickstart", "weights", "device"},
