@@ -33,7 +33,7 @@ from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, first_fault
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_estimator
-from busrl.training.forward import Forward, choose_forward
+from busrl.training.forward import AUTO, Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
 from busrl.weights.base import VersionSteps
@@ -132,12 +132,18 @@ class TrainingStep:
         self.vocabulary = vocabulary(self.trainer.model)
 
     def _trainer(self, folder: Path) -> Trainer:
-        """For the model of that folder; with [lora] for an adapter on it."""
-        model = load(folder, device=self.device)
+        """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
+        model: it is not trained."""
+        model = self._loaded(
+            folder, torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
+        )
         if self.lora is None:
             return Trainer(model, self.settings)
         self.adapter = Adapter(model, self.lora)
         return Trainer(model, self.settings, named=self.adapter.merged)
+
+    def _loaded(self, folder: Path, dtype: torch.dtype) -> Any:
+        return load(folder, dtype, self.device, "" if self.settings.attention == AUTO else self.settings.attention)
 
     def _refer(self, trainer: Trainer) -> Callable[[Sequence[Sample], Flat], Tensor] | None:
         """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
@@ -150,14 +156,13 @@ class TrainingStep:
 
             return without
         if self._reference is None:
-            model = load(self.referred or self.source, device=self.device)
+            model = self._loaded(self.referred or self.source, getattr(torch, self.settings.compute_dtype))
             if vocabulary(model) != (own := vocabulary(trainer.model)):
                 raise UserError(
                     f"model.reference = {self.referred}: its vocabulary has {vocabulary(model)} tokens, that of the "
                     f"trained model {own}; give an earlier version of the model, or none"
                 )
-            self._reference = choose_forward(model)
-            model.to(getattr(torch, self.settings.compute_dtype)).requires_grad_(False)
+            self._reference = choose_forward(model.requires_grad_(False), attention=self.settings.attention)
         forward = self._reference
         return lambda samples, flat: forward.score(samples, flat)[0]
 
@@ -323,7 +328,7 @@ class TrainingStep:
         """Mean entropy in nats over the generated tokens of these samples under the present weights."""
         return self.trainer.entropy([to_sample(record) for record in records])
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """What is published: the weights, or the adapter alone; valid until the next step. As they are trained, where
         the engine's are the same."""
         if self.shared:
@@ -394,12 +399,11 @@ class TrainingStep:
             keep_last=self.config.keep_last, moved=self.moved, where=self.device,
         )
 
-    def _named(self) -> dict[str, Tensor] | None:
+    def _named(self) -> Mapping[str, Tensor] | None:
         """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
         copy of what another process shares, in the number type that is published."""
         if self.shared and self.adapter is None:
-            dtype, copied = getattr(torch, self.settings.compute_dtype), copied_weights(self.trainer.model)
-            return {name: tensor.to(dtype) for name, tensor in copied.items()}
+            return copied_weights(self.trainer.model)
         return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
 
 
