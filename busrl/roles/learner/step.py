@@ -258,7 +258,7 @@ class TrainingStep:
         found = checkpoint.latest(root, torn)
         if found is not None:
             self._load_model(found)
-            self.changed = self.trainer.load_optimizer_state(found.optimizer_state())
+            self.changed = self.trainer.restore(found)
             found.restore_random(self.device)
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
