@@ -136,6 +136,9 @@ _KEYS = {
     "data.prompt_key": "input_key prompt_column prompt_field question_key",
     "data.answer_key": "label_key answer_column ground_truth_key reference_key",
     "data.template": "chat_template apply_chat_template",
+    "data.template_arguments": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
+    "data.tools_key": "tools tool_key tools_column",
+    "[[data.source]]": "datasets data_sources prompt_data_probs dataset_mixer mixture",
     "validation.data": "val_file val_files validation_file eval_dataset eval_data test_file test_files",
     "validation.every": "eval_steps eval_every test_freq eval_interval val_every eval_freq",
     "groups.size": "num_generations n rollout_n group_size n_samples n_samples_per_prompt samples_per_prompt "
