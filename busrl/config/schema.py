@@ -197,7 +197,8 @@ class Controller:
     cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
 
 
-ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")  # names of transformers
+ON_GPUS = ("flex_attention", "flash_attention_2", "flash_attention_3")
+ATTENTIONS = ("sdpa", "eager", *ON_GPUS)  # names of transformers
 
 
 @dataclass(frozen=True)
