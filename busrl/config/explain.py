@@ -208,6 +208,9 @@ def _versions(t: Topology) -> Iterator[str]:
 def _data(t: Topology) -> Iterator[str]:
     yield "prompts"
     yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
+    for one in t.derived.sources:
+        size = f"{one.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
+        yield f"    {one.name}: {size}{one.text}"
     if t.validates:
         yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")

@@ -135,9 +135,8 @@ class _Inspection:
             return None
         if path.startswith(TINY):
             return self._tiny(key, path), TINY_LINE_BYTES
-        compares = self.t.reward.kind == "exact_match" and not self.t.reward.function  # else the reward is to blame
         try:
-            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares else "")
+            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares(self.t) else "")
         except DataError as error:
             rule, _, remedy = str(error).removeprefix(f"{path}: ").rpartition(": ")
             self._add(key, rule, remedy)
@@ -322,6 +321,11 @@ class _Inspection:
 def answer_key(topology: Topology) -> str:
     """The key of the right answer that the reward uses."""
     return topology.reward.answer_key or topology.data.answer_key
+
+
+def compares(topology: Topology) -> bool:
+    """Whether every line needs a right answer; a reward that is foreign code is to blame itself."""
+    return topology.reward.kind == "exact_match" and not topology.reward.function
 
 
 def longest_line(path: str) -> tuple[int, int]:

@@ -1,9 +1,10 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing is
+Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing else is
 created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which asks
 for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces `tiny:`
-names by the paths of what they stand for, made on first use.
+names by the paths of what they stand for, made on first use. Sources of prompts are made into one file (`sources`), in
+a temporary folder until a run takes it.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -20,7 +21,7 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, files, machine, rules
+from busrl.config import engine_rules, files, machine, rules, sources
 from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
@@ -42,9 +43,10 @@ CHECKS: tuple[rules.Check, ...] = (*rules.CHECKS, *engine_rules.CHECKS, machine.
 PLAYED_OF_PROCESS = ("role", "count")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
-    """The checked topology; a TopologyError with every problem otherwise."""
-    return _load(read(Path(path), overrides), overrides)
+def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Topology:
+    """The checked topology; a TopologyError with every problem otherwise. `run_dir`: where a run of it may have made
+    its prompts already."""
+    return _load(read(Path(path), overrides), overrides, run_dir=run_dir)
 
 
 def recorded(path: Path) -> Topology:
@@ -66,17 +68,25 @@ def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tupl
     return topology, frozenset(".".join(map(str, key)) for key in (*source.lines, *source.overridden))
 
 
-def _load(source: Source, overrides: Sequence[str], *, simulated: bool = False) -> Topology:
+def _load(
+    source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
+) -> Topology:
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
+    if draft.data.source and not simulated and not any(name.partition(".")[0] == "data" for name in bad):
+        draft, unmade = sources.prepare(draft, run_dir, files.compares(draft))
+        problems.extend(_problem(source, draft, finding) for finding in unmade)
+        bad |= {"data.train"} if unmade else set()
     facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
-    algorithm = draft.derived.algorithm
-    known = dataclasses.replace(UNRESOLVED, prompt_tokens=facts.prompt_tokens, algorithm=algorithm)
-    draft = dataclasses.replace(draft, derived=known)
+    made = draft.derived
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
+    derived = dataclasses.replace(
+        derived, sources=made.sources, sources_key=made.sources_key, algorithm=made.algorithm
+    )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
@@ -85,7 +95,7 @@ def _load(source: Source, overrides: Sequence[str], *, simulated: bool = False) 
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
-    return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings, algorithm=algorithm))
+    return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
 
 
 def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:
@@ -129,6 +139,14 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
+    origins = tuple(
+        dataclasses.replace(
+            one, function=_function_path(one.function, source, ("data", "source")),
+            filter=_function_path(one.filter, source, ("data", "source")),
+        )
+        for one in draft.data.source
+    )
+    draft = dataclasses.replace(draft, data=dataclasses.replace(draft.data, source=origins))
     made = dataclasses.replace(
         draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
     )

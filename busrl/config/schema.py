@@ -90,10 +90,37 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """[[data.source]]: prompts of one origin, made into lines once at the start; several are mixed by weight."""
+
+    path: str = key("", "a JSONL or Parquet file, or the folder of a data set", path=True)
+    format: str = key("auto", "what path is; auto = by its name, or by function or tasks",
+                      choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym"))
+    weight: float = key(1.0, "its share of the draws, in relation to the other sources", above=0, high=1e6)
+    split: str = key("train", "hf: which split of the folder")
+    function: str = key("", "instead of path: package.module:function or file.py:function, which yields maps")
+    tasks: dict[str, float] = field(default_factory=dict, metadata={"rule": Rule(
+        "instead of path: tasks of reasoning-gym with their weights: { gsm_symbolic = 1.0 }; seed = run.seed")})
+    size: int = key(0, "rows that are kept at most, 0 = all; of tasks the number that is made", low=0, high=10**8)
+    prompt_key: str = key("", "column of the prompt; empty = data.prompt_key")
+    prompt_text: str = key("", 'the prompt as a text with columns in it, for example "{question} Think first."')
+    answer_key: str = key("", "column of the right answer; empty = data.answer_key")
+    tag: str = key("", "a name that every line without one gets as its key tag; empty = that of file or task")
+    where: str = key("", "rows to keep: conditions on columns, 'pass_rate >= 0.1 and level != \"hard\"'")
+    filter: str = key("", "rows to keep: package.module:function or file.py:function, record -> bool")
+    dedupe: bool = key(False, "leave out a prompt that a row before had, in this source or an earlier one")
+    min_prompt_tokens: int = key(0, "leave out shorter prompts", low=0, high=1 << 20)
+    max_prompt_tokens: int = key(0, "no prompt has more tokens; 0 = no limit", low=0, high=1 << 20)
+    too_long: str = key("drop", "a longer one is left out, or its (last) text loses its beginning or its end",
+                        choices=("drop", "truncate_left", "truncate_right"))
+
+
+@dataclass(frozen=True)
 class Data:
     """[data]: prompts, one JSON object per line."""
 
-    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True)
+    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True, unless="source")
+    source: tuple[DataSource, ...] = ()
     prompt_key: str = key("prompt", "the key of a line that holds the prompt")
     answer_key: str = key("answer", "the key of a line that holds the right answer")
     shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
@@ -101,6 +128,9 @@ class Data:
     template: str = key("none", "the prompt as it stands, or by the model's chat template: as a user turn, or as the "
                         "messages that it is a list of", choices=("none", "chat"))
     system: str = key("", "template = chat: the system message of every prompt that has none of its own")
+    tools_key: str = key("", "template = chat: the key of a line that holds the tools that the template offers")
+    template_arguments: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        "template = chat: further arguments of the template: { enable_thinking = false }")})
 
 
 @dataclass(frozen=True)
@@ -547,6 +577,17 @@ class Experiments:
 
 
 @dataclass(frozen=True)
+class SourceLines:
+    """Where the lines of a [[data.source]] stand in data.train, and what it has of every 1000 draws."""
+
+    name: str
+    start: int  # line, from 0
+    count: int
+    share: int
+    text: str  # how many rows were kept, and why the others were not
+
+
+@dataclass(frozen=True)
 class Derived:
     """What follows from several keys together; `explain` holds the sums as text."""
 
@@ -563,6 +604,8 @@ class Derived:
     val_samples: int  # samples of one validation round, 0 = validation is off
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
     prompt_text: str = ""  # how the tokens of the prompts were counted
+    sources: tuple[SourceLines, ...] = ()  # data.train was made of them,
+    sources_key: str = ""  # by these settings, of files of this age
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     explain: tuple[str, ...] = ()
     algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them

@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "gateway": {"errors", "protocol"},
     "scheduling": set(),
     "algorithms": set(),
-    "data": {"errors"},
+    "data": {"errors", "imports"},
     "rewards": {"errors", "data", "imports"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
