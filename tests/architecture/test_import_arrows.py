@@ -64,7 +64,7 @@ def test_the_page_on_architecture_has_these_arrows() -> None:
     for part, used in ARROWS.items():
         if part not in BY_ALL | everywhere:
             names = ", ".join(f"`{name}`" for name in sorted(used - everywhere)) or "-"
-                assert f"| `{part}` | {names} |\n" in page, f"write | `{part}` | {names} | into docs/architecture.md"
+            assert f"| `{part}` | {names} |\n" in page, f"write | `{part}` | {names} | into docs/architecture.md"
 
 
 def part_of(path: Path) -> str:
