@@ -161,7 +161,7 @@ def convert(hint: Any, rule: Rule, value: Any) -> Any:
     if hint is str:
         return _text(rule, value)
     if origin is dict:
-        return _environment(value)
+        return _environment(value) if args[1] is str else _options(value)
     if args == (float, float):
         return _pair(rule, value)
     return _strings(value)
@@ -211,6 +211,19 @@ def _environment(value: Any) -> dict[str, str]:
     if not right or not all(name and "=" not in name and "\0" not in name for name in value):
         raise Wrong("expected a table of strings", 'for example env = { OMP_WAIT_POLICY = "PASSIVE" }')
     return dict(value)
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """Named arguments as JSON can keep them."""
+    if not isinstance(value, dict) or not all(name.isidentifier() and _simple(item) for name, item in value.items()):
+        raise Wrong("expected a table of named arguments", "for example options = { momentum = 0.9, nesterov = true }")
+    return dict(value)
+
+
+def _simple(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_simple, value))
+    return isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 # -- topology.json -----
