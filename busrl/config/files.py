@@ -60,6 +60,7 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
+NEED_ANSWERS = ("exact_match", "numeric", "math", "gym")  # kinds of [[reward.part]]
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
 
 
@@ -134,9 +135,8 @@ class _Inspection:
             return None
         if path.startswith(TINY):
             return self._tiny(key, path), TINY_LINE_BYTES
-        compares = self.t.reward.kind == "exact_match" and not self.t.reward.function  # else the reward is to blame
         try:
-            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares else "")
+            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if self._compares() else "")
         except DataError as error:
             rule, _, remedy = str(error).removeprefix(f"{path}: ").rpartition(": ")
             self._add(key, rule, remedy)
@@ -153,6 +153,13 @@ class _Inspection:
             rule = f"{result.chats} of the {result.count} prompts of {path} are lists of messages"
             self._add("data.template", rule, 'set data.template = "chat"')
         return result.count, result.longest_line
+
+    def _compares(self) -> bool:
+        """Whether each line needs its answer: where a function judges, that is to blame."""
+        own, named = self.t.reward, answer_key(self.t)
+        if not own.part:
+            return own.kind == "exact_match" and not own.function
+        return any(part.kind in NEED_ANSWERS and part.answer_key == named for part in own.part)
 
     def _tiny(self, key: str, path: str) -> int:
         """Prompts of a task that is made on first use: a run's sizes must not depend on whether it is the first one."""
@@ -247,18 +254,23 @@ class _Inspection:
     def _reward(self) -> Trial:
         """Load the reward and try it with the first record, where it can do no harm."""
         own = self.t.reward
-        asked = own.kind == "python" and FUNCTION.fullmatch(own.function)
-        if not asked or not self._sound("reward.function", "reward.kind"):
+        named = [part.function for part in own.part if part.kind == "python"] or [own.function] * (own.kind == "python")
+        wrong = any(key.startswith("reward.part") for key in self.skip)
+        if not named or not all(map(FUNCTION.fullmatch, named)):
             return Trial()
-        tried = try_first(self.t)
-        if tried.not_loaded:
-            rule = f"cannot be used: {tried.not_loaded.removeprefix(f'reward.function = {own.function!r}: ')}"
-            remedy = "a module has to be importable from the current directory, a file is relative to the topology"
-            self._add("reward.function", rule, remedy)
-        elif failed := tried.failed:
-            rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
-            self._add("reward.function", rule, "correct it: every sample of the run would be lost")
-        return tried
+        if wrong or not self._sound("reward.function", "reward.kind"):
+            return Trial()
+        trial = try_first(self.t, ("python",))
+        for one in trial.judged:
+            if one.not_loaded:
+                why = one.not_loaded.partition("': ")[2] or one.not_loaded
+                rule = f"cannot be used: {why}"
+                remedy = "a module has to be importable from the current directory, a file is relative to the topology"
+                self._add(one.key, rule, remedy)
+            elif failed := one.failed:
+                rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
+                self._add(one.key, rule, "correct it: every sample of the run would be lost")
+        return trial
 
     def _functions(self) -> None:
         """The functions that [learner] names by import path."""

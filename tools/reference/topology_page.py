@@ -41,7 +41,7 @@ MIDDLE = """\
 """
 EXAMPLES = {
     "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
-    "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
+    "reward.part.kind": "math", "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }
 PROCESS = """\
 # A process that is to be more than one, another engine or another program; an entry stands for its role, or for the
@@ -60,6 +60,9 @@ def text() -> str:
     for name, cls in found:
         if rest := list(_rest(name, cls, first)):
             lines += [*rest, ""]
+        for item in items(cls).values():
+            if item.row:
+                lines += [*_row(f"{name}.{item.name}", item.row), ""]
     lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
     return "\n".join(lines) + "\n"
 

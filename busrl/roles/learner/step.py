@@ -25,6 +25,7 @@ from busrl.algorithms.advantages import advantages as group_advantages
 from busrl.algorithms.losses import WITHOUT_PROXIMAL
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
+from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
@@ -109,6 +110,8 @@ class TrainingStep:
         self.late = experiments.forced_age > 0  # a version has older weights than those of its step
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
         self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
+        self.masks_cut = topology.reward.truncated == "mask"
+        self.cut_tokens = 0  # of answers that were not trained, in the step under way
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch and each part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
@@ -163,19 +166,27 @@ class TrainingStep:
     ) -> None:
         """Forward and backward of whole groups, added to the step under way.
 
-        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
+        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained; nor is
+        one that the limit cut, under reward.truncated = "mask". Their rewards count in the advantages of their groups.
         `version` is that of the present weights; None where no version has them: after the first update of several.
         """
         if not records:
             return
         begun, advantages = time.monotonic(), self._advantages(records)
         skipped = [self.stale.leading(record) for record in records]
-        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        kept = [i for i, one in enumerate(records) if skipped[i] < len(one.versions) // 4 and not self._cut(one)]
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
         rows = None if proximal is None else [proximal[i] for i in kept]
         self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
         if self.pace is not None:
             self.pace(begun, sum(len(record.versions) // 4 for record in records))
+
+    def _cut(self, record: SampleRecord) -> bool:
+        """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
+        if not self.masks_cut or record.finish != LENGTH:
+            return False
+        self.cut_tokens += len(record.versions) // 4
+        return True
 
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         found: list[float] = []
@@ -197,7 +208,8 @@ class TrainingStep:
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
         """The end of a step: its updates as one."""
-        stats = replace(combined(updates), old_tokens=self.stale.taken())
+        stats = replace(combined(updates), old_tokens=self.stale.taken(), cut_tokens=self.cut_tokens)
+        self.cut_tokens = 0
         self.groups += groups
         if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
