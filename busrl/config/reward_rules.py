@@ -68,6 +68,8 @@ def _parts(t: Topology) -> Iterator[Finding]:
             rule = f"the part before it (number {names[part.name] + 1}) has the name {part.name!r} too"
             yield Finding((f"{at}.name",), rule, 'give each a name of its own, for example name = "style"')
         names.setdefault(part.name, index)
+        if part.kind not in PART_KEYS:  # reported as what it is
+            continue
         if not re.fullmatch(r"[\w.-]{1,64}", part.name):
             rule = "a name is 1 to 64 letters, digits, dots, dashes or underscores"
             yield Finding((f"{at}.name",), rule, 'for example name = "style"')

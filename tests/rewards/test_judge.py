@@ -140,7 +140,8 @@ def test_the_last_verdict_is_the_reward(endpoint: Endpoint) -> None:
 
 
 TROUBLE = {
-    "429": "status 429", "500": "status 500", "503": "not today", "cut": "isconnected", "json": "not an answer of a chat",
+    "429": "status 429", "500": "status 500", "503": "not today", "cut": "isconnected",
+    "json": "not an answer of a chat",
     "shape": "not an answer of a chat", "verdict": "no verdict in its answer", "odd": "its verdict is 'maybe'",
     "large": "more than 1 MiB", "deep": "not an answer of a chat",
 }

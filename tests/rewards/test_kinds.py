@@ -105,5 +105,5 @@ def test_gym_gives_what_the_task_s_own_score_gives() -> None:
             for text, answer in ((right, right), (f"well <answer>{right}</answer>", right), ("no", "no"), ("", "")):
                 assert own(record, text, []) == wanted(answer, entry), (task, text)
     assert own(record, f"<answer>{right}</answer>", []) == 1.0
-    with pytest.raises(ValueError, match="metadata.source_dataset"):
+    with pytest.raises(ValueError, match=r"metadata\.source_dataset"):
         own({"answer": "1"}, "1", [])

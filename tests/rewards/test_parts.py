@@ -1,4 +1,4 @@
-"""A reward of several parts: each in a child of its own, so that what breaks in one is named and costs only its sample."""
+"""A reward of several parts, each in a child of its own: what breaks in one is named and costs only its sample."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def judged(pool: RewardPool, *texts: str, line: bytes = b'{"answer": 3}') -> lis
 
 
 def python(name: str, function: str, **more: Any) -> RewardPart:
-    return RewardPart("python", name, more.pop("weight", 1.0), more.pop("timeout_s", 60.0), function=f"own.py:{function}",
-                      **more)
+    told = {"timeout_s": 60.0, "function": f"own.py:{function}", **more}
+    return RewardPart("python", name, **told)
 
 
 def test_the_reward_is_the_weighted_sum_and_each_part_is_told_without_its_weight(make: MakePool) -> None:

@@ -22,8 +22,9 @@ LIMIT = 100
 def lines() -> np.ndarray:
     return np.array(
         [
-            (State.REWARDED, 0, CUT, 0.75, 100), (State.REWARDED, 0, ENDED, 0.75, 90), (State.TRAINING, 0, CUT, 1.0, 100),
-            (State.REWARDED, 1, CUT, 0.75, 100), (State.GENERATED, 0, CUT, 0.0, 100), (State.REWARDED, 0, ENDED, 1.0, 80),
+            (State.REWARDED, 0, CUT, 0.75, 100), (State.REWARDED, 0, ENDED, 0.75, 90),
+            (State.TRAINING, 0, CUT, 1.0, 100), (State.REWARDED, 1, CUT, 0.75, 100),
+            (State.GENERATED, 0, CUT, 0.0, 100), (State.REWARDED, 0, ENDED, 1.0, 80),
         ],
         LINE,
     )
