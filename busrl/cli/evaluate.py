@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from busrl.cli.command import progress
 from busrl.config import Topology, load, materialise, model_folder, recorded
 from busrl.config.schema import TINY
 from busrl.errors import UserError
@@ -38,18 +39,14 @@ def evaluate(options: argparse.Namespace) -> int:
     named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
     topology = materialise(_with_model(named, folder))
     config = topology.validation
-    asked = Asked(
-        _prompts(topology, options.data),
-        options.samples or config.samples,
-        config.temperature if options.temperature is None else options.temperature,
-        step,
-    )
+    temperature = config.temperature if options.temperature is None else options.temperature
+    asked = Asked(_prompts(topology, options.data), options.samples or config.samples, temperature, step)
     out = options.out or out
     with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)
         open(out, "ab").close()
     begun, evaluation = time.monotonic(), Evaluation(topology, asked)
-    rows = evaluation.run(_Patience())
+    rows = evaluation.run(progress(_progress, PATIENCE_S))
     with _writing(out):
         write_rows(out, rows)
     found = evaluation.found()
@@ -139,14 +136,5 @@ def _lines(topology: Topology, prompts: str, found: Found, rows: list[Row], seco
     return [*lines, f"  rows: {out}"]
 
 
-class _Patience:
-    """A line on stderr now and then."""
-
-    def __init__(self) -> None:
-        self._shown_at = time.monotonic()
-
-    def __call__(self, evaluation: Evaluation) -> None:
-        if time.monotonic() >= self._shown_at + PATIENCE_S:
-            self._shown_at = time.monotonic()
-            done, mean = len(evaluation.rewards), evaluation.found().mean
-            print(f"{done} of {evaluation.asked.samples} samples, mean {mean:.3f}", file=sys.stderr, flush=True)
+def _progress(evaluation: Evaluation) -> str:
+    return f"{len(evaluation.rewards)} of {evaluation.asked.samples} samples, mean {evaluation.found().mean:.3f}"

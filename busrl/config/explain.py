@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device, keys
-from busrl.config import machine, trial
+from busrl.config import machine, memory, trial
 from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
 from busrl.config.schema import ADAPTERS, TINY, Faults, ProcessName, Topology, has_model
@@ -29,7 +29,7 @@ NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process 
 
 def report(topology: Topology, verbose: bool = True) -> str:
     """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
-    parts = (_head, _warnings, _first, _data, _model, _processes, *((_bus, _sums, _sizes) if verbose else ()))
+    parts = (_head, _warnings, _first, _data, _model, _memory, _processes, *((_bus, _sums, _sizes) if verbose else ()))
     found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
     return "\n\n".join([*found, *([] if verbose else [MORE])]) + "\n"
 
@@ -46,8 +46,10 @@ def require_memory(topology: Topology) -> None:
 
 
 def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
-    """A UserError for cores that are named and not there, a DiskFull if what is published does not fit into run_dir."""
+    """A UserError for cores that are named and not there or a learner that its device cannot hold, a DiskFull if what
+    is published does not fit into run_dir."""
     machine.require_cores(topology, machine.cores())
+    memory.require(topology)
     machine.require_disk(topology, model_at(topology.model.path), run_dir)
 
 
@@ -191,7 +193,6 @@ def _blocks(t: Topology) -> Iterator[str]:
 
 
 def _versions(t: Topology) -> Iterator[str]:
-    """What published folders cost, where versions are folders."""
     cost = machine.weight_cost(t, model_at(t.model.path))
     if cost is None:
         return
@@ -225,6 +226,10 @@ def _answers(t: Topology) -> str:
     return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
 
 
+def _memory(t: Topology) -> Iterator[str]:
+    yield from memory.lines(t)
+
+
 def _model(t: Topology) -> Iterator[str]:
     yield "model"
     if t.model.path.startswith(TINY):
@@ -245,7 +250,6 @@ def warnings(t: Topology) -> list[str]:
 
 
 def _lacking(t: Topology) -> Iterator[str]:
-    """What this machine or this environment lacks."""
     computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
     threads = sum(entry.threads * entry.count for entry in computing)
     if threads > (there := len(machine.cores())):

@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -30,11 +30,14 @@ from busrl import device
 from busrl.algorithms import diagnostics, losses
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch
+from busrl.training import batch, sharding
 from busrl.training.batch import Flat, Sample
+from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_loss
-from busrl.training.forward import Forward, choose_forward
+from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward
+from busrl.training.head import Head
 from busrl.training.model import named_weights
+from busrl.training.precision import Masters
 
 # -- settings and statistics ---------------------------------------------------
 
@@ -53,14 +56,18 @@ class TrainerSettings(LossSettings):
     dmmpt_tau: float = 0.99
     dmmpt_sigma: float = 0.2
     ratio_one: bool = False  # segments.loss = "pois"
-    compute_dtype: str = "float32"  # "bfloat16": forward under autocast, parameters and gradients stay float32
+    compute_dtype: str = "float32"  # "bfloat16": of forward and backward; what is trained stays float32
+    activation_checkpointing: str = "none"
+    head_rows: int = 0
+    head_dtype: str = "model"
+    attention: str = "auto"
 
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
-        """From a topology's [learner], [experiments], model.dtype and segments.loss."""
+        """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
         names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
-        tables = {name: topology.experiments if name.startswith("dmmpt") else topology.learner for name in names}
-        values = {name: getattr(table, name) for name, table in tables.items()}
+        places = (topology.learner.memory, topology.learner, topology.experiments)
+        values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
         return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
 
 
@@ -111,6 +118,45 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
 ADDED = (
     "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
 )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank did for a step; norm and reason are the same on all ranks."""
+
+    norm: float
+    skipped: str
+    culprits: tuple[str, ...]
+    sums: tuple[float, ...]  # of the diagnostics
+    tokens: int
+    sequences: int
+    context: int
+    mastered: int
+    computed: int  # positions, padding included
+    real: int
+    micro_batches: int
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+def stats_of(shares: Sequence[Share], lr: float) -> StepStats:
+    """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
+    first = shares[0]
+    tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
+    sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
+    found = diagnostics.finish(sums)
+    return StepStats(
+        lr=lr, loss=found.loss / max(tokens, 1), grad_norm=first.norm, tokens=tokens,
+        sequences=sum(share.sequences for share in shares),
+        micro_batches=sum(share.micro_batches for share in shares),
+        padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
+        diagnostics=found, skipped=first.skipped,
+        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
+        context_tokens=sum(share.context for share in shares), mastered_tokens=sum(share.mastered for share in shares),
+        forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
+        step_s=max(share.step_s for share in shares), sums=sums,
+    )
 
 
 # -- learning rate --------------------------------------------------------------
@@ -184,20 +230,19 @@ class Trainer:
 
     def __init__(
         self, model: Any, settings: TrainerSettings, forward: Forward | None = None,
-        named: Callable[[Any], dict[str, Tensor]] = named_weights,
+        named: Callable[[Any], Mapping[str, Tensor]] = named_weights,
     ) -> None:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
-        self.forward = forward or choose_forward(model)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.forward, self._masters = _prepared(model, settings, forward)
+        self.parameters = list(self.trained_tensors().values())
         self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self.parameters, settings)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
-        self._published: dict[str, Tensor] = {}
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
 
@@ -218,19 +263,25 @@ class Trainer:
         `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
         """
-        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
-            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
-            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
+        self._check(samples, advantages, proximal)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self._micro_batch(
+            self.micro_batch(
                 [samples[i] for i in part], [advantages[i] for i in part],
                 None if proximal is None else [proximal[i] for i in part], version,
             )
 
-    def _micro_batch(
+    def _check(
+        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None
+    ) -> None:
+        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
+            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
+            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
+
+    def micro_batch(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None,
         version: int | None,
     ) -> None:
+        """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         logprobs, entropy = self._logprobs(samples, flat)
@@ -251,6 +302,13 @@ class Trainer:
         self._count(samples, flat, inputs, loss.detach(), entropy, version)
         self.moved()
 
+    def idle(self) -> None:
+        """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
+        flat = batch.flatten([NOTHING], self._dtype, self._device)
+        logprobs, _ = self._logprobs([NOTHING], flat)
+        (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+        self.moved()
+
     def _loss_inputs(
         self, flat: Flat, logprobs: Tensor, advantages: Sequence[float], proximal: Sequence[Floats] | None
     ) -> losses.LossInputs:
@@ -264,13 +322,7 @@ class Trainer:
         )
 
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            return self.forward.score(samples, flat)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.compute_dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=getattr(torch, self.settings.compute_dtype))
+        return self.forward.score(samples, flat)
 
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor, entropy: Tensor,
@@ -318,82 +370,112 @@ class Trainer:
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            chosen = [samples[i] for i in part]
-            flat = batch.flatten(chosen, self._dtype, self._device)
-            yield part, *self._logprobs(chosen, flat)
+            yield part, *self.scored([samples[i] for i in part])
             self.moved()
+
+    @torch.no_grad()
+    def scored(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; of none, where a
+        rank without work has to make a forward like the others."""
+        chosen = list(samples) or [NOTHING]
+        logprobs, entropies = self._logprobs(chosen, batch.flatten(chosen, self._dtype, self._device))
+        return (logprobs, entropies) if samples else (logprobs[:0], entropies[:0])
+
+    @property
+    def counted(self) -> int:
+        """Trained tokens of the step under way."""
+        return self._tokens
 
     # -- the update ------------------------------------------------------------------------------------------------
 
     def step(self, lr: float) -> StepStats:
         """Divides, clips and updates with that learning rate; or skips, with the reason."""
+        return stats_of([self.update(lr)], lr)
+
+    def update(self, lr: float) -> Share:
+        """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        if self._tokens == 0:
+        (tokens,) = sharding.added([self._tokens], self.parameters)
+        if not tokens:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self.parameters, self._tokens)
+            norm = normalised_norm(self.parameters, tokens)
             if np.isfinite(norm):
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 self.optimizer.step()
+                self._round()
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        stats = self._stats(lr, norm, reason, culprits, started)
+        share = self._share(norm, reason, culprits, started)
         self._clear()
-        return stats
+        return share
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame
                for uid, finite in zip(uids, sums.isfinite().tolist(), strict=True) if not finite]
         if bad:
             return tuple(bad)
-        named = self.model.named_parameters()
-        return tuple(f"parameter {n}" for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
+        named = self.trained_tensors().items()
+        own = ((name, sharding.local(one.grad)) for name, one in named if one.grad is not None)
+        return tuple(f"parameter {name}" for name, gradient in own if not bool(gradient.isfinite().all()))
 
-    def _stats(
-        self, lr: float, norm: float, reason: str, culprits: tuple[str, ...], started: float
-    ) -> StepStats:
-        sums = tuple(self._sums.tolist())  # the one time that the device is read
-        found = diagnostics.finish(sums)
-        return StepStats(
-            lr=lr, loss=found.loss / max(self._tokens, 1), grad_norm=norm, tokens=self._tokens,
-            sequences=self._sequences, micro_batches=len(self._blame),
-            padding=1.0 - self._real / self._computed if self._computed else 0.0,
-            diagnostics=found, skipped=reason, culprits=culprits, context_tokens=self._context,
-            mastered_tokens=int(self._mastered),
+    def _share(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> Share:
+        return Share(
+            norm=norm, skipped=reason, culprits=culprits,
+            sums=tuple(self._sums.tolist()),  # the one time that the device is read
+            tokens=self._tokens, sequences=self._sequences, context=self._context, mastered=int(self._mastered),
+            computed=self._computed, real=self._real, micro_batches=len(self._blame),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
-            step_s=time.perf_counter() - started, sums=sums)
+            step_s=time.perf_counter() - started,
+        )
 
     # -- weights and state -----------------------------------------------------------------------------------------
 
-    def named_weights(self) -> dict[str, Tensor]:
+    def named_weights(self) -> Mapping[str, Tensor]:
         """The weights to publish, by name, in the compute type; valid until the next step."""
-        named = self._named(self.model)
-        dtype = getattr(torch, self.settings.compute_dtype)
-        if self.settings.compute_dtype == "float32":
-            return named
-        for name, value in named.items():
-            if name not in self._published:
-                self._published[name] = torch.empty_like(value, dtype=dtype)
-            self._published[name].copy_(value)
-        return self._published
+        return self._named(self.model)
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights to publish one by one, whole, on every rank that the parameters are spread over; a collective
+        each. Cast before they are gathered: half of the bytes, and what a forward computes with."""
+        dtype = None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
+        return sharding.gathered(self._named(self.model).items(), dtype)
 
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
-        return {**self.optimizer.state_dict(), **({MASTER: self._masters()} if self.rounded else {})}
+        return {**self.optimizer.state_dict(), **({MASTER: self.trained_tensors()} if self.rounded else {})}
+
+    def gather_state(self, keep: bool) -> dict[str, Any]:
+        """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
+        Without `keep` this rank only takes part, and gets nothing."""
+        state = Trainer.optimizer_state(self)
+        for name in ("state", MASTER):
+            state[name] = _whole(state.get(name, {}), keep)
+        if not self.rounded:
+            del state[MASTER]
+        self.moved()
+        return state if keep else {}
 
     @property
     def rounded(self) -> bool:
         """Whether weights are published in fewer bits than they are trained in."""
-        return str(self._dtype) != f"torch.{self.settings.compute_dtype}" and self._dtype != torch.float64
+        return self._masters is not None
 
-    def _masters(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.model.named_parameters() if one.requires_grad}
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """What the optimiser changes, by name."""
+        if self._masters is not None:
+            return self._masters.named
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def _round(self) -> None:
+        if self._masters is not None:
+            self._masters.round()
 
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
@@ -402,10 +484,12 @@ class Trainer:
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
         own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict({name: value for name, value in state.items() if name != MASTER})
-        for name, parameter in self._masters().items():
+        parts = {name: self._spread(name, value) for name, value in state.items() if name != MASTER}
+        self.optimizer.load_state_dict(parts)
+        for name, parameter in self.trained_tensors().items():
             if MASTER in state:
-                parameter.copy_(state[MASTER][name])
+                parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
+        self._round()
         changed = []
         for mine, group in zip(own, self.optimizer.param_groups, strict=True):
             for name, value in mine.items():
@@ -414,6 +498,67 @@ class Trainer:
                 group[name] = value
         self._clear()
         return list(dict.fromkeys(changed))
+
+    def _spread(self, name: str, value: Any) -> Any:
+        """This rank's part of an optimiser's state, which has the parameters by number."""
+        if name != "state":
+            return value
+        order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {
+            number: {key: sharding.spread_like(one, order[number]) if one.ndim else one for key, one in kept.items()}
+            for number, kept in value.items()
+        }
+
+    def restore(self, found: Checkpoint) -> list[str]:
+        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns."""
+        return self.load_optimizer_state(found.optimizer_state())
+
+
+NOTHING = Sample(
+    uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
+    behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
+)
+
+
+def _whole(tree: Any, keep: bool) -> Any:
+    """Dicts of tensors with each tensor whole and on the host, in an order that is the same on all ranks."""
+    if isinstance(tree, dict):
+        return {name: _whole(tree[name], keep) for name in sorted(tree)}
+    if not isinstance(tree, Tensor):
+        return tree
+    gathered = sharding.whole(tree)
+    return gathered.cpu() if keep else None
+
+
+LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of layers alone
+
+
+def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
+    """How the model computes, and the masters of its parameters where it computes in fewer bits. Spread over ranks it
+    has its masters in the shards, and its way was chosen before."""
+    if isinstance(forward, sharding.Sharded):
+        return forward, None
+    found = forward
+    if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
+        found = way_of(model, settings)
+    masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
+    found = found or way_of(model, settings)
+    checkpoint_if_asked(found, settings)
+    return found, masters
+
+
+def way_of(model: Any, settings: TrainerSettings) -> Forward:
+    """The cheapest way of the model with these settings."""
+    head = Head.of(model.config, settings.head_rows, torch.float32 if settings.head_dtype == "float32" else None)
+    return choose_forward(model, head, settings.attention)
+
+
+def checkpoint_if_asked(way: Forward, settings: TrainerSettings, device: str = "") -> None:
+    """Let the way's layers be computed again in backward, where the settings say so for a model on that device."""
+    kind, count = device or way.model.device.type, sum(parameter.numel() for parameter in way.model.parameters())
+    large = kind != "cpu" and count >= LARGE
+    if settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large):
+        checkpoint_layers(way)
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:
@@ -436,15 +581,21 @@ def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.opt
     return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-def normalised_norm(parameters: Sequence[Tensor], count: int) -> float:
-    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+def normalised_norm(parameters: Sequence[Tensor], count: float) -> float:
+    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm: that of all
+    ranks together where the parameters are spread over some, which is a collective then."""
+    gradients = _gradients(parameters)
     torch._foreach_div_(gradients, float(count))
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(1)
+    return math.sqrt(sharding.added([float(norms.square().sum())], parameters)[0])
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
     """Scales the gradient down to the limit if its norm is above."""
     if norm > limit:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        torch._foreach_mul_(_gradients(parameters), limit / (norm + 1e-6))
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of them; views."""
+    return [sharding.local(parameter.grad) for parameter in parameters if parameter.grad is not None]

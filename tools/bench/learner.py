@@ -3,7 +3,10 @@
 `learner.py head` computes log-probability and entropy of `--rows` tokens over `--words` words, in pieces and with one
 log-softmax, each in a process of its own, and reports peak memory above the hidden states, CPU seconds and how far the
 gradients are apart. `learner.py packing` trains long-tailed samples (log-normal lengths, median 300, sigma 0.7) both
-ways and reports tokens per second and the share of computed positions that were padding. One thread each.
+ways and reports tokens per second and the share of computed positions that were padding. `learner.py saved` counts the
+bytes that a forward saves for its backward, per token, with and without activation checkpointing, at the widths of a
+real model in a few of its layers. `learner.py peak` makes true optimiser steps of a model with random weights in a
+process of its own and reports its peak of resident memory beside what `busrl check` says. One thread each.
 """
 
 from __future__ import annotations
@@ -149,6 +152,148 @@ def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int
     return found
 
 
+# -- memory ------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {  # what config.json of these models says of their widths
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+        "tie_word_embeddings": True},
+    "llama-3.2-1b": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256,
+        "tie_word_embeddings": True},
+}
+# Name, layers, words (0: the model's own), tokens per micro-batch, length of a sample, checkpointing, type, lora.rank
+PEAKS = [
+    ("qwen2.5-0.5b", 24, 0, 4096, 1024, "full", "float32", 0),  # the whole model, 494 M parameters
+    ("qwen2.5-0.5b", 2, 0, 1024, 512, "none", "float32", 0),
+    ("qwen3-0.6b", 6, 32_000, 2048, 200, "none", "float32", 0),
+    ("llama-3.2-1b", 4, 32_000, 2048, 1024, "full", "float32", 0),
+    ("qwen2.5-0.5b", 6, 32_000, 1024, 512, "none", "bfloat16", 0),
+    ("qwen2.5-7b", 1, 32_000, 512, 512, "none", "bfloat16", 16),
+    ("qwen2.5-7b", 1, 32_000, 1024, 1024, "none", "float32", 0),
+]
+
+
+def described(name: str, layers: int, words: int) -> dict[str, Any]:
+    """config.json of so many layers of it."""
+    own = {"num_hidden_layers": layers, **({"vocab_size": words} if words else {})}
+    return {**SHAPES[name], **own, "max_position_embeddings": 8192}
+
+
+def made_model(name: str, layers: int, words: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described(name, layers, words))).eval()
+
+
+def made_samples(tokens: int, length: int, words: int) -> list[Any]:
+    """Groups of 4 with a prompt of 32 tokens."""
+    import numpy as np
+
+    from busrl.training.batch import Sample
+
+    random, found = np.random.default_rng(1), []
+    for number in range(tokens // length):
+        if number % 4 == 0:
+            prompt = random.integers(0, words, 32).astype(np.int32)
+        count = length - len(prompt)
+        answer = random.integers(0, words, count).astype(np.int32)
+        behaviour = np.full(count, -11.0, np.float32)
+        found.append(Sample(number, number // 4, number % 4, prompt, answer, behaviour, np.zeros(count, np.uint32)))
+    return found
+
+
+def saved_once(name: str, checkpointing: str, dtype: str) -> dict[str, Any]:
+    """Bytes that forwards of 2 and of 4 layers save for backward, and from them those of a token in all layers."""
+    import torch
+
+    from busrl.training.batch import flatten
+    from busrl.training.trainer import Trainer, TrainerSettings
+
+    torch.set_num_threads(1)
+    words, length, few = 512, 512, (2, 4)
+    sizes = []
+    for layers in few:
+        model = made_model(name, layers, words)
+        trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, activation_checkpointing=checkpointing))
+        own, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, {}  # type: ignore[var-annotated]
+
+        def keep(tensor: Any, own: Any = own, kept: Any = kept) -> Any:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: a place is not used again meanwhile
+            return tensor
+
+        samples = made_samples(length, length, words)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trainer.forward.score(samples, flatten(samples, torch.float32, torch.device("cpu")))
+        sizes.append(sum(size for size, _ in kept.values()))
+    layer = (sizes[1] - sizes[0]) / (few[1] - few[0]) / length
+    whole = SHAPES[name]["num_hidden_layers"]
+    return {
+        "way": checkpointing, "name": name, "dtype": dtype, "bytes_per_token_and_layer": layer,
+        "bytes_per_token": layer * whole + sizes[0] / length - layer * few[0], "layers": whole,
+    }
+
+
+def saved(names: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        for dtype in dtypes:
+            none, full = (child("saved-once", way, name, dtype) for way in ("none", "full"))
+            found.append({
+                "name": name, "dtype": dtype, "none": none["bytes_per_token"], "full": full["bytes_per_token"],
+                "layer": none["bytes_per_token_and_layer"],
+                "ratio": full["bytes_per_token"] / none["bytes_per_token"],
+            })
+    return found
+
+
+def peak_once(place: int) -> dict[str, Any]:
+    """A short first step, after which gradient and optimiser are whole, and then one of a full micro-batch; bytes."""
+    from busrl.config import memory
+
+    name, layers, words, tokens, length, checkpointing, dtype, rank = PEAKS[place]
+    config = described(name, layers, words)
+    said = memory.learner_sum(config, memory.Work(
+        tokens=tokens, dtype=dtype, checkpointing=checkpointing == "full", lora_rank=rank))
+    import torch
+
+    from busrl.training.model import Adapter, LoraSettings
+    from busrl.training.trainer import Trainer, TrainerSettings, keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    model = made_model(name, layers, words)
+    if rank and dtype == "bfloat16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    parameters = sum(one.numel() for one in model.parameters())
+    named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
+    settings = TrainerSettings(
+        micro_batch_tokens=tokens, compute_dtype=dtype, activation_checkpointing=checkpointing)
+    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
+    Path("/proc/self/clear_refs").write_text("5")
+    begun = time.process_time()
+    for samples in (made_samples(64, 64, config["vocab_size"]), made_samples(tokens, length, config["vocab_size"])):
+        trainer.accumulate(samples, [1.0, -1.0, 1.0, -1.0, *[0.5] * len(samples)][: len(samples)])
+        stats = trainer.step(1e-6)
+    return {
+        "way": name, "layers": layers, "words": words, "tokens": tokens, "length": length, "dtype": dtype,
+        "checkpointing": checkpointing, "lora_rank": rank, "parameters": parameters, "peak": peak(),
+        "said": sum(said.values()), "ratio": sum(said.values()) / peak(), "parts": said, "loss": stats.loss,
+        "micro_batches": stats.micro_batches, "cpu_s": time.process_time() - begun,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -161,25 +306,44 @@ def main() -> None:
     two.add_argument("--samples", type=int, default=64)
     two.add_argument("--width", type=int, default=256)
     two.add_argument("--layers", type=int, default=4)
-    for verb in (one, two):
+    three = verbs.add_parser("saved")
+    three.add_argument("--names", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-7b"], choices=SHAPES)
+    three.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    four = verbs.add_parser("peak")
+    four.add_argument("--places", type=int, nargs="+", default=list(range(len(PEAKS))), help="of the configurations")
+    for verb in (one, two, three, four):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
-    for name, kinds in (("head-once", 3), ("packing-once", 5)):
+    for name, kinds in (("head-once", 3), ("packing-once", 5), ("saved-once", 3), ("peak-once", 1)):
         verbs.add_parser(name).add_argument("values", nargs=kinds)
     options = parser.parse_args()
     if options.verb.endswith("-once"):
-        way, *numbers = options.values
-        once = head_once if options.verb == "head-once" else packing_once
-        print(json.dumps(once(way, *map(int, numbers))))
+        print(json.dumps(once(options.verb, options.values)))
         return
-    rows = (
-        head(options.rows, options.words, options.whole_up_to, options.rounds) if options.verb == "head"
-        else packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)
-    )
+    rows = measured(options)
     result = {"machine": report.machine(), "commit": report.commit(ROOT), "verb": options.verb, "rows": rows}
     print(json.dumps(result, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def once(verb: str, values: list[str]) -> dict[str, Any]:
+    if verb == "saved-once":
+        return saved_once(values[1], values[0], values[2])
+    if verb == "peak-once":
+        return peak_once(*map(int, values))
+    way, *numbers = values
+    return (head_once if verb == "head-once" else packing_once)(way, *map(int, numbers))
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    if options.verb == "head":
+        return head(options.rows, options.words, options.whole_up_to, options.rounds)
+    if options.verb == "saved":
+        return saved(options.names, options.dtypes)
+    if options.verb == "peak":
+        return [child("peak-once", str(place)) for place in options.places]
+    return packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)
 
 
 if __name__ == "__main__":
