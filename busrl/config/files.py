@@ -106,6 +106,8 @@ class _Inspection:
         self._bus_keys()
         self._tools()
         self._programs()
+        if t.model.reference and self._sound("model.reference"):
+            self._reference()
         if t.lora.on and self._sound("lora.rank", "lora.targets", "model.path"):
             self._lora()
         if t.scheduler.keywords and self._sound("scheduler.keywords"):
@@ -135,7 +137,7 @@ class _Inspection:
         if path.startswith(TINY):
             return self._tiny(key, path), TINY_LINE_BYTES
         try:
-            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if self._compares() else "")
+            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares(self.t) else "")
         except DataError as error:
             rule, _, remedy = str(error).removeprefix(f"{path}: ").rpartition(": ")
             self._add(key, rule, remedy)
@@ -152,13 +154,6 @@ class _Inspection:
             rule = f"{result.chats} of the {result.count} prompts of {path} are lists of messages"
             self._add("data.template", rule, 'set data.template = "chat"')
         return result.count, result.longest_line
-
-    def _compares(self) -> bool:
-        """Whether each line needs its answer: where a function judges, that is to blame."""
-        own, named = self.t.reward, answer_key(self.t)
-        if not own.part:
-            return own.kind == "exact_match" and not own.function
-        return any(part.kind in NEED_ANSWERS and part.answer_key == named for part in own.part)
 
     def _tiny(self, key: str, path: str) -> int:
         """Prompts of a task that is made on first use: a run's sizes must not depend on whether it is the first one."""
@@ -235,6 +230,17 @@ class _Inspection:
             rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
         return token_bytes(folder), machine.context_of(config)
+
+    def _reference(self) -> None:
+        """The reference of learner.kl must give probabilities of the same tokens."""
+        folder, own = Path(self.t.model.reference), self.t.model.path
+        if missing := _missing(folder):
+            self._add("model.reference", *missing)
+            return
+        sizes = [machine.model_facts(one).vocabulary for one in (folder, None if own.startswith(TINY) else Path(own))]
+        if all(sizes) and sizes[0] != sizes[1]:
+            rule = f"its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}: they are not the same tokens"
+            self._add("model.reference", rule, "give an earlier version of the model, or none")
 
     def _lora(self) -> None:
         """An adapter needs the package that trains it, and layers of the names that are asked for."""
@@ -321,6 +327,14 @@ class _Inspection:
 def answer_key(topology: Topology) -> str:
     """The key of the right answer that the reward uses."""
     return topology.reward.answer_key or topology.data.answer_key
+
+
+def compares(topology: Topology) -> bool:
+    """Whether every line needs a right answer; a reward that is foreign code is to blame itself."""
+    own, named = topology.reward, answer_key(topology)
+    if not own.part:
+        return own.kind == "exact_match" and not own.function
+    return any(part.kind in NEED_ANSWERS and part.answer_key == named for part in own.part)
 
 
 def longest_line(path: str) -> tuple[int, int]:

@@ -419,7 +419,7 @@ Answers = list[tuple[str, str, list[int]]]
 
 
 @contextlib.contextmanager
-def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A process for a user's code with the environment of that role, and the file that it prints to; killed at the end.
 
     A file: whatever the code prints, it never waits for a reader.
@@ -445,7 +445,7 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
         {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
         for key, (_, text, ids) in enumerate(answers)
     ]
-    with _foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
+    with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
         assert child.stdin is not None and child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(msgspec.json.encode(one.setup) + b"\n" + msgspec.json.encode(items) + b"\n")
@@ -454,7 +454,7 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
         loaded = events.next(LOAD_S)
         if loaded is None:
             late = f"importing it took longer than {LOAD_S:g} s"
-            return _last_words(child, printed) if events.ended else late, []
+            return last_words(child, printed) if events.ended else late, []
         tried: list[Tried] = []
         for what, answer, _ in answers if not loaded["error"] else ():
             if event := events.next(one.timeout_s):
@@ -462,7 +462,7 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
                 continue
             error, text = "hung", f"no result after {one.timeout_s:g} s ({one.timeout_key})"
             if events.ended:
-                error, text = "died", f"the process died: {_last_words(child, printed)}"
+                error, text = "died", f"the process died: {last_words(child, printed)}"
             tried.append(Tried(what, answer, error=error, text=text))
             break
         return str(loaded["text"]) if loaded["error"] else "", tried
@@ -490,7 +490,7 @@ class Events:
         return event
 
 
-def _last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
+def last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     """Exit code and last line of a process whose output has ended; it may live on where user code has closed that."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(END_S)
@@ -512,11 +512,11 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
     if not asked:
         return []
     arguments = (text for pair in asked for text in pair)
-    with _foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
+    with foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
         try:
             faults = json.loads(child.communicate(timeout=LOAD_S)[0])
         except subprocess.TimeoutExpired:
             faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
         except json.JSONDecodeError:
-            faults = [f"the process that tried it died: {_last_words(child, printed)}"] * len(asked)
+            faults = [f"the process that tried it died: {last_words(child, printed)}"] * len(asked)
     return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]

@@ -58,11 +58,9 @@ def text() -> str:
             lines += [f"[{name}]", *keys]
     lines += [MIDDLE.format(apart=", ".join(f"reference-{name}.toml" for name in APART))]
     for name, cls in found:
-        if rest := list(_rest(name, cls, first)):
+        rows = [line for item in items(cls).values() if item.row for line in _row(f"{name}.{item.name}", item.row)]
+        if rest := [*_rest(name, cls, first), *rows]:
             lines += [*rest, ""]
-        for item in items(cls).values():
-            if item.row:
-                lines += [*_row(f"{name}.{item.name}", item.row), ""]
     lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
     return "\n".join(lines) + "\n"
 
