@@ -59,6 +59,15 @@ TORCH_ROLES = {"roles/rollout.py", "roles/learner/loop.py", "roles/learner/step.
 TORCH_FILES = {*TORCH_ROLES, "rewards/model.py"}
 
 
+def test_the_page_on_architecture_has_these_arrows() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    everywhere = {"errors", "_ring", "_wire", "_blocks"}
+    for part, used in ARROWS.items():
+        if part not in BY_ALL | everywhere:
+            names = ", ".join(f"`{name}`" for name in sorted(used - everywhere)) or "-"
+            assert f"| `{part}` | {names} |\n" in page, f"write | `{part}` | {names} | into docs/architecture.md"
+
+
 def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
