@@ -212,12 +212,7 @@ TABLE = (
           'siblings and the next wave would wait for each other; probe = false, or rounds = "answers"'),
     Clash("scheduler.ahead, segments.rounds == segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
-    # -- rewards and validation
-    Clash("reward.function, reward.kind == exact_match",
-          'exact_match calls no function; set kind = "python", or remove function'),
-    Clash("reward.extract, reward.kind == python", "only exact_match extracts an answer; remove it", warning=True),
-    Clash("reward.truncated != reward, reward.truncated_penalty",
-          "a cut answer is worth either a fixed number or its reward less a penalty; remove one of them"),
+    # -- validation
     Clash("validation.every; validation.data ==",
           f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}"),
     # -- bus and experiments
@@ -295,16 +290,6 @@ def _segments(t: Topology) -> Iterator[Finding]:
         if own.length >= limit:
             rule = f"every answer ends within its first segment: the limit is {limit}"
             yield Finding(("segments.length", named), rule, "a shorter length, or 0 = off", warning=True)
-
-
-def _reward(t: Topology) -> Iterator[Finding]:
-    if t.reward.kind == "python" and not FUNCTION.fullmatch(t.reward.function):
-        rule = 'kind = "python" needs a function as package.module:name or file.py:name'
-        yield Finding(("reward.function", "reward.kind"), rule, 'for example function = "rewards.py:score"')
-    try:
-        re.compile(t.reward.extract)
-    except re.error as error:
-        yield Finding(("reward.extract",), f"not a regular expression: {error}", "quote it as '...' in TOML")
 
 
 def _validation(t: Topology) -> Iterator[Finding]:
@@ -491,6 +476,6 @@ def _entropy(t: Topology) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _reward, _validation, _bus, _processes, _scripted,
+    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _scripted,
     _faults, _control, _entropy,
 )

@@ -90,6 +90,7 @@ class StepStats:
     partly: bool = False  # several updates, of which some were skipped and others made
     old_tokens: int = 0  # of `context_tokens`, those that were too old
     context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
+    cut_tokens: int = 0  # of answers that the limit cut, where these are not trained; not among `tokens`
     mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
     forward_s: float = 0.0
     backward_s: float = 0.0

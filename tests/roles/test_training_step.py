@@ -20,6 +20,7 @@ from busrl.algorithms import catalog
 from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.data import JsonlStream
+from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.files import json_lines
 from busrl.ledger.trained import TrainedSet
@@ -448,6 +449,22 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], None, 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
+
+
+def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage(topology: Topology) -> None:
+    batch = records(4, groups=2)
+    batch[3].finish = LENGTH
+    own = dataclasses.replace(topology.reward, truncated="mask")
+    masks = dataclasses.replace(topology, reward=own)
+    step, again, other = TrainingStep(masks), TrainingStep(masks), TrainingStep(topology)
+    stats, replayed = step.train(batch, 2, 5), again.train(batch, 2, 5)
+    assert stats.sequences == 7 and stats.cut_tokens == len(batch[3].versions) // 4 == replayed.cut_tokens
+    kept = [place for place in range(8) if place != 3]
+    advantages = other._advantages(batch)
+    samples = [to_sample(batch[place]) for place in kept]
+    other.trainer.accumulate(samples, [advantages[place] for place in kept], None, 5)
+    other.finish(2)
+    assert torch.allclose(weights(step), weights(other), atol=1e-7) and step.finish(0).cut_tokens == 0
 
 
 def run_to(topology: Topology, paths: RunPaths, last: int, every: int) -> TrainingStep:
