@@ -1,4 +1,4 @@
-"""The loss, the estimator, the metric and the optimiser of examples/extending: in a step, in a run, and refused by `check`."""
+"""The loss, estimator, metric and optimiser of examples/extending: in a step, in a run, and refused by `check`."""
 
 from __future__ import annotations
 
