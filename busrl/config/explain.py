@@ -125,7 +125,11 @@ def _head(t: Topology) -> Iterator[str]:
 
 def _first(t: Topology) -> Iterator[str]:
     """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
-    yield from t.derived.trial or trial.try_first(t).lines
+    own = t.reward
+    if own.part:
+        yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
+    foreign = all(part.kind == "python" for part in own.part)
+    yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
 
 
 def _processes(t: Topology) -> Iterator[str]:

@@ -21,10 +21,20 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, files, machine, rules, sources
+from busrl.config import engine_rules, files, machine, reward_rules, rules, sources
 from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
-from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
+from busrl.config.schema import (
+    PART_TIMEOUT_S,
+    SPAWNED_ROLES,
+    TINY,
+    Derived,
+    Generation,
+    Process,
+    RewardPart,
+    Topology,
+    has_model,
+)
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
 
@@ -39,7 +49,9 @@ REAL_FILES = frozenset(
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
-CHECKS: tuple[rules.Check, ...] = (*rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings)
+CHECKS: tuple[rules.Check, ...] = (
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings,
+)
 PLAYED_OF_PROCESS = ("role", "count")
 
 
@@ -128,7 +140,9 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     draft = _with_algorithm(given, source)
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
-    reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
+    reward = dataclasses.replace(
+        draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function, part=_parts(draft, source)
+    )
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
@@ -137,6 +151,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     learner = dataclasses.replace(
         draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
         advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
+        optimizer=_function_path(draft.learner.optimizer, source, ("learner", "optimizer")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
     origins = tuple(
@@ -152,6 +167,19 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     )
     model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
+
+
+def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
+    """The parts of the reward, each with what it takes from [reward]."""
+    own, key = draft.reward, files.answer_key(draft)
+    return tuple(
+        dataclasses.replace(
+            part, name=part.name or part.kind, answer_key=part.answer_key or key,
+            timeout_s=part.timeout_s or PART_TIMEOUT_S.get(part.kind, own.timeout_s),
+            function=_function_path(part.function, source, ("reward", "part", index, "function")),
+        )
+        for index, part in enumerate(own.part)
+    )
 
 
 def _with_algorithm(draft: Topology, source: Source) -> Topology:
@@ -212,7 +240,7 @@ def _written(source: Source, *key: str) -> bool:
     return key in source.lines or key in source.overridden
 
 
-def _function_path(function: str, source: Source, key: tuple[str, ...]) -> str:
+def _function_path(function: str, source: Source, key: KeyPath) -> str:
     """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
     file, colon, name = function.rpartition(":")
     if not colon or not file.endswith(".py"):

@@ -21,8 +21,18 @@ from typing import Any
 
 from busrl.algorithms import catalog
 from busrl.config.reader import show
-from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, RESTARTS, SINGLE_ROLES, TINY, BusFault, Process, Topology
-from busrl.config.values import FUNCTION
+from busrl.config.schema import (
+    FOREIGN_ROLES,
+    IMPLIED_ROLES,
+    RESTARTS,
+    SINGLE_ROLES,
+    TINY,
+    BusFault,
+    Learner,
+    Process,
+    Topology,
+)
+from busrl.config.values import FUNCTION, items
 from busrl.faults import plan
 from busrl.states import CRASH_POINTS
 
@@ -212,12 +222,7 @@ TABLE = (
           'siblings and the next wave would wait for each other; probe = false, or rounds = "answers"'),
     Clash("scheduler.ahead, segments.rounds == segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
-    # -- rewards and validation
-    Clash("reward.function, reward.kind == exact_match",
-          'exact_match calls no function; set kind = "python", or remove function'),
-    Clash("reward.extract, reward.kind == python", "only exact_match extracts an answer; remove it", warning=True),
-    Clash("reward.truncated != reward, reward.truncated_penalty",
-          "a cut answer is worth either a fixed number or its reward less a penalty; remove one of them"),
+    # -- validation
     Clash("validation.every; validation.data ==",
           f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}"),
     # -- bus and experiments
@@ -260,6 +265,21 @@ def _training(t: Topology) -> Iterator[Finding]:
         if not FUNCTION.fullmatch(path):
             rule = f"{path!r} names no function"
             yield Finding(("learner.metrics",), rule, 'for example metrics = ["metrics.py:measure"]')
+    yield from _optimizer(t)
+
+
+def _optimizer(t: Topology) -> Iterator[Finding]:
+    own, name = t.learner, "learner.optimizer"
+    if own.optimizer.startswith("adamw"):
+        if own.options:
+            rule = f"{own.optimizer} takes none: its settings are learner.betas, eps and weight_decay"
+            yield Finding(("learner.options", name), rule, "remove [learner.options]")
+        return
+    taken = ("weight_decay",) if own.optimizer == "adafactor" else ()
+    for key, item in items(Learner).items():
+        if key in ("betas", "eps", "weight_decay") and key not in taken and getattr(own, key) != item.default:
+            rule = f"it is AdamW's, and {own.optimizer} does not read it"
+            yield Finding((f"learner.{key}", name), rule, "arguments stand in [learner.options]", warning=True)
 
 
 def bounds_of(t: Topology) -> tuple[float, float]:
@@ -295,16 +315,6 @@ def _segments(t: Topology) -> Iterator[Finding]:
         if own.length >= limit:
             rule = f"every answer ends within its first segment: the limit is {limit}"
             yield Finding(("segments.length", named), rule, "a shorter length, or 0 = off", warning=True)
-
-
-def _reward(t: Topology) -> Iterator[Finding]:
-    if t.reward.kind == "python" and not FUNCTION.fullmatch(t.reward.function):
-        rule = 'kind = "python" needs a function as package.module:name or file.py:name'
-        yield Finding(("reward.function", "reward.kind"), rule, 'for example function = "rewards.py:score"')
-    try:
-        re.compile(t.reward.extract)
-    except re.error as error:
-        yield Finding(("reward.extract",), f"not a regular expression: {error}", "quote it as '...' in TOML")
 
 
 def _validation(t: Topology) -> Iterator[Finding]:
@@ -491,6 +501,6 @@ def _entropy(t: Topology) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _reward, _validation, _bus, _processes, _scripted,
+    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _scripted,
     _faults, _control, _entropy,
 )

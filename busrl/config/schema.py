@@ -39,6 +39,20 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "lora_restart": ("torch", "vllm"),
     "checkpoint_restart": ("torch", "vllm"),
 }
+# Kinds of [[reward.part]], and what each of them reads besides name, weight and timeout_s.
+PART_KEYS: dict[str, tuple[str, ...]] = {
+    "exact_match": ("extract", "answer_key"),
+    "numeric": ("tolerance", "extract", "answer_key"),
+    "regex": ("pattern",),
+    "math": ("extract", "answer_key"),
+    "gym": ("extract", "answer_key"),
+    "python": ("function", "batch"),
+    "model": ("path", "batch_tokens"),
+    "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
+              "answer_key"),
+}
+PART_KINDS = tuple(PART_KEYS)
+PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0}  # where neither the part nor [reward] can say it well
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
@@ -219,6 +233,9 @@ class Memory:
                                  "name, over rows of whole samples", choices=("auto", *ATTENTIONS))
 
 
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
+
+
 @dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
@@ -248,6 +265,10 @@ class Learner:
     entropy_coef: float = key(0.0, "this times the entropy of each token is taken from its loss", low=0, high=100)
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
                                    "package.module:name or file.py:name (docs/extending.md)")
+    optimizer: str = key("adamw", "what turns gradients into updates; adamw8bit has states of 8 bits (busrl[adam8])",
+                         choices=OPTIMIZERS, function=True)
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        "arguments of adafactor, or of an optimiser class of your own")})
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
     weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
     eps: float = key(1e-8, "AdamW epsilon", above=0, high=1)
@@ -320,6 +341,36 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class RewardPart:
+    """[[reward.part]]: what an answer is judged by; the reward is the weighted sum of all parts: docs/rewards.md."""
+
+    kind: str = key(REQUIRED, "what judges", choices=PART_KINDS)
+    name: str = key("", "its name in metrics and messages; empty = the kind")
+    weight: float = key(1.0, "what it is multiplied by in the sum; 0 = only logged")
+    timeout_s: float = key(0.0, "a call that takes longer is ended, the sample ends as H; 0 = reward.timeout_s, for a "
+                                "model 120, for a judge 60 a try", low=0)
+    answer_key: str = key("", "key of the right answer; empty = reward.answer_key")
+    extract: str = key("", "exact_match, numeric, math, gym: as reward.extract")
+    pattern: str = key("", "regex: 1 where this regular expression is found in the answer, else 0")
+    tolerance: float = key(1e-6, "numeric: how far the last number may be from the right one", low=0)
+    function: str = key("", "python: package.module:function or file.py:function, plain or async")
+    batch: bool = key(False, "python: the function takes lists, of up to 64 answers, and returns a list")
+    path: str = key("", "model: a Hugging Face folder of a sequence classifier; its first output is the reward",
+                    path=True)
+    batch_tokens: int = key(16384, "model: padded tokens of a forward pass", low=1, high=1 << 24)
+    base_url: str = key("", "judge: an OpenAI-compatible API, for example http://127.0.0.1:8000/v1")
+    model: str = key("", "judge: the model's name there")
+    template: str = key("", "judge: what it is asked, with {prompt}, {completion}, {answer} or any key of the line; "
+                            "empty = busrl's own")
+    verdict: str = key("", "judge: regular expression; group 1 of its last match is a number, yes or no; empty = a "
+                           "word after VERDICT:")
+    max_tokens: int = key(1024, "judge: tokens of its answer", low=1, high=1 << 20)
+    concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
+    retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn anew", low=0, high=100)
+    api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
+
+
+@dataclass(frozen=True)
 class Reward:
     """[reward]: what an answer is worth."""
 
@@ -329,10 +380,14 @@ class Reward:
     extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
     answer_key: str = key("", "key of the right answer; empty = data.answer_key")
     timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H", above=0)
-    workers: int = key(1, "child processes that call the function, per reward process", low=1, high=256)
-    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
-                                 words=("reward",))
+    workers: int = key(1, "child processes that call the function (or a part), per reward process", low=1, high=256)
+    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, this, or "
+                                 "(mask) its reward, and none of its tokens is trained", words=("reward", "mask"))
     truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
+    overlong_tokens: int = key(0, "a training answer is worth less over the last so many tokens before the limit; "
+                                  "0 = off", low=0, high=1 << 20)
+    overlong_penalty: float = key(1.0, "by so much at the limit, in proportion before it", low=0)
+    part: tuple[RewardPart, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from busrl.algorithms import catalog
 from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.data import JsonlStream
+from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.files import json_lines
 from busrl.ledger.trained import TrainedSet
@@ -450,6 +451,22 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
 
+def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage(topology: Topology) -> None:
+    batch = records(4, groups=2)
+    batch[3].finish = LENGTH
+    own = dataclasses.replace(topology.reward, truncated="mask")
+    masks = dataclasses.replace(topology, reward=own)
+    step, again, other = TrainingStep(masks), TrainingStep(masks), TrainingStep(topology)
+    stats, replayed = step.train(batch, 2, 5), again.train(batch, 2, 5)
+    assert stats.sequences == 7 and stats.cut_tokens == len(batch[3].versions) // 4 == replayed.cut_tokens
+    kept = [place for place in range(8) if place != 3]
+    advantages = other._advantages(batch)
+    samples = [to_sample(batch[place]) for place in kept]
+    other.trainer.accumulate(samples, [advantages[place] for place in kept], None, 5)
+    other.finish(2)
+    assert torch.allclose(weights(step), weights(other), atol=1e-7) and step.finish(0).cut_tokens == 0
+
+
 def run_to(topology: Topology, paths: RunPaths, last: int, every: int) -> TrainingStep:
     """Steps up to `last` with a checkpoint every so many; the learner is then gone."""
     living, history = TrainingStep(topology), History(paths, topology)
@@ -645,3 +662,29 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
     successor.load(TrainingStep(topology), lambda meta, folder: None)
     assert bool(successor.warnings) == (living and damage is garbage_at_the_end)  # lines were written behind it
     successor.close()
+
+
+def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_all_the_same(topology: Topology) -> None:
+    chosen = with_lora(with_keys(topology, kl="k3", kl_coef=0.5, lr=1e-2))
+    step, batch = TrainingStep(chosen), varied(1)
+    first = step.train(batch, 4, version=0)
+    assert first.diagnostics.kl == pytest.approx(0.0, abs=1e-9), "an adapter begins as nothing"
+    second = step.train(batch, 4, version=None)
+    assert second.grad_norm > 1e-3 and second.diagnostics.kl is not None and second.diagnostics.kl > 1e-8
+    samples = [to_sample(one) for one in batch]
+    base = TrainingStep(topology).trainer.score(samples)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.refer(samples), base, strict=True))
+    assert not all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score(samples), base, strict=True))
+    plain = TrainingStep(with_lora(with_keys(topology, lr=1e-2)))
+    assert plain.train(batch, 4, version=0).grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+
+
+def test_a_reference_of_another_vocabulary_ends_the_start_by_name(topology: Topology, tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    model = dataclasses.replace(topology.model, reference=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="17 tokens"):
+        TrainingStep(dataclasses.replace(with_keys(topology, kl="k3", kl_coef=0.1), model=model))

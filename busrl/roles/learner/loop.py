@@ -166,8 +166,7 @@ class Learner(Actor):
 
     def _shaped_lines(self) -> npt.NDArray[Any]:
         """A copy of the ring's lines in which cut answers have the rewards that [reward] gives them."""
-        reward = self.topology.reward
-        return shaped(self.ring.lines(), reward.truncated, reward.truncated_penalty)
+        return shaped(self.ring.lines(), self.topology.reward, self.topology.generation.max_new_tokens)
 
     def _is_over(self) -> bool:
         run = self.topology.run

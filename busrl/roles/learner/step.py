@@ -26,6 +26,7 @@ from busrl.algorithms import advantages as formulas
 from busrl.algorithms import catalog, losses, terms
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
+from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
@@ -116,6 +117,8 @@ class TrainingStep:
         self.late = experiments.forced_age > 0  # a version has older weights than those of its step
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
         self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
+        self.masks_cut = topology.reward.truncated == "mask"
+        self.cut_tokens = 0  # of answers that were not trained, in the step under way
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch and each part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
@@ -212,13 +215,14 @@ class TrainingStep:
         self, records: Sequence[SampleRecord], advantages: Sequence[float], version: int | None,
         proximal: Logprobs | None = None, number: int = 0,
     ) -> None:
-        """Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
+        """Leading tokens that are too old are context, and a sample of which nothing else is left is not trained; nor
+        is one that the limit cut, under reward.truncated = "mask". Their rewards count in their groups' advantages.
         `version` is None after the first update of several; `number` counts these."""
         if not records:
             return
         begun = time.monotonic()
         skipped = [self.stale.leading(record) for record in records]
-        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        kept = [i for i, one in enumerate(records) if skipped[i] < len(one.versions) // 4 and not self._cut(one)]
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
         own = [advantages[i] for i in kept]
         rows = None if proximal is None else [proximal[i] for i in kept]
@@ -234,6 +238,13 @@ class TrainingStep:
         )
         if self.pace is not None:
             self.pace(begun, sum(len(record.versions) // 4 for record in records))
+
+    def _cut(self, record: SampleRecord) -> bool:
+        """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
+        if not self.masks_cut or record.finish != LENGTH:
+            return False
+        self.cut_tokens += len(record.versions) // 4
+        return True
 
     def _chosen(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Logprobs | None, number: int
@@ -300,7 +311,8 @@ class TrainingStep:
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
         """The end of a step: its updates as one."""
-        stats = replace(combined(updates), old_tokens=self.stale.taken())
+        stats = replace(combined(updates), old_tokens=self.stale.taken(), cut_tokens=self.cut_tokens)
+        self.cut_tokens = 0
         self.groups += groups
         if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
