@@ -174,7 +174,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # what config.json of these models says o
 PEAKS = [
     ("qwen2.5-0.5b", 24, 0, 4096, 1024, "full", "float32", 0),  # the whole model, 494 M parameters
     ("qwen2.5-0.5b", 2, 0, 1024, 512, "none", "float32", 0),
-    ("qwen3-0.6b", 6, 32_000, 2048, 200, "none", "float32", 0),
+    ("qwen3-0.6b", 6, 32_000, 2048, 512, "none", "float32", 0),
     ("llama-3.2-1b", 4, 32_000, 2048, 1024, "full", "float32", 0),
     ("qwen2.5-0.5b", 6, 32_000, 1024, 512, "none", "bfloat16", 0),
     ("qwen2.5-7b", 1, 32_000, 512, 512, "none", "bfloat16", 16),
