@@ -188,10 +188,12 @@ def described(name: str, layers: int, words: int) -> dict[str, Any]:
     return {**SHAPES[name], **own, "max_position_embeddings": 8192}
 
 
-def made_model(name: str, layers: int, words: int) -> Any:
+def made_model(name: str, layers: int, words: int, dtype: str = "float32") -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described(name, layers, words))).eval()
+    config = AutoConfig.for_model(**described(name, layers, words))
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
 def made_samples(tokens: int, length: int, words: int) -> list[Any]:
@@ -272,10 +274,7 @@ def peak_once(place: int) -> dict[str, Any]:
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    model = made_model(name, layers, words)
-    if rank and dtype == "bfloat16":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+    model = made_model(name, layers, words, dtype if rank else "float32")
     parameters = sum(one.numel() for one in model.parameters())
     named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
     settings = TrainerSettings(
