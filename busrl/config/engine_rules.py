@@ -85,6 +85,10 @@ TABLE = (
     # -- prompts and endpoints
     Clash("data.system, data.template != chat",
           'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
+    Clash("data.template_arguments, data.template != chat",
+          'a prompt as plain text has no template; template = "chat", or remove it'),
+    Clash("data.tools_key, data.template != chat",
+          'a prompt as plain text has no place for tools; template = "chat", or remove it'),
 )
 OPENAI = (  # where an engine is an endpoint
     Clash("openai.update == none, weights.mode != fully-async, ENGINE",
@@ -152,9 +156,11 @@ def _outside(t: Topology) -> Iterator[Finding]:
         rule = "it reaches engines on the learner's host only: one that joins from another host gets no new weights"
         remedy = "let only engines with weights of their own join, or start rollouts on this host"
         yield Finding(("weights.transport", "bus.endpoint"), rule, remedy, warning=True, depends=("process",))
-    if t.data.system:
-        rule = "rollouts from outside do not receive it, so their prompts would lack it"
-        yield Finding(("data.system", "process"), rule, "write the prompts as messages, the system message first")
+    for name in ("system", "tools_key", "template_arguments"):
+        if getattr(t.data, name):
+            rule = "rollouts from outside do not receive it, so their prompts would lack it"
+            remedy = "write the prompts as messages, the system message first" if name == "system" else "remove it"
+            yield Finding((f"data.{name}", "process"), rule, remedy)
 
 
 def _openai(t: Topology) -> Iterator[Finding]:
@@ -337,7 +343,8 @@ def _devices(t: Topology) -> Iterator[Finding]:
 
 def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     at = f"process.{index}"
-    if entry.device and entry.role not in WITH_MODEL:
+    judges = entry.role == "reward" and any(part.kind == "model" for part in t.reward.part)
+    if entry.device and entry.role not in WITH_MODEL and not judges:
         rule = f"a {entry.role} of busrl's own runs no model"
         yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
     elif entry.device and entry.role == "rollout" and entry.engine == "mock":

@@ -279,8 +279,8 @@ def peak_once(place: int) -> dict[str, Any]:
     named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
     settings = TrainerSettings(
         micro_batch_tokens=tokens, compute_dtype=dtype, activation_checkpointing=checkpointing)
-    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
     Path("/proc/self/clear_refs").write_text("5")
+    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
     begun = time.process_time()
     for samples in (made_samples(64, 64, config["vocab_size"]), made_samples(tokens, length, config["vocab_size"])):
         trainer.accumulate(samples, [1.0, -1.0, 1.0, -1.0, *[0.5] * len(samples)][: len(samples)])
