@@ -151,6 +151,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     learner = dataclasses.replace(
         draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
         advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
+        optimizer=_function_path(draft.learner.optimizer, source, ("learner", "optimizer")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
     origins = tuple(
