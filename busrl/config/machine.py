@@ -367,6 +367,18 @@ def rate_advice(t: Topology) -> str:
     return f"for {what} {shown_size(size)} parameters {middle:.0e} is usual, from a third of it to three times that"
 
 
+FRESH = 2  # steps of age that the usual learning rates bear (docs/losses.md)
+
+
+def stale_rate_advice(t: Topology) -> Iterator[str]:
+    """What old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
+    if t.weights.mode == "fully-async":
+        yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
+    elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH and t.learner.lr is not None:
+        age, careful = t.weights.max_staleness, t.learner.lr / math.sqrt(t.weights.max_staleness / FRESH)
+        yield f"  with samples up to {age} steps old a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
+
+
 def shown_size(size: int) -> str:
     """A count of parameters as people write it."""
     return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M" if size >= 1e7 else f"{size / 1e6:.1f} M"
