@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config.machine import end_ids
+from busrl.data.chat import parts_of
 from busrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class Engine(ABC):
         """Take requests; they join at the next step. At most `capacity - active` of them, else ValueError."""
         free = self.capacity - self.active
         if len(requests) > free:
-            raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
+            raise ValueError(f"{len(requests)} requests, but {free} rows are free; submit at most capacity - active")
         starting, cut = [], []
         for request in requests:
             room = min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))
@@ -359,8 +360,9 @@ class Tokens:
         prompt: Prompt = msgspec.json.decode(key)
         if isinstance(prompt, str):
             return [int(i) for i in self._tokenizer.encode(prompt)]
+        chat, tools, arguments = parts_of(prompt)
         rendered = self._tokenizer.apply_chat_template(
-            prompt, tools=self._tools, tokenize=False, add_generation_prompt=True
+            chat, tools=tools or self._tools, tokenize=False, add_generation_prompt=True, **arguments
         )
         return [int(i) for i in self._tokenizer.encode(rendered, add_special_tokens=False)]
 
