@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant("answers that ended by themselves are worth less", GROUPS,
            '(lines["finish"] == LENGTH)', '(lines["finish"] != LENGTH)', ("tests/roles/test_overlong_shaping.py",)),
     Mutant("the learner trains what the judge said of cut answers", LEARNER,
-           "return shaped(self.ring.lines(), reward.truncated, reward.truncated_penalty)", "return self.ring.lines()", RUN),
+           "return shaped(self.ring.lines(), self.topology.reward, self.topology.generation.max_new_tokens)", "return self.ring.lines()", RUN),
     Mutant("validation is worth less where it is cut", GROUPS,
            '& (lines["cls"] == SampleClass.TRAIN)', "", ("tests/roles/test_overlong_shaping.py",)),
     # -- advantages and losses
