@@ -71,4 +71,4 @@ def test_parts_are_told_by_name_and_their_weighted_sum_is_trained(tmp_path: Path
     assert len({sample["tokens"] for sample in samples}) > 2 and any(sample["tokens"] > 8 for sample in samples)
     told = [line["text"] for line in read_lines(run.paths.errors) if line["where"] == "reward"]
     assert any("part brief: ValueError: not this time" in text for text in told), told
-    assert set(report.accidents.values()) == {1}
+    assert len(report.accidents) == 1 and sum(report.accidents.values()) >= 1, report.accidents
