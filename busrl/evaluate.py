@@ -82,7 +82,8 @@ class Evaluation:
     def run(self, watch: Callable[[Evaluation], None] = lambda _: None) -> list[Row]:
         """Every row in order; `watch` is called now and then while it lasts."""
         rollouts = [one.name for one in self.topology.processes() if one.role == "rollout"]
-        with RewardPool(self.topology.reward) as pool:
+        device, prompt_key = self.topology.device_of("reward/0"), self.topology.data.prompt_key
+        with RewardPool(self.topology.reward, prompt_key=prompt_key, device=device, ready_s=READY_S) as pool:
             if not pool.wait_ready(READY_S):
                 raise UserError(f"reward.function: not loaded within {READY_S:g} s; see what it does when imported")
             engine = make_engine(self.topology, rollouts[0] if rollouts else "")

@@ -343,7 +343,8 @@ def _devices(t: Topology) -> Iterator[Finding]:
 
 def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     at = f"process.{index}"
-    if entry.device and entry.role not in WITH_MODEL:
+    judges = entry.role == "reward" and any(part.kind == "model" for part in t.reward.part)
+    if entry.device and entry.role not in WITH_MODEL and not judges:
         rule = f"a {entry.role} of busrl's own runs no model"
         yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
     elif entry.device and entry.role == "rollout" and entry.engine == "mock":

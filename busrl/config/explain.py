@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device, keys
+from busrl.algorithms import catalog
 from busrl.config import machine, memory, trial
 from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
@@ -22,7 +23,7 @@ from busrl.config.schema import ADAPTERS, TINY, Faults, ProcessName, Topology, h
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
-FOR_PEOPLE = ("explain", "trial", "warnings")  # of the derived values, those that no process reads
+FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
 NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process reads, and what stands elsewhere
 
@@ -111,6 +112,9 @@ def _head(t: Topology) -> Iterator[str]:
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
     yield f"learning rate {t.learner.lr:g}: {machine.rate_advice(t)}"
+    yield from (f"  {text}" for text in t.derived.algorithm)
+    if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
+        yield f"a step is computed at once, when it fires: {why}"
     drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
     if prompts:
         yield f"epochs {drawn / prompts:.3g}: {drawn} groups of {prompts} prompts, more where groups are set aside"
@@ -121,7 +125,11 @@ def _head(t: Topology) -> Iterator[str]:
 
 def _first(t: Topology) -> Iterator[str]:
     """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
-    yield from t.derived.trial or trial.try_first(t).lines
+    own = t.reward
+    if own.part:
+        yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
+    foreign = all(part.kind == "python" for part in own.part)
+    yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
 
 
 def _processes(t: Topology) -> Iterator[str]:

@@ -20,10 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device
-from busrl.config import engine_rules, files, machine, rules, sources
+from busrl.algorithms import catalog
+from busrl.config import engine_rules, files, machine, reward_rules, rules, sources
 from busrl.config.derive import resolve
-from busrl.config.reader import KeyPath, Reader, Source, read
-from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
+from busrl.config.reader import KeyPath, Reader, Source, read, show
+from busrl.config.schema import (
+    PART_TIMEOUT_S,
+    SPAWNED_ROLES,
+    TINY,
+    Derived,
+    Generation,
+    Process,
+    RewardPart,
+    Topology,
+    has_model,
+)
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
 
@@ -38,7 +49,9 @@ REAL_FILES = frozenset(
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
-CHECKS: tuple[rules.Check, ...] = (*rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings)
+CHECKS: tuple[rules.Check, ...] = (
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings,
+)
 PLAYED_OF_PROCESS = ("role", "count")
 
 
@@ -83,7 +96,9 @@ def _load(
     made = draft.derived
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
-    derived = dataclasses.replace(derived, sources=made.sources, sources_key=made.sources_key)
+    derived = dataclasses.replace(
+        derived, sources=made.sources, sources_key=made.sources_key, algorithm=made.algorithm
+    )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
@@ -121,10 +136,13 @@ def _real(key: str) -> bool:
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
     """The typed settings, with what is empty by default filled in from other keys."""
     sections: dict[str, Any] = reader.sections()
-    draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    draft = _with_algorithm(given, source)
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
-    reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
+    reward = dataclasses.replace(
+        draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function, part=_parts(draft, source)
+    )
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
@@ -133,6 +151,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     learner = dataclasses.replace(
         draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
         advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
+        optimizer=_function_path(draft.learner.optimizer, source, ("learner", "optimizer")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
     origins = tuple(
@@ -148,6 +167,49 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     )
     model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
+
+
+def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
+    """The parts of the reward, each with what it takes from [reward]."""
+    own, key = draft.reward, files.answer_key(draft)
+    return tuple(
+        dataclasses.replace(
+            part, name=part.name or part.kind, answer_key=part.answer_key or key,
+            timeout_s=part.timeout_s or PART_TIMEOUT_S.get(part.kind, own.timeout_s),
+            function=_function_path(part.function, source, ("reward", "part", index, "function")),
+        )
+        for index, part in enumerate(own.part)
+    )
+
+
+def _with_algorithm(draft: Topology, source: Source) -> Topology:
+    """The keys that recipe and loss set where they are left out; `derived.algorithm` tells which they are."""
+    told: list[str] = []
+    recipe = f'recipe "{draft.learner.recipe}"'
+    for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():
+        draft = _set_unless_written(draft, source, key, value, recipe, told)
+    facts = catalog.LOSSES.get(draft.learner.loss)
+    for key, value in () if facts is None else facts.settings.items():
+        draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', told)
+    if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:
+        limit = _generation(draft, source).max_new_tokens
+        draft = _set_unless_written(draft, source, "learner.length_norm", limit, "the limit of an answer", told)
+    return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(told)))
+
+
+def _set_unless_written(
+    draft: Topology, source: Source, key: str, value: object, why: str, told: list[str]
+) -> Topology:
+    section, name = key.split(".")
+    table: Any = getattr(draft, section)
+    if _written(source, section, name) and getattr(table, name) != 0:
+        if getattr(table, name) != value:
+            told.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")
+        return draft
+    if getattr(table, name) != value:
+        told.append(f"{key} = {show(value)} by {why}")
+    changed: dict[str, Any] = {section: dataclasses.replace(table, **{name: value})}
+    return dataclasses.replace(draft, **changed)
 
 
 def _implied(draft: Topology) -> Iterator[Process]:
@@ -178,7 +240,7 @@ def _written(source: Source, *key: str) -> bool:
     return key in source.lines or key in source.overridden
 
 
-def _function_path(function: str, source: Source, key: tuple[str, ...]) -> str:
+def _function_path(function: str, source: Source, key: KeyPath) -> str:
     """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
     file, colon, name = function.rpartition(":")
     if not colon or not file.endswith(".py"):

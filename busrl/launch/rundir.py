@@ -248,6 +248,7 @@ def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
     return {
         "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
         "learner.advantage": (learner.advantage, "advantages"),
+        **{f"reward.part.{n}.function": (part.function, "rewards") for n, part in enumerate(topology.reward.part)},
         **{f"learner.metrics.{n}": (path, "metrics") for n, path in enumerate(learner.metrics)},
     }
 

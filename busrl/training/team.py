@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl.errors import RankLost, RanksDiffer, cause
@@ -39,6 +40,7 @@ from busrl.training.forward import AUTO
 from busrl.training.model import load
 from busrl.training.trainer import (
     Floats,
+    Given,
     Share,
     StepStats,
     Trainer,
@@ -125,7 +127,9 @@ class Work(msgspec.Struct, array_like=True):
     prompts: list[bytes]
     samples: list[tuple[int, int, int, int, bytes, bytes, bytes, float, float, int, int]]
     advantages: list[float]
-    proximal: list[bytes] | None
+    weights: list[float] | None
+    proximal: list[bytes] | None  # float32
+    chosen: list[bytes] | None  # a byte per token
     version: int | None
     ages: dict[int, int]  # steps since each of the samples' versions was made
     skip_mastered: bool
@@ -144,10 +148,13 @@ class Score(Message):
 
 
 class Step(Message):
-    """Norm, decision, update; answered by Done with what this rank did. `tokens` is what it has to have counted."""
+    """Norm, decision, update; answered by Done with what this rank did. `tokens` is what it has to have counted, the
+    gradient is divided by `denominator` (0: by the tokens of all ranks) times `scale`."""
 
     lr: float
     tokens: int
+    denominator: float = 0.0
+    scale: float = 1.0
 
 
 class Gather(Message):
@@ -239,8 +246,12 @@ ARRIVES_S = 60.0  # the rest of a message that has begun
 LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
 
 
-def work_of(trainer: Trainer, samples: Sequence[Sample], advantages: Sequence[float] = (),
-            proximal: Sequence[Floats] | None = None, version: int | None = None) -> Work:
+NOTHING_GIVEN = Given(())
+
+
+def work_of(
+    trainer: Trainer, samples: Sequence[Sample], given: Given = NOTHING_GIVEN, version: int | None = None
+) -> Work:
     """What a follower needs to compute these samples as this trainer would."""
     prompts: dict[bytes, int] = {}
     rows = [
@@ -250,8 +261,13 @@ def work_of(trainer: Trainer, samples: Sequence[Sample], advantages: Sequence[fl
     ]
     versions = np.unique(np.concatenate([s.policy_versions for s in samples])) if samples else np.zeros(0, np.uint32)
     ages = dict(zip(versions.tolist(), trainer.ages_of(versions).tolist(), strict=True))
-    before = None if proximal is None else [row.tobytes() for row in proximal]
-    return Work(list(prompts), rows, list(advantages), before, version, ages, trainer.skip_mastered)
+    weights = None if given.weights is None else list(given.weights)
+    before, chosen = (
+        None if values is None else [row.tobytes() for row in values] for values in (given.proximal, given.chosen)
+    )
+    return Work(
+        list(prompts), rows, list(given.advantages), weights, before, chosen, version, ages, trainer.skip_mastered
+    )
 
 
 def samples_of(work: Work) -> list[Sample]:
@@ -485,15 +501,16 @@ class Leader(Trainer):
 
     def accumulate(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
-        version: int | None = None,
+        version: int | None = None, *, weights: Sequence[float] | None = None,
+        chosen: Sequence[NDArray[np.bool_]] | None = None,
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        self._check(samples, advantages, proximal)
+        given = Given(advantages, weights, proximal, chosen)
+        self._check(samples, given)
         for shares in self._rounds(samples):
             parts: list[Any] = []
             for rank, share in enumerate(shares):
-                rows = None if proximal is None else [proximal[i] for i in share]
-                parts.append(([samples[i] for i in share], [advantages[i] for i in share], rows, version))
+                parts.append(([samples[i] for i in share], given.of(share), version))
                 self._planned[rank] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
             self.team.tell([Micro(work=work_of(self, *part)) for part in parts[1:]])
             with self.team.together("a micro-batch"):
@@ -502,12 +519,14 @@ class Leader(Trainer):
                 else:
                     self.idle()
 
-    def step(self, lr: float) -> StepStats:
-        self.team.tell([Step(lr=lr, tokens=tokens) for tokens in self._planned[1:]])
+    def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+        self.team.tell([
+            Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale) for tokens in self._planned[1:]
+        ])
         with self.team.together("the update"):
-            own = self.update(lr)
+            own = self.update(lr, denominator, scale)
         others = [Share(**_tuples(answer.share)) for answer in self.team.answers()]
-        return stats_of([own, *others], lr)
+        return stats_of([own, *others], lr, denominator, scale)
 
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         for shares in self._rounds(samples):
@@ -637,7 +656,7 @@ def _answer(trainer: Trainer, message: Message) -> Message | None:
         case Step():
             if trainer.counted != message.tokens:
                 raise RanksDiffer(f"counted {trainer.counted} tokens for this step, rank 0 planned {message.tokens}")
-            return Done(share=asdict(trainer.update(message.lr)))
+            return Done(share=asdict(trainer.update(message.lr, message.denominator, message.scale)))
         case Gather(what="weights"):
             for _ in trainer.gather_weights():
                 pass
@@ -655,5 +674,6 @@ def _micro(trainer: Trainer, work: Work) -> None:
         return
     trainer.skip_mastered = work.skip_mastered
     trainer.ages_of = lambda versions: np.array([work.ages[one] for one in versions.tolist()], np.int64)
-    rows = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
-    trainer.micro_batch(samples_of(work), work.advantages, rows, work.version)
+    before = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
+    chosen = None if work.chosen is None else [np.frombuffer(row, np.bool_) for row in work.chosen]
+    trainer.micro_batch(samples_of(work), Given(work.advantages, work.weights, before, chosen), work.version)

@@ -1,10 +1,10 @@
 """The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
-Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
-nothing of rings, groups that are still missing, checkpoints or the clock of the run.
+Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and the optimiser;
+knows nothing of rings, groups that are still missing, checkpoints or the clock of the run.
 
-- The gradient is the sum of the losses of all trained tokens; it is divided once, by their number in the whole step.
-  So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
+- The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
+  step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
 - Weights change in `step` alone: every micro-batch of a step is computed with the same weights.
 - A step without tokens, or with a gradient that is not finite, leaves weights and optimiser as they were and names
   the culprit.
@@ -17,8 +17,8 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms import diagnostics, losses
+from busrl.algorithms import diagnostics, losses, terms
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch, sharding
+from busrl.training import batch, optimizers, sharding
 from busrl.training.batch import Flat, Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_loss
@@ -47,6 +47,8 @@ class TrainerSettings(LossSettings):
     """Numbers by the names of the topology's [learner] keys; the learning rate comes with each step."""
 
     loss: str = "ppo_clip"
+    optimizer: str = optimizers.ADAMW
+    options: Mapping[str, Any] = field(default_factory=dict)  # of Adafactor or an optimiser of the user's
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -55,6 +57,8 @@ class TrainerSettings(LossSettings):
     dmmpt: str = "off"
     dmmpt_tau: float = 0.99
     dmmpt_sigma: float = 0.2
+    newest_ratio: str = "recorded"  # "one": tokens drawn by the very weights that are trained have ratio 1
+    kl_in: str = "loss"
     ratio_one: bool = False  # segments.loss = "pois"
     compute_dtype: str = "float32"  # "bfloat16": of forward and backward; what is trained stays float32
     activation_checkpointing: str = "none"
@@ -65,7 +69,7 @@ class TrainerSettings(LossSettings):
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
-        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
+        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one"}
         places = (topology.learner.memory, topology.learner, topology.experiments)
         values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
         return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
@@ -88,6 +92,7 @@ class StepStats:
     partly: bool = False  # several updates, of which some were skipped and others made
     old_tokens: int = 0  # of `context_tokens`, those that were too old
     context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
+    cut_tokens: int = 0  # of answers that the limit cut, where these are not trained; not among `tokens`
     mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -139,14 +144,14 @@ class Share:
     step_s: float
 
 
-def stats_of(shares: Sequence[Share], lr: float) -> StepStats:
+def stats_of(shares: Sequence[Share], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
     """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
     first = shares[0]
     tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
     sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
     found = diagnostics.finish(sums)
     return StepStats(
-        lr=lr, loss=found.loss / max(tokens, 1), grad_norm=first.norm, tokens=tokens,
+        lr=lr, loss=found.loss / ((denominator or max(tokens, 1)) * scale), grad_norm=first.norm, tokens=tokens,
         sequences=sum(share.sequences for share in shares),
         micro_batches=sum(share.micro_batches for share in shares),
         padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
@@ -224,6 +229,25 @@ Floats = NDArray[np.float32]
 Versions = NDArray[np.uint32]
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the samples of a call are trained with: a number or a row for each; None where the default holds."""
+
+    advantages: Sequence[float]
+    weights: Sequence[float] | None = None
+    proximal: Sequence[Floats] | None = None
+    chosen: Sequence[NDArray[np.bool_]] | None = None
+
+    def rows(self) -> list[Sequence[Any]]:
+        """Those that are given."""
+        return [rows for rows in vars(self).values() if rows is not None]
+
+    def of(self, part: Sequence[int]) -> Given:
+        """Those of the samples at these positions."""
+        own: Any = {name: None if rows is None else [rows[i] for i in part] for name, rows in vars(self).items()}
+        return replace(self, **own)
+
+
 class Trainer:
     """One model, one optimiser, one accumulator (the parameters' `.grad`)."""
 
@@ -239,9 +263,11 @@ class Trainer:
         self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        self.optimizer = _adamw(self.parameters, settings)
+        adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
+        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
+        self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
 
@@ -255,50 +281,47 @@ class Trainer:
 
     def accumulate(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
-        version: int | None = None,
+        version: int | None = None, *, weights: Sequence[float] | None = None,
+        chosen: Sequence[NDArray[np.bool_]] | None = None,
     ) -> None:
         """Forward and backward of these samples, added to the step under way.
 
         `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
+        `weights` multiply the loss of each sample's tokens (left out: 1); `chosen` marks tokens for a loss that
+        chooses.
         """
-        self._check(samples, advantages, proximal)
+        given = Given(advantages, weights, proximal, chosen)
+        self._check(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self.micro_batch(
-                [samples[i] for i in part], [advantages[i] for i in part],
-                None if proximal is None else [proximal[i] for i in part], version,
-            )
+            self.micro_batch([samples[i] for i in part], given.of(part), version)
 
-    def _check(
-        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None
-    ) -> None:
-        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
-            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
-            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
+    def _check(self, samples: Sequence[Sample], given: Given) -> None:
+        if wrong := [len(rows) for rows in given.rows() if len(rows) != len(samples)]:
+            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {wrong[0]}")
 
-    def micro_batch(
-        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None,
-        version: int | None,
-    ) -> None:
+    def micro_batch(self, samples: Sequence[Sample], given: Given, version: int | None) -> None:
         """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         logprobs, entropy = self._logprobs(samples, flat)
-        inputs = self._loss_inputs(flat, logprobs, advantages, proximal)
-        # Under pois the ratio is 1 everywhere; the diagnostics below are of the true one.
-        trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
-        loss = losses.per_token(self.loss, trained, self.settings)
+        inputs = self._loss_inputs(samples, flat, logprobs, entropy, given)
+        marks = self._of_these_weights(samples, flat, version)
+        in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
+        loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
         if self.skip_mastered:
             tau, sigma = self.settings.dmmpt_tau, self.settings.dmmpt_sigma
             rows = inputs.advantages, flat.rows, flat.lengths
             mastered = losses.mastered(logprobs, entropy, *rows, tau, sigma, flat.mask)
             loss = loss.masked_fill(mastered, 0)
             self._mastered += mastered.sum()
+        if given.weights is not None:
+            loss = loss * flat.per_token(given.weights, self._dtype)
         total = loss.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, flat, inputs, loss.detach(), entropy, version)
+        self._count(samples, flat, inputs, loss.detach(), marks)
         self.moved()
 
     def idle(self) -> None:
@@ -308,27 +331,46 @@ class Trainer:
         (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
         self.moved()
 
+    def _trained(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
+        """What the loss sees: a ratio of exactly 1 for all tokens (pois), or for those of the present weights. The
+        diagnostics are of the true ratio."""
+        if self.settings.ratio_one:
+            return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
+        if self.settings.newest_ratio == "one" and current is not None:
+            return terms.as_if_drawn_by(inputs, current)
+        return inputs
+
     def _loss_inputs(
-        self, flat: Flat, logprobs: Tensor, advantages: Sequence[float], proximal: Sequence[Floats] | None
+        self, samples: Sequence[Sample], flat: Flat, logprobs: Tensor, entropy: Tensor, given: Given
     ) -> losses.LossInputs:
         """What the loss gets of a micro-batch."""
-        before = logprobs.detach() if proximal is None else torch.from_numpy(np.concatenate(proximal)).to(logprobs)
+        before = logprobs.detach()
+        if given.proximal is not None:
+            before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
+        chosen = None if given.chosen is None else torch.from_numpy(np.concatenate(given.chosen)).to(self._device)
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
-            advantages=flat.per_token(advantages, self._dtype), mask=flat.mask, samples=flat.rows,
+            advantages=flat.per_token(given.advantages, self._dtype), mask=flat.mask, samples=flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
-            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
+            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device), lengths=flat.lengths,
+            entropy=entropy, reference_logprobs=self._referred(samples, flat), chosen=chosen,
         )
+
+    @torch.no_grad()
+    def _referred(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
+        """Log-probabilities under the reference, where there is one."""
+        return None if self.reference is None else self.reference(samples, flat)
 
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         return self.forward.score(samples, flat)
 
     def _count(
-        self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor, entropy: Tensor,
-        version: int | None,
+        self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
+        marks: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        current, begun = self._of_these_weights(samples, flat, version)
-        self._sums += diagnostics.sums(inputs, loss, entropy, current, self.settings, begun)
+        current, begun = marks
+        assert inputs.entropy is not None
+        self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
         context = sum(sample.context for sample in samples)
@@ -349,12 +391,27 @@ class Trainer:
         return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
 
     @torch.no_grad()
+    def refer(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Log-probabilities of the generated tokens under the reference, in the order of `samples`."""
+        return self._rows(samples, self._referred_parts(samples))
+
+    def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
+            chosen = [samples[i] for i in part]
+            yield part, self._referred(chosen, batch.flatten(chosen, self._dtype, self._device))
+            self.moved()
+
+    @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
+        return self._rows(samples, ((part, logprobs) for part, logprobs, _ in self._scored(samples)))
+
+    def _rows(self, samples: Sequence[Sample], parts: Iterable[tuple[list[int], Any]]) -> list[Floats]:
+        """The values of all tokens as a row per sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
-        for part, logprobs, _ in self._scored(samples):
+        for part, values in parts:
             ends = np.cumsum([len(samples[i].token_ids) for i in part])[:-1]
-            for index, row in zip(part, np.split(logprobs.float().cpu().numpy(), ends), strict=True):
+            for index, row in zip(part, np.split(values.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
         return found
 
@@ -387,11 +444,15 @@ class Trainer:
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    def step(self, lr: float) -> StepStats:
-        """Divides, clips and updates with that learning rate; or skips, with the reason."""
-        return stats_of([self.update(lr)], lr)
+    def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+        """Divides, clips and updates with that learning rate; or skips, with the reason.
 
-    def update(self, lr: float) -> Share:
+        The gradient is divided by `denominator` (0: by the trained tokens) times `scale`, the number that the
+        advantages were not divided by.
+        """
+        return stats_of([self.update(lr, denominator, scale)], lr, denominator, scale)
+
+    def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> Share:
         """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
@@ -400,7 +461,7 @@ class Trainer:
         if not tokens:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self.parameters, tokens)
+            norm = normalised_norm(self.parameters, (denominator or tokens) * scale)
             if np.isfinite(norm):
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
@@ -448,7 +509,8 @@ class Trainer:
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
-        return {**self.optimizer.state_dict(), **({MASTER: self.trained_tensors()} if self.rounded else {})}
+        masters = {MASTER: self.trained_tensors()} if self.rounded else {}
+        return {**self.optimizer.state_dict(), optimizers.KIND: self.settings.optimizer, **masters}
 
     def gather_state(self, keep: bool) -> dict[str, Any]:
         """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
@@ -482,21 +544,15 @@ class Trainer:
 
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
-        own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
-        parts = {name: self._spread(name, value) for name, value in state.items() if name != MASTER}
-        self.optimizer.load_state_dict(parts)
+        parts = {name: self._spread(name, state[name]) for name in ("state", "param_groups")}
+        names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
+        changed = optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(parts))
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
                 parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
         self._round()
-        changed = []
-        for mine, group in zip(own, self.optimizer.param_groups, strict=True):
-            for name, value in mine.items():
-                if _plain(group[name]) != _plain(value):
-                    changed.append(f"learner.{name} = {_plain(value)} (before: {_plain(group[name])})")
-                group[name] = value
         self._clear()
-        return list(dict.fromkeys(changed))
+        return changed
 
     def _spread(self, name: str, value: Any) -> Any:
         """This rank's part of an optimiser's state, which has the parameters by number."""
@@ -504,13 +560,19 @@ class Trainer:
             return value
         order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return {
-            number: {key: sharding.spread_like(one, order[number]) if one.ndim else one for key, one in kept.items()}
+            number: {
+                key: sharding.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
+                for key, one in kept.items()
+            }
             for number, kept in value.items()
         }
 
     def restore(self, found: Checkpoint) -> list[str]:
-        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns."""
-        return self.load_optimizer_state(found.optimizer_state())
+        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns.
+        UserError if it is another one than this trainer has."""
+        state = found.optimizer_state()
+        optimizers.require_same(state, self.settings.optimizer, str(found.path), str(found.model))
+        return self.load_optimizer_state(state)
 
 
 NOTHING = Sample(
@@ -565,26 +627,13 @@ def _no_age(versions: Versions) -> NDArray[np.int64]:
 
 
 MASTER = "master"
-OPTIMISER_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (list, tuple)) else value
-
-
-def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:
-    # Norms and biases are not decayed: they set a scale, they do not overfit.
-    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
-    used = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-def normalised_norm(parameters: Sequence[Tensor], count: float) -> float:
-    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm: that of all
+def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
+    """Divides the accumulated gradient by a number of the step, in place, and returns its norm: that of all
     ranks together where the parameters are spread over some, which is a collective then."""
     gradients = _gradients(parameters)
-    torch._foreach_div_(gradients, float(count))
+    torch._foreach_div_(gradients, divisor)
     norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(1)
     return math.sqrt(sharding.added([float(norms.square().sum())], parameters)[0])
 

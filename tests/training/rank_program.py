@@ -18,7 +18,7 @@ import torch
 from busrl.training import sharding
 from busrl.training.batch import Sample
 from busrl.training.forward import choose_forward
-from busrl.training.trainer import Share, Trainer, TrainerSettings, stats_of
+from busrl.training.trainer import Given, Share, Trainer, TrainerSettings, stats_of
 
 WORDS = 48
 SIZES: dict[str, Any] = {
@@ -77,7 +77,8 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[Share]:
         parts = micro_batches(step)
         for start in range(0, len(parts), world):
             if start + rank < len(parts):
-                trainer.micro_batch(*parts[start + rank], None, None)
+                samples, worth = parts[start + rank]
+                trainer.micro_batch(samples, Given(worth), None)
             else:
                 trainer.idle()
         shares.append(trainer.update(RATE))

@@ -22,7 +22,7 @@ from busrl.errors import RankLost
 from busrl.training import checkpoint
 from busrl.training.model import load
 from busrl.training.team import Leader, Team, TeamSettings, facts, rounds_of, samples_of, work_of
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.trainer import Given, Trainer, TrainerSettings
 from tests.training import follower_program
 
 SETTINGS: dict[str, Any] = {"micro_batch_tokens": 40, "max_grad_norm": 1.0, "weight_decay": 0.01}
@@ -54,7 +54,7 @@ def test_a_round_differs_between_ranks_by_at_most_its_longest_sample(lengths: li
 def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
     samples, trainer = lab.samples(), lab.trainer(double=False)
     trainer.ages_of = lambda versions: 7 - versions.astype(np.int64)
-    work = work_of(trainer, samples, lab.advantages(len(samples)))
+    work = work_of(trainer, samples, Given(lab.advantages(len(samples))))
     for before, after in zip(samples, samples_of(work), strict=True):
         for name in ("uid", "group", "member", "reward", "temperature", "finish", "context"):
             assert getattr(before, name) == getattr(after, name)
@@ -107,8 +107,10 @@ def a_step(trainer: Trainer, lab: Any, seed: int, version: int | None = None) ->
     worth = lab.advantages(len(samples), seed)
     half = len(samples) // 2  # as they arrive
     for part in (slice(0, half), slice(half, None)):
-        trainer.accumulate(samples[part], worth[part], None, version)
-    return trainer.step(1e-2)
+        trainer.accumulate(
+            samples[part], worth[part], None, version, weights=[1 / len(one.token_ids) for one in samples[part]]
+        )
+    return trainer.step(1e-2, denominator=len(samples), scale=1.5)
 
 
 def assert_same_steps(found: list[Any], expected: list[Any]) -> None:

@@ -41,7 +41,7 @@ MIDDLE = """\
 """
 EXAMPLES = {
     "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
-"faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
+    "reward.part.kind": "math", "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }
 PROCESS = """\
 # A process that is to be more than one, another engine or another program; an entry stands for its role, or for the
