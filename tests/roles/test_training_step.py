@@ -662,3 +662,29 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
     successor.load(TrainingStep(topology), lambda meta, folder: None)
     assert bool(successor.warnings) == (living and damage is garbage_at_the_end)  # lines were written behind it
     successor.close()
+
+
+def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_all_the_same(topology: Topology) -> None:
+    chosen = with_lora(with_keys(topology, kl="k3", kl_coef=0.5, lr=1e-2))
+    step, batch = TrainingStep(chosen), varied(1)
+    first = step.train(batch, 4, version=0)
+    assert first.diagnostics.kl == pytest.approx(0.0, abs=1e-9), "an adapter begins as nothing"
+    second = step.train(batch, 4, version=None)
+    assert second.grad_norm > 1e-3 and second.diagnostics.kl is not None and second.diagnostics.kl > 1e-8
+    samples = [to_sample(one) for one in batch]
+    base = TrainingStep(topology).trainer.score(samples)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.refer(samples), base, strict=True))
+    assert not all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score(samples), base, strict=True))
+    plain = TrainingStep(with_lora(with_keys(topology, lr=1e-2)))
+    assert plain.train(batch, 4, version=0).grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+
+
+def test_a_reference_of_another_vocabulary_ends_the_start_by_name(topology: Topology, tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    model = dataclasses.replace(topology.model, reference=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="17 tokens"):
+        TrainingStep(dataclasses.replace(with_keys(topology, kl="k3", kl_coef=0.1), model=model))
