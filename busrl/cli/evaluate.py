@@ -61,8 +61,6 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write the model folder and say what it holds; UserError where there is no such checkpoint, or a damaged one."""
-    import torch
-
     from busrl.training.checkpoint import MODEL, copy_model, fault_of
 
     paths, out = RunPaths.of(options.run_dir), options.out.absolute()
@@ -77,7 +75,7 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
-    copy_model(Path(folder) / MODEL, out, getattr(torch, options.dtype) if options.dtype else None)
+    copy_model(Path(folder) / MODEL, out, options.dtype or "")
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: the model of step {step}, {size / 1e6:.1f} MB")
     return 0

@@ -198,20 +198,20 @@ def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, An
             shutil.copyfile(path, folder / path.name)
 
 
-def copy_model(model: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+def copy_model(model: Path, out: Path, dtype: str = "") -> None:
     """The files of a Hugging Face folder in a new one, which is there whole or not at all; nothing is overwritten.
 
-    `dtype`: what numbers of its weights become, a file at a time; None: they stay as they are. DiskFull leaves nothing.
+    `dtype`: torch's name of what its weights become, a file at a time; empty: they stay as they are. DiskFull leaves nothing.
     """
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         for path in sorted(path for path in model.iterdir() if path.is_file()):
-            if path.suffix == ".safetensors" and dtype is not None:
-                _cast(path, temporary / path.name, dtype)
+            if path.suffix == ".safetensors" and dtype:
+                _cast(path, temporary / path.name, getattr(torch, dtype))
             else:
                 shutil.copyfile(path, temporary / path.name)
-        if dtype is not None:
-            _write_type(temporary / "config.json", str(dtype).removeprefix("torch."))
+        if dtype:
+            _write_type(temporary / "config.json", dtype)
         temporary.chmod(0o777 & ~_umask())
         sync_tree(temporary)
         os.rename(temporary, out)
