@@ -289,6 +289,13 @@ MUTANTS = (
     Mutant("groups are counted from 0 again", STEP, 'self.groups = int(found.meta["groups"])', "self.groups = 0", AGAIN),
     Mutant("the log is trained from the beginning", "busrl/roles/learner/history.py",
            "self.wal.records(after=self.step)", "self.wal.records(after=self.step - 1)", AGAIN),
+    # -- prompts
+    Mutant("every block of a mixture begins its sources anew", "busrl/data/prompts.py",
+           "divmod(block * own.share + before, own.count)", "divmod(before, own.count)",
+           ("tests/data/test_stream.py::"
+            "test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs",)),
+    Mutant("a resume mixes with the weights of before", "busrl/config/sources.py",
+           '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,
            "temperature=self.topology.validation.temperature", "temperature=generation.temperature", RUN),
