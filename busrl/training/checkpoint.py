@@ -201,7 +201,7 @@ def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, An
 def copy_model(model: Path, out: Path, dtype: str = "") -> None:
     """The files of a Hugging Face folder in a new one, which is there whole or not at all; nothing is overwritten.
 
-    `dtype`: torch's name of what its weights become, a file at a time; empty: they stay as they are. DiskFull leaves nothing.
+    `dtype`: torch's name of what its weights become, a file at a time; empty: they stay as they are.
     """
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
