@@ -351,7 +351,8 @@ def estimate(config: dict[str, Any]) -> int:
     width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
     heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")
-    attention = 2 * width * width * (1 + (shared / heads if heads and shared else 1))
+    queries = heads * whole(text, "head_dim") or width
+    attention = 2 * width * queries * (1 + (shared / heads if heads and shared else 1))
     feed = (3 if "intermediate_size" in text else 2) * width * inner
     embeddings = whole(text, "vocab_size") * width * (1 if config.get("tie_word_embeddings", True) else 2)
     return int(embeddings + layers * (attention + feed))

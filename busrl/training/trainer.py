@@ -208,15 +208,17 @@ class Schedule:
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 LARGEST = (1 << 31) - 1
+LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
 
 
 def keep_freed_memory(slack: int = 1 << 26) -> bool:
     """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
 
     A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
-    zeroed again: thousands of page faults, about a tenth of the time of a small model's step.
+    zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
+    back all the same: between smaller ones it would leave holes that nothing else fits into.
     """
-    settings = ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
+    settings = ((MMAP_THRESHOLD, LARGE_BLOCK), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
