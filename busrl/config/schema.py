@@ -240,10 +240,8 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 @dataclass(frozen=True)
 class Parallel:
     """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
-
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
-    collective_timeout_s: float = key(120.0, "a rank that the others wait for longer than this is named, and the team "
-                                             "starts again", above=0, high=86400)
+    collective_timeout_s: float = key(120.0, "a rank that others wait for longer is named, and all start again", above=0)
 
 
 @dataclass(frozen=True)
@@ -574,8 +572,7 @@ class Process:
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
                       "openai asks an endpoint: see [openai]", choices=("torch", "mock", "vllm", "openai"))
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
-    ranks: int = key(1, "learner: processes that train one model together, each with a part of its weights, gradients "
-                        "and optimiser state", low=1, high=512)
+    ranks: int = key(1, "learner: processes that train one model together, a part of it each", low=1, high=512)
     cpus: str = key("", 'cores that its processes may use, "0" or "2-5,8"; all others then stay off them. Empty = '
                     "any that no entry names")
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
@@ -698,8 +695,7 @@ class ProcessName:
 
 def has_model(entry: Process) -> bool:
     """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
-    engines = entry.role == "rollout" and entry.engine in ("torch", "vllm")
-    return not entry.command and (entry.role == "learner" or engines)
+    return not entry.command and (entry.role, entry.engine)[entry.role == "rollout"] in ("learner", "torch", "vllm")
 
 
 @dataclass(frozen=True)
@@ -773,13 +769,11 @@ class Topology:
             for index, (spec, place) in enumerate(specs):
                 name = role if role in SINGLE_ROLES else f"{role}/{index}"
                 names.append(ProcessName(name, role, index, spec, place))
-        for spec in (spec for spec in self.process if spec.role == "learner"):
-            names += [ProcessName(f"{RANK}/{rank}", RANK, rank, spec, rank) for rank in range(1, spec.ranks)]
-        return names
+        ranks = ((one, i) for one in self.process if one.role == "learner" for i in range(1, one.ranks))
+        return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, i in ranks]
 
     @property
-    def ranks(self) -> int:
-        """Processes that train the model together."""
+    def ranks(self) -> int:  # processes that train the model together
         return max((entry.ranks for entry in self.process if entry.role == "learner"), default=1)
 
     def device_of(self, name: str) -> str:
