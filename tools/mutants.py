@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS, ANSWERS = "tests/oracle/test_oracle_steps.py", "tests/oracle/test_oracle_answers.py"
 WHOLE_RUN = "tests/run/test_oracle_run.py::test_every_number_of_a_run_is_what_its_log_and_its_weights_give"
 PLANTED = "tests/ledger/test_ledger_audit_planted.py"
+PARTS = "tests/rewards/test_parts.py"
 LIMIT_S = 400.0
 
 
@@ -57,6 +58,7 @@ DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
 HEAD = "busrl/training/head.py"
+OPTIMIZERS, OPTIMISER_TESTS = "busrl/training/optimizers.py", ("tests/training/test_optimizers.py",)
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
@@ -222,12 +224,17 @@ MUTANTS = (
     Mutant("the logits are taken one position late", "busrl/training/batch.py",
            "+ prompts[rows] - 1\n", "+ prompts[rows]\n", ("tests/training/test_trainer_gradient.py",)),
     # -- the update
-    Mutant("no weight decay", TRAINER,
-           '"weight_decay": settings.weight_decay}', '"weight_decay": 0.0}', PPO),
-    Mutant("norms are decayed", TRAINER,
-           'if p.ndim < 2], "weight_decay": 0.0}', 'if p.ndim < 2], "weight_decay": settings.weight_decay}', PPO),
-    Mutant("the betas are swapped", TRAINER, "betas=settings.betas", "betas=settings.betas[::-1]", TWO),
-    Mutant("the topology's eps is not used", TRAINER, "eps=settings.eps", "eps=1e-8", THREE),
+    Mutant("no weight decay", OPTIMIZERS,
+           '"weight_decay": settings["weight_decay"]}', '"weight_decay": 0.0}', PPO),
+    Mutant("norms are decayed", OPTIMIZERS,
+           'if p.ndim < 2], "weight_decay": 0.0}', 'if p.ndim < 2], "weight_decay": settings["weight_decay"]}', PPO),
+    Mutant("the betas are swapped", OPTIMIZERS, 'betas=adam["betas"]', 'betas=adam["betas"][::-1]', TWO),
+    Mutant("the topology's eps is not used", OPTIMIZERS, 'eps=adam["eps"]', "eps=1e-8", THREE),
+    Mutant("the states of another optimiser are read", OPTIMIZERS, "if before != name:", "if False:", OPTIMISER_TESTS),
+    Mutant("the optimiser's settings of the checkpoint win", OPTIMIZERS,
+           "group.update(mine)", "pass", OPTIMISER_TESTS),
+    Mutant("an optimiser that ignores the rate is taken", OPTIMIZERS,
+           "_update(target, one, 0.0, 1)", "pass", OPTIMISER_TESTS),
     Mutant("only the first part of the parameters gets the learning rate", TRAINER,
            "for group in self.optimizer.param_groups:\n                    group[\"lr\"] = lr",
            "for group in self.optimizer.param_groups[:1]:\n                    group[\"lr\"] = lr", PPO),
@@ -283,6 +290,13 @@ MUTANTS = (
     Mutant("groups are counted from 0 again", STEP, 'self.groups = int(found.meta["groups"])', "self.groups = 0", AGAIN),
     Mutant("the log is trained from the beginning", "busrl/roles/learner/history.py",
            "self.wal.records(after=self.step)", "self.wal.records(after=self.step - 1)", AGAIN),
+    # -- prompts
+    Mutant("every block of a mixture begins its sources anew", "busrl/data/prompts.py",
+           "divmod(block * own.share + before, own.count)", "divmod(before, own.count)",
+           ("tests/data/test_stream.py::"
+            "test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs",)),
+    Mutant("a resume mixes with the weights of before", "busrl/config/sources.py",
+           '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,
            "temperature=self.topology.validation.temperature", "temperature=generation.temperature", RUN),
@@ -293,6 +307,24 @@ MUTANTS = (
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("an answer of two versions is not mixed", VALIDATOR,
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),
+    # -- rewards of parts
+    Mutant("a part counts without its weight", "busrl/rewards/pool.py",
+           "value = sum(weight * one.value for", "value = sum(one.value for", (f"{PARTS}::test_the_reward_is_the_weighted_sum_and_each_part_is_told_without_its_weight",)),
+    Mutant("a judge that fails says 0", "busrl/rewards/judge.py",
+           'raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")', "return 0.0", ("tests/rewards/test_judge.py",)),
+    Mutant("an answer fills in a placeholder", "busrl/rewards/judge.py",
+           'values["completion"] = completion', 'values["completion"] = PLACE.sub(lambda found: values.get(found[1], found[0]), completion)',
+           ("tests/rewards/test_judge.py::test_an_answer_cannot_fill_in_a_placeholder",)),
+    Mutant("a reward model is padded at the left", "busrl/rewards/model.py",
+           "[*row, *[self.pad] * (width - len(row))]", "[*[self.pad] * (width - len(row)), *row]",
+           ("tests/rewards/test_model.py::test_a_score_is_that_of_the_text_alone",)),
+    Mutant("all that were judged together are blamed for one", "busrl/rewards/pool.py",
+           "self._suspects = len(self.sent) if self.together else 1", "self._suspects = 1",
+           (f"{PARTS}::test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside_it",)),
+    Mutant("long answers are paid for", GROUPS,
+           "return -(penalty * over / buffer)", "return penalty * over / buffer", ("tests/roles/test_overlong_shaping.py",)),
+    Mutant("cut answers are trained", STEP, " and not self._cut(one)", "",
+           ("tests/roles/test_training_step.py::test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage",)),
 )
 
 

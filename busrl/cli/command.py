@@ -63,7 +63,7 @@ A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
 Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
-Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME
+Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME    busrl export runs/NAME --out FOLDER
 """
 
 
@@ -129,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _add_init(verbs)
     _add_runs(verbs)
     _add_evaluate(verbs)
     _add_ring(_group(verbs, "ring", "look at or remove shared-memory rings of this user"))
@@ -159,6 +160,17 @@ def _verb(verbs: Verbs, name: str, function: str, text: str, more: str = "") -> 
 
 def _set(add: Add, text: str) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+
+
+def _add_init(verbs: Verbs) -> None:
+    text = "write a folder to begin with: prompts, a reward and a topology for your model"
+    more = "Questions come from reasoning-gym (gsm_symbolic), or from a file of yours; nothing is downloaded."
+    add = _verb(verbs, "init", "init:init", text, more)
+    add("name", choices=("gsm8k",), help="the task: word problems with a number as answer")
+    add("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model folder")
+    add("--out", type=Path, metavar="FOLDER", help="where to write (default: a folder of the task's name)")
+    text = "a JSONL or Parquet file, or a data set's folder, with question (or prompt, problem) and answer"
+    add("--data", type=Path, metavar="FILE", help=text)
 
 
 def _add_runs(verbs: Verbs) -> None:
@@ -201,6 +213,16 @@ def _add_evaluate(verbs: Verbs) -> None:
     add("--temperature", type=_temperature, metavar="T", help="0 = greedy (default: validation.temperature)")
     add("--out", type=Path, metavar="FILE", help="a line per sample (default: RUN_DIR/evaluated/step_N.jsonl)")
     add("--json", action="store_true", help="print one JSON object")
+
+
+    text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"
+    more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
+    add = _verb(verbs, "export", "evaluate:export", text, more)
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    text = "number type of the weights (default: as in the checkpoint)"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
 
 
 def _add_ring(verbs: Verbs) -> None:

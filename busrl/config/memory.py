@@ -23,7 +23,7 @@ from busrl.errors import UserError
 FLOAT = 4
 ADAMW = 8  # two float32 moments per trained parameter
 LARGE = 10**9  # parameters from which on "auto" computes layers again on an accelerator
-LIBRARIES = 450 << 20  # resident bytes of Python, torch and transformers on a CPU
+LIBRARIES = 350 << 20  # resident bytes of Python, torch and transformers on a CPU
 LOGITS = {"cpu": 1 << 26}  # bytes of one buffer of logits, and of one on an accelerator
 LOGITS_ELSEWHERE = 1 << 28
 BUFFERS = 3  # of logits, in backward
