@@ -241,7 +241,7 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 class Parallel:
     """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
-    collective_timeout_s: float = key(120.0, "a rank that others wait for longer is named, and all start again", above=0)
+    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
 
 
 @dataclass(frozen=True)
