@@ -45,7 +45,6 @@ MOVED = {
 }
 _ONE_RULE_SET = "the controller has one set of rules, which follow the entropy (docs/control.md): remove it"
 GONE = {
-    "learner.aggregation": "the sum of the loss is always divided by the number of tokens: remove it",
     **{f"{table}.controller.{name}": _ONE_RULE_SET for table in ("experiments", "learner") for name in _RULES},
     "derived.eta_min": "it belonged to rules of the controller that are gone: remove it",
 }

@@ -180,6 +180,16 @@ def test_a_validator_follows_from_validation_prompts(loaded: Loaded) -> None:
     assert [one.spec.threads for one in threads.processes() if one.role == "validator"] == [2]
 
 
+def test_no_key_of_today_counts_as_gone_or_moved() -> None:
+    """Else a topology.json would lose it on its way to the processes."""
+    whole = json.loads(load(Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml").to_json())
+    for key in (*MOVED, *names.GONE):
+        table = whole
+        for part in key.split(".")[:-1]:
+            table = table.get(part, {})
+        assert key.split(".")[-1] not in table, key
+
+
 @pytest.mark.parametrize("key", sorted(MOVED))
 def test_a_key_that_moved_is_told_its_new_place(refused: Refused, key: str) -> None:
     (found,) = refused("", f"{key}=1")
