@@ -18,7 +18,7 @@ from busrl import device, keys
 from busrl.config import machine, trial
 from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
-from busrl.config.schema import ADAPTERS, TINY, Faults, ProcessName, Topology, has_model
+from busrl.config.schema import ADAPTERS, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
@@ -126,9 +126,10 @@ def _processes(t: Topology) -> Iterator[str]:
     yield f"{'process':<12} {'engine':<8} {'device':<8} {'threads':>7}  command"
     for process in t.processes():
         engine = process.spec.engine if process.role == "rollout" else "-"
+        alone = "  (validation only)" if process.spec.serves == "validation" else ""
         where = f"{_device(t, process):<8} {process.spec.threads:>7}"
         bound = f" on core {process.spec.cpus}" if process.spec.cpus else ""
-        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}"
+        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}{alone}"
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
@@ -160,7 +161,7 @@ def _sums(t: Topology) -> Iterator[str]:
     for line in t.derived.explain:
         yield f"  {line}"
     rounds = t.derived.val_samples
-    yield f"  validation: {rounds} samples a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
+    yield f"  validation: {rounds} answers a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
 
 
 def _sizes(t: Topology) -> Iterator[str]:
@@ -203,13 +204,23 @@ def _versions(t: Topology) -> Iterator[str]:
 def _data(t: Topology) -> Iterator[str]:
     yield "prompts"
     yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
-    if t.validates:
-        yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
+    for one in t.sets:
+        yield f"  validation{f' {one.name}' if one.name else ''}: {one.data}, {one.lines} prompts; {_asked(t, one)}"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     if t.derived.prompt_text:
         yield f"  {t.derived.prompt_text}"
     if t.scripted:
         yield f"  {_answers(t)}"
+
+
+def _asked(t: Topology, one: AskedSet) -> str:
+    """What a round asks of a set, and which figures it gives."""
+    asked = f"{'all' if one.prompts == one.lines else one.prompts} asked"
+    if one.k > 1:
+        extracts = t.reward.kind == "exact_match"
+        vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: reward.kind = {t.reward.kind} extracts no answer"
+        asked += f" {one.k} times: pass@1 to pass@{one.k}, {vote}"
+    return f"{asked}; every {one.every} steps" if one.every else asked
 
 
 def _answers(t: Topology) -> str:

@@ -267,19 +267,44 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Validation:
-    """[validation]: measuring without training; on when `data` names prompts, and the validator is started then."""
+class ValidationSet:
+    """[[validation.set]]: one more measurement, by name; a key that is left out is as in [validation]."""
 
-    data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = no validation", path=True)
+    name: str = key(REQUIRED, "its name in validation.jsonl and on the screen")
+    data: str = key(REQUIRED, "JSONL file of its prompts, or tiny:sort", path=True)
+    samples: int | str = key("auto", "prompts a round; all (or 0) = every line of the file once",
+                             words=("auto", "all"), low=0, high=1 << 24)
+    k: int | str = key("auto", "answers to each prompt", words=("auto",), low=1, high=4096)
+    temperature: float | str = key("auto", "0 = greedy", words=("auto",), low=0, high=10)
+    top_p: float | str = key("auto", "nucleus sampling", words=("auto",), above=0, high=1)
+    max_new_tokens: int | str = key("auto", "an answer is cut after this many tokens", words=("auto",), low=0,
+                                    high=1 << 20)
+    every_steps: int | str = key("auto", "a round every so many steps; 0 = never during the run", words=("auto",),
+                                 low=0)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """[validation]: measuring without training; on when `data` or a set names prompts: a validator is started then."""
+
+    data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = none but those of sets", path=True)
     every: int = key(0, "a round every so many steps (of n_min groups each where the batch can vary); 0 = never "
                         "during the run", low=0)
-    samples: int = key(512, "samples a round, spread over a longer file; each prompt of a shorter one counts the same",
-                       low=1, high=1 << 24)
+    samples: int | str = key(512, "prompts a round, spread over a longer file; each prompt of a shorter one counts the "
+                             "same; all (or 0) = every line once", words=("all",), low=0, high=1 << 24)
+    k: int = key(1, "answers to each prompt: for pass@k and maj@k", low=1, high=4096)
     temperature: float = key(1.0, "0 = greedy", low=0, high=10)
+    top_p: float = key(1.0, "nucleus sampling", above=0, high=1)
+    max_new_tokens: int = key(0, "an answer is cut after this many tokens; 0 = generation.max_new_tokens", low=0,
+                              high=1 << 20)
+    solved: float = key(1.0, "an answer with at least this reward counts as right in pass@k and maj@k")
+    tag_key: str = key("", "key of a line by whose values figures are given too; empty = source or tag, where lines "
+                           "have it")
     at_start: bool = key(True, "one round before the first step")
     at_end: bool = key(True, "one round after the last step")
-    mode: str = key("hold", "pin the version during a round, or let it move and label the metric mixed",
-                    choices=("hold", "free"))
+    mode: str = key("hold", "pin the version during a round; let rollouts that only validate keep it while training "
+                    "goes on; or let it move and label the metric mixed", choices=("hold", "dedicated", "free"))
+    set: tuple[ValidationSet, ...] = ()
 
 
 # -- what runs, and how it meets -----
@@ -461,6 +486,8 @@ class Process:
                     "any that no entry names")
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")
+    serves: str = key("all", 'rollout: what it answers; "validation" is for validation.mode = "dedicated", and then '
+                      "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
@@ -533,6 +560,35 @@ class Experiments:
 
 
 @dataclass(frozen=True)
+class AskedSet:
+    """What a round asks of one set: [validation] itself (name "") or a [[validation.set]], every key settled.
+
+    A round has the answers of all sets one behind the other: this one's from place `first` on, k to each prompt.
+    """
+
+    name: str
+    data: str
+    lines: int  # of the file
+    prompts: int  # asked in a round
+    k: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    every: int
+    first: int
+
+    @property
+    def answers(self) -> int:
+        """Answers of a round."""
+        return self.prompts * self.k
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.name or "validation"
+
+
+@dataclass(frozen=True)
 class Derived:
     """What follows from several keys together; `explain` holds the sums as text."""
 
@@ -546,7 +602,8 @@ class Derived:
     train_prompts: int  # lines of data.train
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
     ring_bytes: int  # size of the shared-memory file
-    val_samples: int  # samples of one validation round, 0 = validation is off
+    val_samples: int  # answers of one validation round over all sets, 0 = validation is off
+    sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
     prompt_text: str = ""  # how the tokens of the prompts were counted
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
@@ -638,6 +695,22 @@ class Topology:
     def validates(self) -> bool:
         """Whether any validation round takes place."""
         return self.derived.val_samples > 0
+
+    @property
+    def sets(self) -> tuple[AskedSet, ...]:
+        """What a round of validation asks; empty without validation."""
+        asked, own = self.derived.val_samples, self.validation
+        if self.derived.sets or not asked:
+            return self.derived.sets
+        return (AskedSet(  # of a run directory of before
+            "", own.data, self.derived.validation_prompts, asked, 1, own.temperature, own.top_p,
+            self.generation.max_new_tokens, own.every, 0,
+        ),)
+
+    @property
+    def dedicated(self) -> bool:
+        """Whether rollouts that do nothing else answer validation, so that training goes on during a round."""
+        return self.validation.mode == "dedicated" and self.validates
 
     def processes(self) -> list[ProcessName]:
         """Every process of the run in starting order; several entries of one role are numbered through."""

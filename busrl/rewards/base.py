@@ -16,12 +16,15 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from busrl import imports
 from busrl.errors import RewardNotLoaded
+
+if TYPE_CHECKING:
+    from busrl.config.schema import Reward
 
 RewardFunction = Callable[[dict[str, Any], str, list[int]], Any]
 
@@ -116,3 +119,11 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise MalformedReward(f"{what} is {number}: must be finite")
     return number
+
+
+def answer_finder(settings: Reward) -> Callable[[str], str | None] | None:
+    """What takes the answer that is judged from a completion; None for rewards that judge the whole of it."""
+    if settings.kind == "python":
+        return None
+    find = getattr(build(Setup(settings.kind, "", settings.extract, settings.answer_key)), "find", None)
+    return find if callable(find) else None

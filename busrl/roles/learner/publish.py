@@ -113,9 +113,9 @@ class Publisher:
 
     def _wait_for_pin(self) -> None:
         """Let a validation round finish on its version, however long it takes while results come. A dead holder is
-        passed over, one without results is named."""
+        passed over, one without results is named. Rollouts that only validate keep a version by themselves."""
         ring, seen = self.ring, -1
-        if not version_pin.pinned_by(ring):
+        if self.actor.topology.dedicated or not version_pin.pinned_by(ring):
             return
         with self.actor.activity("held by validation", self._work_s + 30):
             while (holder := version_pin.pinned_by(ring)) and not self.actor.stopping:
