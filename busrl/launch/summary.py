@@ -70,7 +70,7 @@ class Progress:
         judged = f"{message.mean:.3f} over {message.samples} samples{mixed}"
         name = ""
         if isinstance(message, m.ValidationSetDone):
-            name = f" of {safe(message.set)}"
+            name = f" of {safe(message.set)}" if message.set else ""
             at_k = {key: value for key, value in message.figures.items() if re.fullmatch(r"val/(pass|maj)@[0-9]+", key)}
             judged += "".join(f", {key.removeprefix('val/')} {value:.3f}" for key, value in at_k.items())
         return [f"validation {message.round}{name} of version {message.version}: {judged}"]

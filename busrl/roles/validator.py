@@ -160,7 +160,8 @@ class Validator(Actor):
         self.interval = topology.learner.trigger.n_min if batch_varies(topology) else 0
         self.keepers = {one.name for one in topology.processes() if one.spec.serves == "validation"}
         self.pins = config.mode in ("hold", "dedicated")
-        self.groups, self.unequal_since = 0, 0.0
+        self.groups = 0
+        self.wanted: tuple[int, float] | None = None  # version that a round waits for, and since when
         self.round: int | None = None
         self.due: list[MeasuredSet] = []
         self.request: Request | None = None
@@ -244,17 +245,24 @@ class Validator(Actor):
         self.write_or_wait("validation", lambda: request.write(self.paths))
 
     def _pinned(self) -> bool:
-        """Pin the version; with rollouts of our own once they all have the same one, as far as that comes."""
-        held = version_pin.pin(self.ring)
+        """Pin the version; with rollouts of our own once they all have the one that was the newest when the round
+        became due, or a later one, as far as that comes."""
         if not self.keepers:
+            version_pin.pin(self.ring)
             return True
-        versions = {one.version for one in self.ring.processes() if one.label in self.keepers}
-        self.unequal_since = self.unequal_since or time.monotonic()
-        if not held or (len(versions) > 1 and time.monotonic() < self.unequal_since + self.topology.limits.ready_s):
-            version_pin.unpin(self.ring)
-            return False
-        self.unequal_since = 0.0
-        return True
+        self.wanted = self.wanted or (self.ring.header(HeaderWord.VERSION), time.monotonic())
+        version, since = self.wanted
+        late = time.monotonic() > since + self.topology.limits.ready_s
+        if late or (self._ready_at(version) and version_pin.pin(self.ring) and self._ready_at(version)):
+            self.wanted = None
+            return True
+        version_pin.unpin(self.ring)
+        return False
+
+    def _ready_at(self, version: int) -> bool:
+        """Whether the rollouts that only validate all have one version, this or a later one."""
+        seen = {one.version for one in self.ring.processes() if one.label in self.keepers}
+        return len(seen) <= 1 and min(seen, default=version) >= version
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -401,7 +409,7 @@ class Validator(Actor):
     def _announce(self, one: MeasuredSet, record: dict[str, Any]) -> None:
         said = {"round": record["round"], "version": record["version"], "samples": record["samples"],
                 "mean": record["val/reward"], "mixed": record["mixed"]}
-        if not one.asked.name:
+        if not one.asked.name and one.asked.k == 1:
             self.bus.send(m.ValidationDone(**said))
             return
         figures = {name: value for name, value in record.items() if name.startswith("val/") and name != "val/parts"}
