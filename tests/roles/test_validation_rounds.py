@@ -181,9 +181,10 @@ def test_k_answers_to_a_prompt_stand_beside_each_other_and_give_its_figures(make
     role = make(2, k=4, lines=tagged, name="exam")
     assert role.sets[0].lines.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     right = [True, True, True, False, False, False, True, False]
+    given = ["42" if good else f"no {at}" for at, good in enumerate(right)]
     role.sets[0].results = {
-        (uid := VALIDATE_BIT + at): Result(uid, 0, float(good), 3, 3, 5, set="exam", answer="42" if good else f"no {at}")
-        for at, good in enumerate(right)
+        (uid := VALIDATE_BIT + at): Result(uid, 0, float(good), 3, 3, 5, set="exam", answer=answer)
+        for at, (good, answer) in enumerate(zip(right, given))
     }
     row = role._record(role.sets[0], 0)
     assert (row["set"], row["k"], row["prompts"], row["samples"]) == ("exam", 4, 2, 8)

@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Run, read_lines, running
+from harness import ROOT, Run, read_lines, running
 
 from busrl.cli.command import main
 from busrl.data.figures import majority
 from busrl.monitor.runfiles import RunFiles
 from busrl.monitor.state import RunState
 from busrl.monitor.text import judged
-from busrl.states import HeaderWord
 
 FOUR = '{name="four", data="tiny:sort", k=4, samples=8, every_steps=0}'
 WHOLE = '{name="whole", data="tiny:sort", samples="all"}'
-DEDICATED = (
-    "validation.mode=dedicated", 'process=[{role="rollout"}, {role="rollout", serves="validation"}]',
-    "generation.max_batch=32",
-)
+DEDICATED = """
+[[process]]
+role = "rollout"
+[[process]]
+role = "rollout"
+serves = "validation"
+"""
 
 
 def rows_of(run: Run, name: str) -> list[dict[str, Any]]:
@@ -116,8 +118,10 @@ def test_a_round_of_two_sets_that_is_cut_short_is_finished_once(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_training_goes_on_while_rollouts_of_their_own_validate_one_version(tmp_path: Path, quickstart: None) -> None:
-    settings = (*DEDICATED, "validation.every=10", "validation.samples=all", "validation.k=2")
-    run = Run(tmp_path / "run", *settings, steps=60)
+    topology = tmp_path / "dedicated.toml"
+    topology.write_text((ROOT / "configs" / "quickstart.toml").read_text() + DEDICATED)
+    settings = ("validation.mode=dedicated", "validation.every=10", "validation.samples=all", "validation.k=2")
+    run = Run(tmp_path / "run", *settings, "generation.max_batch=32", config=topology, steps=60)
 
     def in_round() -> bool:
         validator = run.processes().get("validator")

@@ -40,6 +40,7 @@ MIDDLE = """\
 # Made by `python -m tools.reference.topology_page` from the declarations.
 """
 EXAMPLES = {
+    "validation.set.name": "math", "validation.set.data": "math.jsonl",
     "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
     "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }
@@ -60,6 +61,8 @@ def text() -> str:
     for name, cls in found:
         if rest := list(_rest(name, cls, first)):
             lines += [*rest, ""]
+        rows = ((f"{name}.{item.name}", item.row) for item in items(cls).values() if item.row)
+        lines += [line for key, row in rows for line in (*_row(key, row), "")]
     lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
     return "\n".join(lines) + "\n"
 
