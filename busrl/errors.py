@@ -65,16 +65,9 @@ class FunctionRefused(UserError):
     the message holds the key, the import path, and the cause."""
 
 
-class SamplesUsedUp(UserError):
-    """The run has dispatched as many samples as a fate table can hold; the message says how many that is."""
-
-
-class EngineDisagrees(UserError):
-    """An engine's log-probabilities are not those of a plain forward pass with the same weights: do not use it."""
-
-
-class NothingToTrain(UserError):
-    """Groups end and none of them can be trained; the message says how many, of what, and what to look at."""
+class CannotTrain(UserError):
+    """Nothing more may be trained in this run: an engine's log-probabilities are not those of a plain forward pass, no
+    group that ends can be trained, or the fate table has no place for another sample."""
 
 
 class ModelNotLoaded(UserError):
@@ -86,7 +79,7 @@ class WeightsRefused(UserError):
 
 
 class RunInUse(UserError):
-    """Another living process holds the lock of this run directory; the message names its pid."""
+    """Another living process holds the lock of this run directory or of its bus; the message names its pid."""
 
 
 class RunFinished(UserError):
@@ -111,10 +104,6 @@ class BadKeys(UserError):
     """CURVE keys that are missing, broken, or open to others; the message names the file and the remedy."""
 
 
-class BrokerRunning(RunInUse):
-    """Another broker holds the lock of this bus; the message names its pid."""
-
-
 # -- another process is gone -----
 
 
@@ -124,14 +113,6 @@ class PeerLost(BusrlError):
 
 class BusNotReady(PeerLost):
     """No round trip through the broker before the deadline; the message names the endpoint."""
-
-
-class BrokerStuck(PeerLost):
-    """The broker's proxy ended, or does not pass messages on."""
-
-
-class QueuesFull(PeerLost):
-    """The broker has queued more than it may for processes that do not read; the message names them."""
 
 
 class PeerTimeout(PeerLost):
@@ -282,7 +263,7 @@ def process_code(problem: BusrlError) -> int:
     RETRY: another start may succeed. NEEDS_FIX: a person has to change something first, if the process never became
     ready. RUN_FAILED: nothing more may be trained in this run. NO_SPACE: a start succeeds once there is space again.
     """
-    if isinstance(problem, (EngineDisagrees, NothingToTrain, SamplesUsedUp)):
+    if isinstance(problem, CannotTrain):
         return RUN_FAILED
     if isinstance(problem, (DiskFull, SharedMemoryFull)):
         return NO_SPACE

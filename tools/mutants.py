@@ -55,7 +55,7 @@ DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/traine
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
-GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/segments.py"
+GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/trajectory.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
@@ -73,7 +73,7 @@ MUTANTS = (
            "segment & _MASK", "0 & _MASK", DRAWN),
     Mutant("the seed of the run is not used", "busrl/engines/base.py",
            "[uid & _MASK, seed & _MASK]", "[uid & _MASK, 0]", DRAWN),
-    Mutant("only the tokenizer's end token ends an answer", "busrl/engines/tokens.py",
+    Mutant("only the tokenizer's end token ends an answer", "busrl/engines/base.py",
            "for source in sources)", "for source in sources[-1:])", ENDS),
     Mutant("an end token is told as a cut", "busrl/engines/torch/engine.py",
            "EOS if self._eos[tokens[-1]] else LENGTH", "LENGTH if self._eos[tokens[-1]] else EOS", ENDS),

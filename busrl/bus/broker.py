@@ -30,7 +30,7 @@ from zmq.utils import z85
 from busrl import keys
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Endpoint, configure
 from busrl.bus.security import bind, prepare, tcp_pair
-from busrl.errors import BadEndpoint, BrokerRunning, BrokerStuck, BusNotReady, InsecureDirectory
+from busrl.errors import BadEndpoint, BusNotReady, InsecureDirectory, PeerLost, RunInUse
 
 if TYPE_CHECKING:
     from busrl.ring import OfdLock
@@ -170,7 +170,7 @@ def run_broker(
     `tap`: the endpoint at which monitors and recorders may listen; empty for none.
     """
     if not lock.try_acquire():
-        raise BrokerRunning(
+        raise RunInUse(
             f"a broker for {frontend} is already running (pid {lock.holder() or 'unknown'} holds the lock); stop that "
             "run first, or start this one in another run directory"
         )
@@ -191,14 +191,14 @@ def run_broker(
 
 def _round_trip(proxy: Proxy, probe: Endpoint, stuck_s: float) -> None:
     if proxy.failure is not None:
-        raise BrokerStuck(f"the proxy of the bus ended: {proxy.failure!r}")
+        raise PeerLost(f"the proxy of the bus ended: {proxy.failure!r}")
     for turn in range(ROUND_TRIPS):  # if the whole machine was suspended, only one of them fails
         try:
             probe.ready(stuck_s / ROUND_TRIPS)
             return
         except BusNotReady as error:
             if turn == ROUND_TRIPS - 1:
-                raise BrokerStuck(f"the proxy of the bus does not pass messages on: {error}") from None
+                raise PeerLost(f"the proxy of the bus does not pass messages on: {error}") from None
 
 
 class Proxy:
@@ -242,7 +242,7 @@ class Proxy:
             self._files[endpoint] = os.stat(endpoint.removeprefix(IPC))
 
     def check_files(self) -> None:
-        """BrokerStuck if a socket's file was removed or replaced and could be made again. Connections stay open."""
+        """PeerLost if a socket's file was removed or replaced and could be made again. Connections stay open."""
         for endpoint, bound in self._files.items():
             path = Path(endpoint.removeprefix(IPC))
             try:
@@ -252,7 +252,7 @@ class Proxy:
                 pass
             with contextlib.suppress(OSError, BadEndpoint, InsecureDirectory):
                 prepare(endpoint)
-                raise BrokerStuck(f"{path} was removed or replaced by somebody else; the next broker makes it again")
+                raise PeerLost(f"{path} was removed or replaced by another program; the next broker makes it again")
 
     def _serve(self) -> None:
         try:

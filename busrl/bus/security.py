@@ -22,7 +22,7 @@ from typing import Final
 import zmq
 
 from busrl import private
-from busrl.errors import BadEndpoint, BrokerRunning
+from busrl.errors import BadEndpoint, RunInUse
 
 SUN_PATH_BYTES: Final = 107  # sockaddr_un.sun_path has 108, one is the final zero
 _TCP: Final = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})")
@@ -105,7 +105,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
             socket.bind(endpoint)
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
-            raise BrokerRunning(
+            raise RunInUse(
                 f"bus endpoint {endpoint}: the address is in use by {_holder(endpoint)}; stop that process, or choose "
                 "another port in bus.endpoint"
             ) from None

@@ -11,10 +11,11 @@ import importlib
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from busrl.errors import BugError, BusrlError, MachineError, TopologyError
 
@@ -39,6 +40,22 @@ def _count(text: str) -> int:
 
 def _temperature(text: str) -> float:
     return 0.0 if text in ("0", "0.0") else positive(text)
+
+
+T = TypeVar("T")
+
+
+def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
+    """A function that prints `line` of its argument on stderr, at most once in `every_s` seconds."""
+    due = time.monotonic() + every_s
+
+    def show(state: T) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + every_s
+            print(line(state), file=sys.stderr, flush=True)
+
+    return show
 
 
 EPILOG = """\
@@ -104,7 +121,6 @@ def _tell(error: BusrlError) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
     top = argparse.ArgumentParser(
         prog="busrl",
         description="Asynchronous reinforcement-learning post-training of language models, as processes on a bus.",
@@ -128,7 +144,6 @@ Add: TypeAlias = Callable[..., argparse.Action]
 
 
 def _group(verbs: Verbs, name: str, text: str) -> Verbs:
-    """A verb that has verbs."""
     made: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
     return made.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -147,7 +162,6 @@ def _set(add: Add, text: str) -> None:
 
 
 def _add_runs(verbs: Verbs) -> None:
-    """The verbs that start a run, explain it, end it and look at what became of it."""
     overrides = "change one key, e.g. learner.trigger.n_min=16 or process.rollout.count=2; may be repeated"
     more = "Starting again in the same run directory continues that run: nothing is lost, nothing is trained twice."
     add = _verb(verbs, "launch", "run:launch", "start every process of a run, watch them, end with a summary", more)
@@ -204,7 +218,7 @@ def _add_ring(verbs: Verbs) -> None:
     add = _verb(verbs, "inspect", "rings:inspect", "show a ring's slots by state and owner, and its processes", more)
     text = "name as `busrl ring list` shows it, or a run directory (default: the newest below runs/)"
     add("ring", metavar="RING", nargs="?", default="", help=text)
-    add("--uid", default="", metavar="UID", help="tell one sample's history (v7: of a validation sample)")
+    add("--uid", default="", metavar="UID", help="print one sample's history (v7: of a validation sample)")
     more = "A later start of that run generates again what was in its slots."
     add = _verb(verbs, "clean", "rings:clean", "remove the shared memory of a run that is over", more)
     add("ring", metavar="RING", help="name as `busrl ring list` shows it, a run directory, or `all`")
@@ -236,7 +250,6 @@ def _add_keys(verbs: Verbs) -> None:
 
 
 def _add_watching(verbs: Verbs) -> None:
-    """The verbs that look at a run from outside."""
     text = "watch a run, a recording that is replayed, or any endpoint, changing nothing"
     add = _verb(verbs, "monitor", "watch:monitor", text, "Keys of the live view: q quit, e errors.")
     add("target", nargs="?", metavar="RUN_DIR|ENDPOINT", help="default: the only run of this user that lives")

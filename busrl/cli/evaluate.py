@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from busrl.cli.command import progress
 from busrl.cli.run import launch_pid
 from busrl.config import Topology, load, materialise, model_folder, recorded
 from busrl.config.schema import TINY, AskedSet
@@ -52,7 +53,7 @@ def evaluate(options: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         open(out, "ab").close()
     begun, evaluation = time.monotonic(), Evaluation(topology, asked)
-    rows = evaluation.run(_Patience())
+    rows = evaluation.run(progress(_progress, PATIENCE_S))
     with _writing(out):
         write_rows(out, rows)
     found = evaluation.found()
@@ -227,14 +228,5 @@ def _lines(topology: Topology, of: AskedSet, found: Found, rows: list[Row], seco
     return [*lines, f"  rows: {out}"]
 
 
-class _Patience:
-    """A line on stderr now and then."""
-
-    def __init__(self) -> None:
-        self._shown_at = time.monotonic()
-
-    def __call__(self, evaluation: Evaluation) -> None:
-        if time.monotonic() >= self._shown_at + PATIENCE_S:
-            self._shown_at = time.monotonic()
-            done, mean = len(evaluation.rewards), evaluation.mean()
-            print(f"{done} of {evaluation.asked.of.answers} samples, mean {mean:.3f}", file=sys.stderr, flush=True)
+def _progress(evaluation: Evaluation) -> str:
+    return f"{len(evaluation.rewards)} of {evaluation.asked.of.answers} samples, mean {evaluation.mean():.3f}"

@@ -31,7 +31,6 @@ SUFFIX = ".ring"
 
 
 def show_all(_options: argparse.Namespace) -> int:
-    """One line per ring of this user."""
     names = ring_names()
     if not names:
         print(f"no rings of user {os.getuid()} in {SHM}")
@@ -99,7 +98,6 @@ def _removed(name: str, force: bool) -> str:
 
 
 def ring_names() -> list[str]:
-    """Rings of this user in /dev/shm."""
     return sorted(path.name for path in SHM.glob(f"busrl.{os.getuid()}.*{SUFFIX}"))
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from busrl import files
+from busrl.cli.command import progress
 from busrl.config import machine
 from busrl.data.trace import Shape, make_trace, write
 from busrl.errors import UserError
@@ -26,13 +26,13 @@ from busrl.simulate.settings import Setting, make, notes
 from busrl.simulate.world import World
 
 PATIENCE_S = 10.0
+Rows = Sequence[tuple[tuple[str, ...], Figures]]  # values and figures of each point of a sweep
 # Options of --generate with their values when left out, and those that belong to a simulation.
 GENERATING: dict[str, Any] = {"prompts": 2048, "group_size": 8, "median": 400.0, "limit": 8192, "arrivals": 0.0}
 SIMULATING = ("topology", "overrides", "trace", "fit", "sweep", "out", "json")
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """The verb."""
     _refuse_mixed(options)
     if options.generate is not None:
         return _generate_trace(options)
@@ -72,7 +72,6 @@ def _option(name: str) -> str:
 
 
 def _generate_trace(options: argparse.Namespace) -> int:
-    """Write a long-tailed trace."""
     for name, value in GENERATING.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -99,24 +98,13 @@ def _generate_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-class Patience:
-    """A line on stderr every PATIENCE_S of a simulation that takes long; `name`: which one of a sweep."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name, self.begun = name, time.monotonic()
-        self.printed = self.begun
-
-    def __call__(self, world: World) -> None:
-        now = time.monotonic()
-        if now < self.printed + PATIENCE_S:
-            return
-        self.printed = now
-        aside = sum(world.counts.aside.values())
-        print(
-            f"{self.name}step {world.learner.step} of {world.steps} after {now - self.begun:.0f} s here and "
-            f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {aside} groups set aside",
-            file=sys.stderr, flush=True,
-        )
+def _progress(world: World, name: str, begun: float) -> str:
+    """`name`: of the point of a sweep; `begun`: by the clock here."""
+    return (
+        f"{name}step {world.learner.step} of {world.steps} after {time.monotonic() - begun:.0f} s here and "
+        f"{world.now:.0f} s of virtual time: {world.counts.ended} answers, {sum(world.counts.aside.values())} groups "
+        "set aside"
+    )
 
 
 def _play(point: Point, setting: Setting) -> Figures:
@@ -124,7 +112,8 @@ def _play(point: Point, setting: Setting) -> Figures:
         point.topology, setting.times, setting.answers, actors=setting.actors, steps=setting.steps,
         seed=setting.seed, oracle=point.topology.simulate.oracle,
     )
-    return world.run(Patience(f"{' '.join(point.values)}: " if point.values else ""))
+    name, begun = f"{' '.join(point.values)}: " if point.values else "", time.monotonic()
+    return world.run(progress(lambda world: _progress(world, name, begun), PATIENCE_S))
 
 
 def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -> int:
@@ -141,8 +130,7 @@ def _one(point: Point, setting: Setting, fitted: Fitted | None, as_json: bool) -
     return 0
 
 
-def _beyond(fitted: Fitted | None, rows: Sequence[tuple[tuple[str, ...], Figures]]) -> list[str]:
-    """Which runs are not covered by the fitted one."""
+def _beyond(fitted: Fitted | None, rows: Rows) -> list[str]:
     if fitted is None:
         return []
     found = [(" ".join(values), report.outside(fitted.seen, figures)) for values, figures in rows]
@@ -177,21 +165,15 @@ def _sweep(
     return 0
 
 
-def _write(
-    folder: Path, title: str, keys: Sequence[str], rows: Sequence[tuple[tuple[str, ...], Figures]]
-) -> list[Path]:
-    texts: dict[str, Callable[[], str]] = {
-        "sweep.csv": lambda: report.comma_separated(keys, rows),
-        "sweep.md": lambda: report.markdown(keys, rows),
-        "sweep.svg": lambda: svg(title, rows),
-    }
+def _write(folder: Path, title: str, keys: Sequence[str], rows: Rows) -> list[Path]:
+    texts = {"csv": report.comma_separated(keys, rows), "md": report.markdown(keys, rows), "svg": svg(title, rows)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be made a directory: {error.strerror}; give another") from None
-    for name, text in texts.items():
-        files.replace(folder / name, text().encode())
-    return [folder / name for name in texts]
+    for ending, text in texts.items():
+        files.replace(folder / f"sweep.{ending}", text.encode())
+    return [folder / f"sweep.{ending}" for ending in texts]
 
 
 def _plain(point: Point, setting: Setting, found: Figures) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from busrl.scheduling.trigger import LearnerPlan, Trigger
 
 # -- slots and bytes -----
 
-
 SLOTS_FROM = (
     "weights.mode", "weights.max_staleness", "learner.trigger.n_min", "groups.size", "generation.max_batch", "process",
     "segments.max_segments", "segments.rounds",
@@ -157,7 +156,6 @@ def _at_least(needed: int, given: int | str, text: str, short: Finding, found: l
 
 
 def _segments(topology: Topology) -> Iterator[str]:
-    """How an answer is cut, for `busrl check`."""
     own, limit = topology.segments, topology.generation.max_new_tokens
     if own.on:
         least = -(-limit // own.max_segments)

@@ -48,11 +48,9 @@ TABLE = (
     *(Clash(f"lora.{name}, lora.rank == 0", "LoRA is off: all weights are trained; set lora.rank, or remove it",
             warning=True) for name in ("alpha", "targets", "dropout")),
     Clash("lora.dropout; lora.rank",
-          "two forwards of the same weights differ, so even the ratio of a fresh sample is not 1; "
-          "0 for policy gradients", warning=True),
+          "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients", warning=True),
     Clash("lora.dropout, learner.deterministic; lora.rank",
-          "dropout draws other numbers in a step that is trained again after a crash; "
-          "dropout = 0, or deterministic = false"),
+          "dropout differs in a step that is trained again after a crash; dropout = 0, or deterministic = false"),
     # -- keys that a transport does not read: what they promise does not happen
     Clash(f"weights.restart_every != 1, weights.transport != {'|'.join(RESTARTS)}",
           "{t.weights.transport} restarts no engine; use learner.publish_every", warning=True),
@@ -64,81 +62,62 @@ TABLE = (
     *(Clash(f"weights.sparse.{one.name} != {one.default}, weights.sparse.enabled == False",
             "sparse updates are off; enabled = true, or remove it", warning=True) for one in fields(schema.Sparse)[1:]),
     Clash(f"weights.checksum, {_is(FOLDERS)}",
-          "every file of a version has its CRC-32 with {t.weights.transport}, and is always checked; "
-          "remove it", warning=True),
+          "{t.weights.transport} always checks the CRC-32 of each file; remove it", warning=True),
     Clash(f"weights.checksum, {_is((ONE_COPY,))}",
           "{t.weights.transport} sends nothing: there are no bytes to check; remove it", warning=True),
     Clash(f"weights.bucket_mb != {schema.Weights.bucket_mb}, weights.transport != broadcast",
           '{t.weights.transport} sends nothing in pieces; transport = "broadcast", or remove it', warning=True),
     # -- the learner's parameters are the engine's tensors
     Clash(f"{_is((ONE_COPY,))}, learner.publish_every > 1",
-          "the engine has the weights of every step at once: there are none that wait to be published; "
-          'publish_every = 1, or transport = "shm"'),
+          'the engine has the weights of every step at once; publish_every = 1, or transport = "shm"'),
     Clash(f"{_is((ONE_COPY,))}, experiments.forced_age",
-          "the engine has the newest weights at once, and older ones are nowhere; "
-          'forced_age = 0, or transport = "shm"'),
+          'the engine has the newest weights at once, and no older ones; forced_age = 0, or transport = "shm"'),
     Clash(f"{_is((ONE_COPY,))}, learner.updates_per_batch > 1",
-          "the engine would see the weights between two updates of one step; "
-          'updates_per_batch = 1, or transport = "shm"'),
+          'the engine would see weights between two updates of a step; updates_per_batch = 1, or transport = "shm"'),
     Clash(f"{_is((ONE_COPY,))}, lora.rank",
-          "an adapter is small: the base is the engine's alone, and there is nothing to share; "
-          'transport = "lora_hotswap", or rank = 0'),
-    Clash(f"{_is((ONE_COPY,))}, model.dtype != float32",
-          "the learner keeps float32 weights of its own and copies them into the engine's {t.model.dtype} ones; "
-          "float32 for a single copy", warning=True),
+          'with an adapter there is nothing to share; transport = "lora_hotswap", or rank = 0'),
     # -- a broadcast from the learner's device to each engine's
     Clash("weights.backend != gloo, weights.transport != broadcast",
           '{t.weights.transport} forms no groups; transport = "broadcast", or remove it', warning=True),
     Clash("weights.backend != gloo, weights.sparse.enabled; weights.transport == broadcast",
           "changes are found and packed in the host's memory; enabled = false, or backend = \"gloo\""),
     Clash("weights.backend != gloo, weights.checksum; weights.transport == broadcast",
-          "a digest is made in the host's memory, which takes longer than a phase may for a large model; "
-          'checksum = false, or backend = "gloo"'),
+          'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"'),
     # -- prompts and endpoints
     Clash("data.system, data.template != chat",
           'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
 )
 OPENAI = (  # where an engine is an endpoint
     Clash("openai.update == none, weights.mode != fully-async, ENGINE",
-          "the server keeps its first weights, so every sample is older than this mode allows; "
-          'update = "vllm" or "sglang", or mode = "fully-async"'),
+          'the server keeps its first weights, too old here; update = "vllm" or "sglang", or mode = "fully-async"'),
     Clash("openai.update == none, ENGINE; weights.mode == fully-async",
-          "the server keeps its first weights: the policy in training moves ever further away from them; "
-          'update = "vllm" or "sglang"', warning=True),
+          'the server keeps its first weights, so samples get ever older; update = "vllm" or "sglang"', warning=True),
     Clash(f"weights.transport != {'|'.join(FOLDERS)}, openai.update != none, ENGINE",
-          "a server in another process loads versions from a folder, and this transport writes none; transport = one "
-          f"of {', '.join(FOLDERS)}"),
+          f"the server loads versions from a folder; transport = one of {', '.join(FOLDERS)}"),
     Clash("openai.tools, openai.endpoint != chat",
           'tools belong to the chat endpoint; endpoint = "chat", or remove it'),
     Clash("openai.endpoint == chat, segments.length != 0, ENGINE",
-          "by chat an answer is made in one go: there is no way to go on from token ids; "
-          'endpoint = "completions", or length = 0'),
+          'by chat an answer cannot continue from token ids; endpoint = "completions", or length = 0'),
     Clash(f"weights.on_restart != finish, openai.endpoint == chat, {_is(RESTARTS)}, ENGINE; openai.update != none",
-          "by chat an answer has no pieces: what runs when new weights come would be lost, each time; "
-          'on_restart = "finish", or endpoint = "completions"'),
+          'by chat running answers would be lost at an update; on_restart = "finish", or endpoint = "completions"'),
     Clash("openai.endpoint == chat, data.template != chat, ENGINE",
           'the server wraps the prompt into a user turn, and training would see it without that; template = "chat"'),
     Clash("generation.on_update == keep, ENGINE",
-          "an answer that an update cuts continues from its tokens, so its keys are always computed again; "
-          '"recompute", or "auto"'),
+          'an answer that is cut continues from its tokens: keys are computed again; "recompute", or "auto"'),
     Clash("generation.temperature != 1, ENGINE",
-          "the server has to return the log-probabilities of what it draws from, after temperature; "
-          "vLLM: --logprobs-mode processed_logprobs", warning=True),
+          "it must return log-probabilities after temperature; vLLM: --logprobs-mode processed_logprobs", warning=True),
 )
 VLLM = (  # where an engine is vLLM
     Clash("vllm.max_model_len < longest, ENGINE; vllm.max_model_len",
           "prompt and completion have {t.longest} tokens; set it to {t.longest} or more, or 0"),
     Clash("vllm.start_s > limits.ready_s",
-          "a process that is not ready after limits.ready_s is killed, however long vLLM may take; "
-          "set limits.ready_s to {t.vllm.start_s:g} or more"),
+          "a process not ready after limits.ready_s is killed; set limits.ready_s to {t.vllm.start_s:g} or more"),
     Clash(f"lora.rank > {LORA_RANKS[-1]}, {_is(ADAPTERS)}, ENGINE",
           'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"'),
     Clash("vllm.rpc_s <= weights.timeout_s; weights.transport == cuda_ipc",
-          "a change of the weights may take weights.timeout_s, and vLLM waits for its end inside one call; "
-          "set vllm.rpc_s above {t.weights.timeout_s:g}"),
+          "a change of weights, one call, may take weights.timeout_s; set vllm.rpc_s above {t.weights.timeout_s:g}"),
     Clash("ENGINE, learner.deterministic",
-          "vLLM's sums depend on what is batched with what, so two runs are not equal; "
-          'engine = "torch"', warning=True),
+          'sums of vLLM depend on its batches, so runs differ; engine = "torch"', warning=True),
 )
 
 
@@ -267,7 +246,6 @@ def vllm_entries(t: Topology) -> list[int]:
 
 
 def _vllm(t: Topology) -> Iterator[Finding]:
-    """Keys that cannot work together where an engine is vLLM."""
     entries = vllm_entries(t)
     if not entries:
         changed = (name for name, value in vars(t.vllm).items() if value != getattr(schema.Vllm(), name))
@@ -317,7 +295,6 @@ def lora_rank(rank: int) -> int:
 
 # -- devices -----
 
-
 BETWEEN = {backend: kind for kind, backend in BACKEND.items() if kind != "cpu"}  # what a broadcast connects
 WITH_MODEL = ("rollout", "learner")
 DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*")
@@ -358,7 +335,6 @@ def _takes_part(entry: Process) -> bool:
 
 
 def _devices(t: Topology) -> Iterator[Finding]:
-    """What contradicts itself, in the order of the processes."""
     for index, entry in enumerate(t.process):
         yield from _device_of_entry(t, index, entry)
 
@@ -420,7 +396,6 @@ def _one_device(t: Topology, key: str, other: str) -> Iterator[Finding]:
 
 
 # -- cores -----
-
 
 LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 

@@ -188,7 +188,6 @@ def _blocks(t: Topology) -> Iterator[str]:
 
 
 def _versions(t: Topology) -> Iterator[str]:
-    """What published folders cost, where versions are folders."""
     cost = machine.weight_cost(t, model_at(t.model.path))
     if cost is None:
         return
@@ -252,7 +251,6 @@ def warnings(t: Topology) -> list[str]:
 
 
 def _lacking(t: Topology) -> Iterator[str]:
-    """What this machine or this environment lacks."""
     computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
     threads = sum(entry.threads * entry.count for entry in computing)
     if threads > (there := len(machine.cores())):

@@ -56,7 +56,6 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 
 # -- what the files hold -----
 
-
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
@@ -272,7 +271,6 @@ class _Inspection:
         return tried
 
     def _functions(self) -> None:
-        """The functions that [learner] names by import path."""
         if self._sound("learner.loss", "learner.advantage", "learner.metrics", "process"):
             for key, fault in try_functions(self.t):
                 remedy = "correct it: no step could be made with it (docs/extending.md)"
@@ -288,7 +286,6 @@ class _Inspection:
                 self._add("bus.keys", f"tcp needs keys: {rule}", remedy)
 
     def _tools(self) -> None:
-        """What every chat request names: a JSON list of objects."""
         path, rule = self.t.openai.tools, ""
         if not path or self.t.openai.endpoint != "chat" or not self._sound("openai.tools"):
             return
@@ -341,7 +338,6 @@ def model_folder(path: str) -> str:
 
 
 def _missing(folder: Path) -> tuple[str, str] | None:
-    """What a model folder lacks, and the remedy."""
     if not folder.is_dir():
         remedy = "give a folder with config.json, a tokenizer and weights; a model of the hub is downloaded first"
         return "no such folder", remedy

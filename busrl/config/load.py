@@ -31,7 +31,6 @@ UNRESOLVED = Derived(
     slot_bytes=0, task_bytes=0, train_prompts=0, validation_prompts=0, ring_bytes=0, val_samples=0,
 )
 
-
 # What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
 REAL_FILES = frozenset(
     {

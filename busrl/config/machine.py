@@ -31,7 +31,6 @@ from busrl.errors import DiskFull, UserError
 
 # -- tasks that are made on first use -----
 
-
 MAKER = "busrl.quickstart"  # the module that makes what a name beginning with TINY stands for; imported for these alone
 
 
@@ -95,13 +94,9 @@ def model_facts(folder: Path | None) -> ModelFacts:
     config = read_config(folder)
     text = _nested(config) or config
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
+    hidden, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     return ModelFacts(
-        kind=str(kinds[0]),
-        hidden=whole(text, "hidden_size", "n_embd", "d_model"),
-        layers=whole(text, *LAYERS),
-        vocabulary=whole(text, "vocab_size"),
-        context=context_of(config),
-        parameters=count_of(tensor_shapes(folder)),
+        str(kinds[0]), hidden, layers, whole(text, "vocab_size"), context_of(config), count_of(tensor_shapes(folder))
     )
 
 
@@ -224,7 +219,6 @@ def _named_cores(t: Topology) -> frozenset[int]:
 
 # -- published versions -----
 
-
 ADAPTER_BYTES = 4  # an adapter is float32 whatever the model is
 UNBOUNDED = 8  # versions of an adapter that vLLM may be asked for where nothing bounds their age
 SMALL_FILES = 16 << 10  # configuration and stamp of an adapter
@@ -294,19 +288,18 @@ def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
 
 def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
     """Shapes of the weights that get an adapter, as far as names and shapes tell."""
-    matrices = ((name.split(".")[-2], shape) for name, shape in shapes.items() if _is_matrix(name, shape))
-    asked = (shape for layer, shape in matrices if (layer in targets if targets else not _outer(layer)))
+    asked = (shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer)))
     return [(rows, columns) for rows, columns in asked]
 
 
 def weight_layers(shapes: Shapes) -> set[str]:
     """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, no embeddings."""
-    matrices = {name.split(".")[-2] for name, shape in shapes.items() if _is_matrix(name, shape)}
-    return {name for name in matrices if name in HEADS or not _outer(name)}
+    return {layer for layer, _ in _matrices(shapes) if layer in HEADS or not _outer(layer)}
 
 
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and name.endswith(".weight")
+def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Last name of the layer, and shape."""
+    return ((n.split(".")[-2], shape) for n, shape in shapes.items() if len(shape) == 2 and n.endswith(".weight"))
 
 
 def require_disk(t: Topology, model: Path | None, run_dir: Path) -> None:
@@ -330,7 +323,6 @@ def _outer(layer: str) -> bool:
 
 
 # -- learning rates -----
-
 
 USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights
 LARGEST = 5e-7

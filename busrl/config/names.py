@@ -65,7 +65,7 @@ def modern(data: dict[str, Any]) -> dict[str, Any]:
     for old, new in MOVED.items():
         found, value = _taken(made, old)
         if found:
-            _put(made, new, _seconds(value) if old in MOVED_MS else value)
+            _put(made, new, value / 1000 if old in MOVED_MS and not isinstance(value, str) else value)
     if without[0]:  # an older run validated on the training prompts where it had no others
         rounds = made.get("derived", {}).get("val_samples", 0)
         _put(made, "validation.data", without[1] or (made["data"]["train"] if rounds else ""))
@@ -99,10 +99,6 @@ def _known_limits(made: dict[str, Any]) -> dict[str, Any]:
         "mode": weights["mode"], "n_min": made["learner"]["trigger"]["n_min"], "max_staleness": bound,
         "group_size": made["groups"]["size"], "waves": waves, "window": 0 if sync else weights.get("window", 0),
     }
-
-
-def _seconds(milliseconds: Any) -> Any:
-    return milliseconds if isinstance(milliseconds, str) else milliseconds / 1000
 
 
 def _taken(data: dict[str, Any], key: str) -> tuple[bool, Any]:

@@ -298,7 +298,6 @@ def parse_value(text: str) -> Any:
 
 # -- from plain data to the tables -----
 
-
 SHOWN = 120  # characters of a value in a message
 SECTIONS: dict[str, type] = {
     item.name: item.table for item in items(schema.Topology).values() if item.table and item.name != "derived"

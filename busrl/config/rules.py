@@ -104,7 +104,6 @@ def _holds(t: Topology, key: str, sign: str = "", other: str = "") -> bool:
 
 
 def _keys(terms: str) -> tuple[str, ...]:
-    """The dotted keys in a text of terms, in their order."""
     return tuple(re.findall(r"(?<![\w.])[a-z]\w*(?:\.\w+)+", terms))
 
 
@@ -120,22 +119,17 @@ RESTARTED = f"weights.transport == {'|'.join(RESTARTS)}"
 TABLE = (
     # -- what is trained, and when
     Clash("learner.loss == decoupled, weights.mode != sync, learner.updates_per_batch == 1",
-          "with one update per batch the proximal policy is the current one: the clip cannot act on stale samples; "
-          'use loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'),
+          'with one update per batch the clip never acts; loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'),
     Clash("learner.loss == decoupled, weights.mode == sync, learner.updates_per_batch == 1; experiments.forced_age",
-          "with one update per batch the proximal policy is the current one: the clip cannot act on stale samples; "
-          'use loss = "ppo_clip", mode = "sync", or updates_per_batch > 1', warning=True),
+          'with one update per batch the clip never acts; loss = "ppo_clip", or updates_per_batch > 1', warning=True),
     Clash("generation.top_p < 1",
           "the learner does not know which tokens top_p cut, so it cannot train on what was sampled; set it to 1.0"),
     Clash("learner.updates_per_batch > learner.trigger.n_min",
-          "mini-batches are whole groups, so a step of n_min groups has at most n_min updates; "
-          "lower updates_per_batch"),
+          "mini-batches are whole groups, so n_min groups have at most n_min updates; lower updates_per_batch"),
     Clash("learner.micro_batch_tokens < longest",
-          "the longest sample has {t.longest} tokens; each that exceeds the budget is a micro-batch of its own; "
-          "set it to {t.longest} or more", warning=True),
+          "the longest sample ({t.longest} tokens) exceeds the budget; set it to {t.longest} or more", warning=True),
     Clash("learner.trigger.t_max_s != inf, weights.mode == sync",
-          "a synchronous round ends when all its groups have ended, not by time; "
-          't_max_s = inf, or mode = "batch-async"'),
+          'a synchronous round ends with its groups, not by time; t_max_s = inf, or mode = "batch-async"'),
     Clash("learner.trigger.t_max_s != inf, learner.deterministic",
           "a step that fires by time depends on the load of the machine; t_max_s = inf, or deterministic = false"),
     Clash("learner.trigger.n_floor > learner.trigger.n_min",
@@ -143,14 +137,11 @@ TABLE = (
     Clash("learner.trigger.n_floor; learner.trigger.t_max_s == inf",
           "it is used by t_max_s only, which is inf; remove it, or set t_max_s", warning=True),
     Clash("learner.deterministic, weights.mode != sync",
-          "when weights reach an engine depends on the machine, so two runs agree only in their order of training; "
-          'mode = "sync" for equal runs', warning=True),
+          'weights arrive when the machine lets them, so runs differ; mode = "sync" for equal runs', warning=True),
     Clash("experiments.forced_age, weights.mode != sync",
-          "weights can be published an exact number of steps late only in synchronous rounds; "
-          'mode = "sync", or forced_age = 0'),
+          'an exact number of steps late is possible in rounds only; mode = "sync", or forced_age = 0'),
     Clash("experiments.forced_age; weights.mode == sync",
-          "an experiment: every batch is made by weights {t.experiments.forced_age} steps old; "
-          "0 for real training", warning=True),
+          "an experiment: batches of weights {t.experiments.forced_age} steps old; 0 for real training", warning=True),
     Clash("weights.window, weights.mode == sync",
           'a round is trained whole, so its window is the round; remove it, or mode = "batch-async"', warning=True),
     Clash("weights.over_age == drop, weights.mode != batch-async",
@@ -160,34 +151,28 @@ TABLE = (
           'wal = "async" costs almost nothing', warning=True),
     # -- the order of dispatch
     Clash("scheduler.probe, scheduler.policy == fifo",
-          "a probe shows how long its siblings will be, and fifo does not use that: they would only come later; "
-          'probe = false, or policy = "adaptive"'),
+          'fifo does not use what a probe shows: siblings only come later; probe = false, or policy = "adaptive"'),
     Clash("scheduler.predictor != rules, scheduler.policy == fifo",
           'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True),
     Clash("scheduler.keywords, scheduler.policy == fifo; scheduler.predictor == rules",
           'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True),
     # -- segments
     Clash("segments.global_max_length, segments.length == 0",
-          "segments are off, so the limit of an answer is generation.max_new_tokens; "
-          'set segments.length to a number of tokens or "auto", or remove it'),
+          "segments are off, so generation.max_new_tokens is the limit; set segments.length, or remove it"),
     Clash("segments.loss == last_segment, segments.length == 0",
-          "segments are off: the last segment is the whole answer; "
-          'set segments.length to a number of tokens or "auto"', warning=True),
+          'segments are off: the last one is the whole answer; set segments.length, for example "auto"', warning=True),
     Clash("segments.length == auto, learner.deterministic",
           "a length that follows the answers depends on who finished first; give a number, or deterministic = false"),
     Clash("segments.loss == pois, weights.mode != sync",
-          "with ratio 1 nothing corrects for old samples; measured: it does not learn at age 2; "
-          'loss = "behaviour", or mode = "sync"'),
+          'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"'),
     Clash("segments.loss == pois, learner.loss == decoupled",
           'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
     Clash("segments.loss == pois, learner.updates_per_batch > 1",
           "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1"),
     Clash("segments.rounds == segments, segments.length == 0",
-          "segments are off: there is nothing that a round could be made of; "
-          'set segments.length, or rounds = "answers"'),
+          'segments are off, so a round has none; set segments.length, or rounds = "answers"'),
     Clash("segments.rounds == segments, weights.mode != sync",
-          "only synchronous steps have rounds; elsewhere nothing waits for a segment; "
-          'mode = "sync", or rounds = "answers"'),
+          'only synchronous steps have rounds; mode = "sync", or rounds = "answers"'),
     Clash("segments.rounds == segments, experiments.forced_age",
           'an answer in several waves has tokens of several ages; forced_age = 0, or rounds = "answers"'),
     Clash("segments.rounds == segments, learner.publish_every > 1",
@@ -195,8 +180,7 @@ TABLE = (
     Clash(f"segments.rounds == segments, weights.restart_every > 1; learner.publish_every == 1, {RESTARTED}",
           "the next wave begins when what this one completed is published; restart_every = 1"),
     Clash("segments.rounds == segments, scheduler.probe",
-          "siblings would wait for a probe that gets its next segment in the next wave, which waits for them; "
-          'probe = false, or rounds = "answers"'),
+          'siblings and the next wave would wait for each other; probe = false, or rounds = "answers"'),
     Clash("scheduler.ahead, segments.rounds == segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
     # -- rewards and validation
@@ -217,22 +201,18 @@ TABLE = (
     Clash(f"{RULES}.high_t_max_s > {RULES}.low_t_max_s; {HERE}.mode != off",
           "high_t_max_s <= low_t_max_s: high entropy asks for steps more often; the defaults are 0.25 and 1"),
     Clash(f"{HERE}.mode == act, weights.mode == sync",
-          "a synchronous round is n_min groups, all admitted together: there is nothing to move; "
-          'mode = "advise", or weights.mode = "batch-async"'),
+          'a round is n_min groups: there is nothing to move; mode = "advise", or weights.mode = "batch-async"'),
     Clash(f"{HERE}.mode == act, learner.trigger.count == ended",
-          "the controller moves the number of groups that are trained, not of those that ended; "
-          'count = "usable", or mode = "advise"'),
+          'it moves the number of groups trained, not ended; count = "usable", or mode = "advise"'),
 )
 # Of a topology with a scripted engine, whose key is ENGINE.
 SCRIPTED = (
     Clash("ENGINE, weights.transport != shm",
           'a scripted engine follows the versions in shared memory; set weights.transport = "shm"'),
     Clash("reward.extract, ENGINE; reward.kind == exact_match",
-          "the text of a scripted answer is the bare answer, or a wrong one: the pattern would find neither; "
-          "remove extract"),
+          "a scripted answer is bare, or wrong: the pattern would find neither; remove extract"),
     Clash("ENGINE",
-          "nothing is learnt: token ids are drawn at random, lengths and rewards are those of data.train; "
-          'engine = "torch" for training', warning=True),
+          'nothing is learnt: tokens are random, rewards are given; engine = "torch" for training', warning=True),
 )
 
 
@@ -261,7 +241,6 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
 
 
 def _segments(t: Topology) -> Iterator[Finding]:
-    """The sums of answers that are cut."""
     own, limit = t.segments, t.generation.max_new_tokens
     if own.on and own.global_max_length not in (0, limit):
         rule = "an answer has one limit, and both are given"
@@ -484,7 +463,6 @@ def _named(key: str, given: Iterable[str], known: Sequence[str], what: str) -> I
 
 # -- the controller -----
 
-
 CONTROL_KEYS = (f"{HERE}.mode", f"{HERE}.n_lo", f"{HERE}.n_hi")  # what the sums for B and W look at
 
 
@@ -523,7 +501,6 @@ def explain_control(t: Topology) -> Iterator[str]:
 
 
 def _control(t: Topology) -> Iterator[Finding]:
-    """What contradicts itself, or the rest of the topology."""
     n_min, (low, high), mode = t.learner.trigger.n_min, range_of(t), t.learner.controller.mode
     if low > n_min and mode != "off":
         rule = f"n_lo <= n_min: the run starts with n_min = {n_min}"
@@ -543,10 +520,7 @@ def _entropy(t: Topology) -> Iterator[Finding]:
     c, remedy = t.experiments.controller, "the defaults are 0.6 and 1.3"
     if t.learner.controller.mode == "off":
         return
-    if c.low >= c.high:
-        rule = "low < high: entropy cannot be below the one and above the other"
-        yield Finding((f"{RULES}.low", f"{RULES}.high"), rule, remedy)
-    elif not c.low < 1 < c.high:
+    if not c.low < 1 < c.high:
         yield Finding((f"{RULES}.low", f"{RULES}.high"), "low < 1 < high: a run begins at H / H_ref = 1", remedy)
     elif c.low + c.hysteresis >= c.high - c.hysteresis:
         rule = f"low + hysteresis < high - hysteresis: the gap of {c.high - c.low:g} has no middle left"

@@ -63,8 +63,7 @@ class Model:
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
     dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
                      choices=("auto", "float32", "bfloat16"))
-    device: str = key("auto", "where the model runs: a kind of device, or the best there is; see docs/gpu.md",
-                      choices=("auto", "cpu", "cuda", "npu"))
+    device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class Lora:
 
     rank: int = key(0, "rank of the adapter; 0 = off, all weights are trained", low=0, high=4096)
     alpha: int = key(0, "what the adapter adds is scaled by alpha / rank; 0 = 2 x rank", low=0, high=1 << 20)
-    targets: tuple[str, ...] = key((), "last names of the linear layers that get one, for example q_proj; empty = all "
-                                       "but the output head")
+    targets: tuple[str, ...] = key((), "last names of the layers that get one, as q_proj; empty = all but the head")
     dropout: float = key(0.0, "share of a layer's inputs that its adapter does not see while training", low=0, below=1)
 
     @property
@@ -119,8 +117,7 @@ class Generation:
     max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
     max_prompt_tokens: int | str = key("auto", "a longer prompt is set aside (fate l); auto = the longest of the data",
                                        words=("auto",), low=1, high=1 << 20)
-    prefill_tokens: int = key(2048, "torch engine: prompt tokens that are computed between two decoding steps, at most",
-                              low=1, high=1 << 20)
+    prefill_tokens: int = key(2048, "torch engine: most prompt tokens between two decoding steps", low=1, high=1 << 20)
     on_update: str = key("auto", "keys and values of running sequences after new weights: kept, or computed again; "
                          "auto = the engine's own choice", choices=("auto", "keep", "recompute"))
 
@@ -132,12 +129,10 @@ class Segments:
     length: int | str = key(0, "tokens of one segment; 0 = answers are made in one go, auto = from the lengths seen",
                             words=("auto",), low=0, high=1 << 20)
     max_segments: int = key(8, "an answer has at most so many segments", low=1, high=MOST_SEGMENTS)
-    global_max_length: int = key(0, "tokens of an answer over all of its segments, the place of "
-                                    "generation.max_new_tokens; 0 = that", low=0, high=1 << 20)
+    global_max_length: int = key(0, "tokens of a whole answer; 0 = generation.max_new_tokens", low=0, high=1 << 20)
     loss: str = key("behaviour", "trained: all tokens with their own ratios, all with ratio 1, or the last segment",
                     choices=("behaviour", "pois", "last_segment"))
-    rounds: str = key("answers", "weights.mode = sync: a round ends with its answers, or with a segment of each",
-                      choices=("answers", "segments"))
+    rounds: str = key("answers", "sync: a round is of answers or a segment of each", choices=("answers", "segments"))
 
     @property
     def on(self) -> bool:
@@ -157,8 +152,7 @@ class Trigger:
     n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
     t_max_s: float = key(math.inf, "fire after this many seconds if n_floor groups are ready; inf = never",
                          words=("inf",), above=0, finite=False)
-    count: str = key("usable", "what counts against n_min: groups to train on, or every ended group (flat ones too)",
-                     choices=("usable", "ended"))
+    count: str = key("usable", "what n_min counts: groups to train on, or all that ended", choices=("usable", "ended"))
     n_floor: int = key(0, "fewest groups that t_max_s may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
 
 
@@ -173,12 +167,29 @@ class Controller:
     cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
 
 
+ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")  # names of transformers
+
+
+@dataclass(frozen=True)
+class Memory:
+    """[learner.memory]: what the learner keeps for its backward, and what it computes again or in pieces."""
+
+    activation_checkpointing: str = key("auto", "keep the input of each layer alone and compute the rest again; auto = "
+                                                "on an accelerator from 1 B parameters on",
+                                        choices=("auto", "full", "none"))
+    head_rows: int = key(0, "rows of logits that exist at the same time; 0 = as many as 64 MiB hold (on an accelerator "
+                            "256 MiB)", low=0, high=1 << 20)
+    head_dtype: str = key("model", "number type in which logits are multiplied out: that of the weights, or float32",
+                          choices=("model", "float32"))
+    attention: str = key("auto", "auto = packed rows, a shared prompt once; or an implementation of transformers, by "
+                                 "name, over rows of whole samples", choices=("auto", *ATTENTIONS))
+
+
 @dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
 
-    lr: float = key(REQUIRED, "learning rate for steps of n_min groups; scaled by sqrt(groups / n_min)", above=0,
-                    high=10)
+    lr: float = key(REQUIRED, "learning rate for n_min groups; scaled by sqrt(groups / n_min)", above=0, high=10)
     loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"), function=True)
     advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"),
                          function=True)
@@ -200,19 +211,17 @@ class Learner:
     micro_batch_min_samples: int = key(16, "start a micro-batch when this many samples are ready", low=1, high=65536)
     updates_per_batch: int = key(1, "optimiser updates per step, each on a mini-batch of whole groups", low=1, high=64)
     publish_every: int = key(1, "publish the weights every so many steps", low=1, high=1024)
-    checkpoint_every: int = key(50, "write a checkpoint every so many steps (of n_min groups each where the batch can "
-                                    "vary); 0 = only at the end", low=0)
+    checkpoint_every: int = key(50, "a checkpoint every so many steps (of n_min groups); 0 = only at the end", low=0)
     keep_last: int = key(2, "checkpoints kept", low=1, high=10000)
-    wal: str = key("sync", "write-ahead log: fsync before training, without fsync, or none",
-                   choices=("sync", "async", "off"))
+    wal: str = key("sync", "write-ahead log: with fsync, without, or none", choices=("sync", "async", "off"))
     deterministic: bool = key(False, "claim at firing and train in (group, member) order")
     mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
                                      "far (nats, mean) from the learner's; 0 = never", low=0)
-    length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all that ended; 0 = never",
-                              low=0, high=1)
+    length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all; 0 = off", low=0, high=1)
     length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)
     trigger: Trigger = field(default_factory=Trigger)
     controller: Controller = field(default_factory=Controller)
+    memory: Memory = field(default_factory=Memory)
 
 
 @dataclass(frozen=True)
@@ -220,8 +229,7 @@ class Sparse:
     """[weights.sparse]: only the values that changed, instead of all of them (docs/weights.md)."""
 
     enabled: bool = key(False, "send changed values only where that is less; costs one more copy in the learner")
-    threshold: float = key(0.1, "send all values when the changed ones would be more than this share of the bytes",
-                           above=0, high=1)
+    threshold: float = key(0.1, "send all values if more than this share of the bytes changed", above=0, high=1)
     key_every: int = key(32, "send all values every so many versions all the same", low=1, high=65536)
 
 
@@ -229,19 +237,14 @@ class Sparse:
 class Weights:
     """[weights]: from the learner to the engines."""
 
-    transport: str = key("shm", "how weights travel; see docs/weights.md",
-                         choices=tuple(ENGINES))
-    restart_every: int = key(1, "lora_restart, checkpoint_restart: of the publications that learner.publish_every "
-                                "gives, every so many", low=1, high=1024)
+    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=tuple(ENGINES))
+    restart_every: int = key(1, "lora_restart, checkpoint_restart: take one publication in so many", low=1, high=1024)
     on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
                           "before it", choices=("continue", "finish"))
-    mode: str = key("batch-async", "how far generation may run ahead of training",
-                    choices=("sync", "batch-async", "fully-async"))
+    mode: str = key("batch-async", "how far ahead generation may run", choices=("sync", "batch-async", "fully-async"))
     max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
-    over_age: str = key("wait", "a group above max_staleness: hold admission until it is trained, or drop it",
-                        choices=("wait", "drop"))
-    window: int = key(0, "W: groups past the oldest that may be trained before it; 0 = 0.3 of the buffer B",
-                      low=0, high=65536)
+    over_age: str = key("wait", "a group above max_staleness holds admission, or is dropped", choices=("wait", "drop"))
+    window: int = key(0, "W: groups past the oldest that may go first; 0 = 0.3 of the buffer B", low=0, high=65536)
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", above=0)
     checksum: bool = key(False, "engines check the bytes of each version against a digest (one more pass over them)")
     bucket_mb: int = key(16, "broadcast: MiB that are sent at once and have a deadline of their own", low=1, high=4096)
@@ -288,10 +291,10 @@ class Validation:
     """[validation]: measuring without training; on when `data` or a set names prompts: a validator is started then."""
 
     data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = none but those of sets", path=True)
-    every: int = key(0, "a round every so many steps (of n_min groups each where the batch can vary); 0 = never "
-                        "during the run", low=0)
-    samples: int | str = key(512, "prompts a round, spread over a longer file; each prompt of a shorter one counts the "
-                             "same; all (or 0) = every line once", words=("all",), low=0, high=1 << 24)
+    every: int = key(0, "a round every so many steps (of n_min groups); 0 = only before and after the run",
+                     low=0)
+    samples: int | str = key(512, "prompts a round, spread over the file; its prompts count the same; all (or 0) = "
+                             "every line once", words=("all",), low=0, high=1 << 24)
     k: int = key(1, "answers to each prompt: for pass@k and maj@k", low=1, high=4096)
     temperature: float = key(1.0, "0 = greedy", low=0, high=10)
     top_p: float = key(1.0, "nucleus sampling", above=0, high=1)
@@ -302,8 +305,8 @@ class Validation:
                            "have it")
     at_start: bool = key(True, "one round before the first step")
     at_end: bool = key(True, "one round after the last step")
-    mode: str = key("hold", "pin the version during a round; let rollouts that only validate keep it while training "
-                    "goes on; or let it move and label the metric mixed", choices=("hold", "dedicated", "free"))
+    mode: str = key("hold", "a round pins the version (hold), has rollouts that keep it (dedicated), or lets it "
+                    "move (free: metric mixed)", choices=("hold", "dedicated", "free"))
     set: tuple[ValidationSet, ...] = ()
 
 
@@ -340,14 +343,12 @@ class Scheduler:
     predictor: str = key("rules", "who predicts the length of an answer: words, a model of texts, like answers, or all "
                          "three; the oracle reads the trace (scripted engine only)",
                          choices=("rules", "learned", "history", "blend", "oracle"))
-    keywords: str = key("", "TOML table of weighted words for rules and blend; empty: the one that is shipped",
-                        path=True)
+    keywords: str = key("", "TOML table of weighted words for rules and blend; empty: busrl's own", path=True)
     horizon: int = key(0, "a policy reorders only within this many drawn groups; 0 = 2 x n_min", low=0, high=1 << 20)
     ahead: int = key(0, "open no new group while this many samples wait for an engine, so that order is decided late; "
                         "0 = no limit", low=0, high=1 << 20)
     aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
-    tail_share: float = key(0.25, "adaptive, in a stream: share of the workers' rows kept for the longest quarter",
-                            low=0, high=0.9)
+    tail_share: float = key(0.25, "adaptive, in a stream: share of rows kept for the longest quarter", low=0, high=0.9)
     probe: bool = key(False, "one sample of a group first; its siblings follow in the order that its length teaches")
 
 
@@ -360,8 +361,7 @@ class Limits:
     work_s: float = key(600.0, "the same for one piece of long work: a micro-batch, a prompt's prefill, a part of a "
                         "checkpoint or of a publication, a result of a validation that holds the version", above=0)
     stop_s: float = key(10.0, "a stopping process is killed after this time", above=0)
-    lease_s: float = key(20.0, "a task of a worker without a mapping of the ring goes back after this silence", above=0,
-                         high=3600)
+    lease_s: float = key(20.0, "a remote worker's task goes back after this silence", above=0, high=3600)
     idle_groups: int | str = key("auto", "the run ends, with the cause, after so many groups in a row of which none "
                                  "could be trained; auto = 4 x n_min, at least 32; 0 = never", words=("auto",), low=0)
     restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
@@ -380,22 +380,18 @@ class Simulate:
     prefill_token_s: float = key(0.000005, "a token of its prompt, or of earlier segments", low=0, high=1e6)
     weights_s: float = key(0.002, "new weights stop a rollout process for this long", low=0, high=1e6)
     speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
-    step_spread: float = key(0.0, "how its times vary from one quarter second to the next: spread of the log", low=0,
-                             high=3)
+    step_spread: float = key(0.0, "how its times vary between quarter seconds: spread of the log", low=0, high=3)
     reward_s: float = key(0.03, "mean time that an answer waits until a reward process looks", low=0, high=1e6)
-    reward_call_s: float = key(0.0, "one call of the reward; reward.workers of each process make them, others wait",
-                               low=0, high=1e6)
+    reward_call_s: float = key(0.0, "one call of the reward, made by one of reward.workers", low=0, high=1e6)
     learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
     learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
     learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)
     learner_spread: float = key(0.0, "how the learner's times vary from step to step: spread of the log", low=0, high=3)
     publish_s: float = key(0.001, "publishing a version", low=0, high=1e6)
     checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
-    length_median: int = key(0, "median answer in tokens where there is no trace; 0 = max_new_tokens / 4",
-                             low=0, high=1 << 20)
-    flat_share: float = key(0.2, "share of the groups whose rewards are all equal, where a trace has no rewards", low=0,
-                            below=1)
-    oracle: bool = key(False, "the policy is told the true lengths instead of predictions")
+    length_median: int = key(0, "median answer without a trace, in tokens; 0 = max_new_tokens / 4", low=0, high=1 << 20)
+    flat_share: float = key(0.2, "share of flat groups (equal rewards), if a trace has no rewards", low=0, below=1)
+    oracle: bool = key(False, "the policy gets the true lengths instead of predictions")
 
 
 @dataclass(frozen=True)
@@ -404,8 +400,7 @@ class BusFault:
 
     types: tuple[str, ...] = key((), "names of messages, for example NEW_TASK; empty = all")
     roles: tuple[str, ...] = key((), "roles at whose end it happens, launch included; empty = all but the broker")
-    at: str = key("receiver", "each receiver loses its own, or the sender loses it for all",
-                  choices=("receiver", "sender"))
+    at: str = key("receiver", "each receiver loses its own, or the sender for all", choices=("receiver", "sender"))
     drop: float = key(0.0, "share of the messages that is lost", low=0, high=1)
     duplicate: float = key(0.0, "share that arrives twice", low=0, high=1)
     delay_s: float = key(0.0, "each arrives late, by anything up to this", low=0, high=60)
@@ -436,14 +431,10 @@ class Mock:
     """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
 
     token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token", above=0, high=5)
-    per_sequence_s: float = key(0.0, "seconds more per step for each sequence that runs at the same time",
-                                low=0, high=1)
-    prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt, or of an answer that is continued",
-                                     low=0, high=1)
-    jitter: float = key(0.0, "every stretch of steps takes up to this share longer or shorter, by chance", low=0,
-                        below=1)
-    learner_s_per_token: float = key(0.0, "the learner takes at least this long per trained token, as a larger model "
-                                          "would", low=0, high=0.002)
+    per_sequence_s: float = key(0.0, "seconds more per step for each running sequence", low=0, high=1)
+    prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt or earlier segment", low=0, high=1)
+    jitter: float = key(0.0, "each stretch of steps is up to this share longer or shorter", low=0, below=1)
+    learner_s_per_token: float = key(0.0, "least time of the learner per trained token", low=0, high=0.002)
     right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
 
 
@@ -461,16 +452,13 @@ class Openai:
 
     base_url: str = key("", "address of the API, for example http://127.0.0.1:8000/v1")
     model: str = key("", "the model's name there; empty = the only one that it has")
-    endpoint: str = key("completions", "token ids both ways, or prompts as a user turn of a chat",
-                        choices=("completions", "chat"))
-    update: str = key("none", "how the server is told of new weights; none = it keeps those that it was started with",
-                      choices=("none", "vllm", "sglang"))
+    endpoint: str = key("completions", "token ids both ways, or prompts as chats", choices=("completions", "chat"))
+    update: str = key("none", "how the server gets new weights; none = never", choices=("none", "vllm", "sglang"))
     api_key_env: str = key("", "environment variable that holds the key; empty = no key is sent")
     tools: str = key("", "chat: JSON file with a list of tools that every request names", path=True)
     timeout_s: float = key(60.0, "a try that brings no token for this long has failed", above=0, high=3600)
     retries: int = key(8, "a request that fails so often in a row, while others succeed, is given up", low=0, high=1000)
-    patience_s: float = key(120.0, "no usable answer to any request for this long ends the process, with the reason",
-                            above=0, high=86400)
+    patience_s: float = key(120.0, "the process ends after so long without a usable answer", above=0, high=86400)
 
 
 @dataclass(frozen=True)
@@ -499,24 +487,20 @@ class Vllm:
     """[vllm]: rollout processes with engine = "vllm"; see docs/engines.md."""
 
     tensor_parallel: int = key(1, "devices that one engine spreads its model over", low=1, high=64)
-    gpu_memory_utilization: float = key(0.85, "accelerator: share of the device's memory for weights and cache",
-                                        above=0, high=1)
+    gpu_memory_utilization: float = key(0.85, "accelerator: share of its memory for weights and cache", above=0, high=1)
     kv_cache_mb: int | str = key("auto", "key-value cache in MiB; auto = what max_batch sequences can need, on an "
                                  "accelerator what is left", words=("auto",), low=1, high=1 << 24)
-    enforce_eager: str = key("auto", "no compilation and no CUDA graphs; auto = on CPU only",
-                             choices=("auto", "on", "off"))
+    enforce_eager: str = key("auto", "no compilation, no CUDA graphs; auto = on CPU", choices=("auto", "on", "off"))
     block_size: int = key(0, "positions per block of the cache; 0 = 32 on CPU, else vLLM's own", low=0, high=4096)
     max_model_len: int = key(0, "longest sequence; 0 = longest prompt and answer", low=0, high=1 << 24)
-    seeded: bool = key(True, "every sample has a random stream of its own; false = one stream for all, faster with "
-                             "many rows")
+    seeded: bool = key(True, "a random stream for each sample; false = one for all, faster with many rows")
     start_s: float = key(120.0, "vLLM must have started after this time", above=0)
     rpc_s: float = key(20.0, "a call to vLLM without an answer for this long ends the process", above=0)
     silent_s: float = key(60.0, "so does an engine at work that makes no token for this long", above=0)
     stop_s: float = key(5.0, "a stopping vLLM is killed after this time", above=0)
     check_parameters: int = key(50_000_000, "after the first new weights a model of at most so many parameters is "
                                 "compared with a plain forward pass; 0 = never", low=0)
-    check_tolerance: float = key(0.0, "largest difference of a log-probability in it; 0 = 0.001 for float32, 0.2 for "
-                                 "bfloat16", low=0)
+    check_tolerance: float = key(0.0, "largest difference then; 0 = 0.001 for float32, 0.2 for bfloat16", low=0)
     extra: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule(
         'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
 
@@ -537,8 +521,7 @@ class ControllerRules:
     hysteresis: float = key(0.1, "a band is left so far inside of its threshold", low=0, high=10)
     high_t_max_s: float = key(0.25, "t_max_s at high entropy, where it is finite", above=0)
     low_t_max_s: float = key(1.0, "t_max_s at low entropy, where it is finite", above=0)
-    clip_factor: float = key(5.0, "a clip fraction above so many times its baseline vetoes smaller steps",
-                             low=1, high=1e6)
+    clip_factor: float = key(5.0, "a clip fraction so many times its baseline vetoes smaller steps", low=1, high=1e6)
     clip_floor: float = key(0.001, "least baseline of the clip fraction", above=0, high=1)
     ess_low: float = key(0.5, "an ESS below it vetoes smaller steps", low=0, high=1)
 
@@ -547,11 +530,9 @@ class ControllerRules:
 class Experiments:
     """[experiments]: for measurements; each of these has been tried and is off."""
 
-    dmmpt: str = key("off", "leave out tokens that are mastered: never, always, or while the entropy is low",
-                     choices=("off", "on", "gate"))
+    dmmpt: str = key("off", "leave out mastered tokens: never, always, at low entropy", choices=("off", "on", "gate"))
     dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
-    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy, and what the gate compares with",
-                             above=0, high=100)
+    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy; and of the gate", above=0, high=100)
     forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
     controller: ControllerRules = field(default_factory=ControllerRules)
 

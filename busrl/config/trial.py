@@ -1,4 +1,4 @@
-"""What a run would do with its prompts, tried before it starts: their tokens, and what the reward says of the first.
+"""What a run would do with its prompts, tried before it starts: their tokens, and what the reward gives for the first.
 
 Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch: that is what
 `generation.max_prompt_tokens = "auto"` comes to, and which prompts a given limit leaves out. The reward runs in a
@@ -40,7 +40,6 @@ from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
 from busrl.errors import DataError
 
 # -- prompts in tokens -----
-
 
 ALL = 20_000  # prompts that are all counted,
 ALL_BYTES = 16 << 20  # if they are not more than this
@@ -241,7 +240,6 @@ def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
 
 # -- the first prompt and its reward -----
 
-
 LOAD_S = 60.0  # importing a reward may take so long
 END_S = 5.0  # from the end of its output to that of the process
 SHOWN_TEXT, SHOWN_IDS = 160, 12
@@ -367,7 +365,6 @@ def ends(t: Topology) -> str:
 
 
 # -- the other process -----
-
 
 Answers = list[tuple[str, str, list[int]]]
 

@@ -2,7 +2,7 @@
 
 Used where no model is loaded: `busrl check` counts tokens with it. Reads tokenizer.json, tokenizer_config.json and the
 template files; needs the packages tokenizers and jinja2, which transformers brings. An engine encodes with the
-folder's own tokenizer (`busrl.engines.tokens`); tests compare the ids of both. Knows nothing of prompt files.
+folder's own tokenizer (`busrl.engines.base`); tests compare the ids of both. Knows nothing of prompt files.
 
 - A template writes every special token itself, so what it wrote is encoded without adding any.
 - A template is foreign code: it runs in jinja2's sandbox, and sees plain data only.

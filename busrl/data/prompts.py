@@ -1,7 +1,7 @@
 """The prompts of a run: what one line of a JSONL file must be, its draws, and what a model is asked with it.
 
 Talks to one file, which it never changes. Knows nothing of the ring, groups, fates or token ids; messages become text
-and ids by the tokenizer's own chat template (`busrl.engines.tokens` in an engine, `chat` where there is no torch).
+and ids by the tokenizer's own chat template (`busrl.engines.base` in an engine, `chat` where there is no torch).
 
 - `prompt_of` alone decides what a model is asked: rollouts, `busrl check` and whatever shows a prompt call it.
 - The bytes of a line, without its newline, are the task: their crc32 identifies the prompt in the ledger and the log.

@@ -26,7 +26,7 @@ MAX_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
-class Task:
+class TracedPrompt:
     """One line of a trace."""
 
     prompt: str
@@ -45,7 +45,7 @@ class Task:
         return self.rewards[member % len(self.rewards)] if self.rewards else None
 
 
-def read(path: str | Path, prompt_key: str = "prompt") -> list[Task]:
+def read(path: str | Path, prompt_key: str = "prompt") -> list[TracedPrompt]:
     """Every line of a trace, checked. `DataError` names file:line, the value, the rule and the remedy."""
     path = Path(path)
     with open(open_file(path), "rb") as file:
@@ -58,7 +58,7 @@ def read(path: str | Path, prompt_key: str = "prompt") -> list[Task]:
     return tasks
 
 
-def parse(line: bytes, place: str, prompt_key: str = "prompt") -> Task:
+def parse(line: bytes, place: str, prompt_key: str = "prompt") -> TracedPrompt:
     """The task of one line; `place` (file:line) starts the text of the `DataError`."""
     record = decode_line(line, place, prompt_key)
     lengths = _numbers(record, "lengths", place)
@@ -73,7 +73,7 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> Task:
     arrival = _numbers({"arrival_s": [record["arrival_s"]]}, "arrival_s", place)[0] if "arrival_s" in record else None
     if arrival is not None and arrival < 0:
         raise DataError(f"{place}: arrival_s = {arrival}: must be >= 0 seconds; correct the line")
-    return Task(
+    return TracedPrompt(
         prompt=plain_text(record[prompt_key]),
         lengths=tuple(int(n) for n in lengths),
         answer=str(record.get("answer", "")),
@@ -83,7 +83,7 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> Task:
     )
 
 
-def write(path: str | Path, tasks: Sequence[Task]) -> None:
+def write(path: str | Path, tasks: Sequence[TracedPrompt]) -> None:
     """Write a trace; `read` gives equal tasks back."""
     with open(path, "wb") as file:
         for task in tasks:
@@ -151,7 +151,7 @@ SIZES = 8  # a prompt holds 1 to SIZES numbers
 PER_SIZE = 0.12  # natural log per number
 
 
-def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[Task]:
+def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[TracedPrompt]:
     """Long-tailed lengths whose prompts tell something about them, but not all; the same arguments give the same tasks.
 
     The natural log of a length is the sum of three parts, and a few answers are much longer still:
@@ -170,7 +170,7 @@ def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[
     texts = [_prompt(random) for _ in range(prompts)]
     clock = np.cumsum(random.exponential(1 / shape.arrivals_per_s, prompts)) if shape.arrivals_per_s else None
     return [
-        Task(
+        TracedPrompt(
             prompt=text,
             lengths=_lengths(random, shape, (effect - mean) / deviation),
             tag=kind,

@@ -75,8 +75,7 @@ class Script:
         return self._line_of(uid)[0].length(uid % self.group_size)
 
     def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is the end of sequence if it has
-        `ended`."""
+        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if it has `ended`."""
         drawn = np.random.default_rng([self.seed, uid]).integers(len(self._plain), size=end)[begin:]
         ids = self._plain[drawn]
         if ended:
@@ -104,11 +103,10 @@ class Script:
         """The ids as numbers: they mean nothing. Answers bring their own text."""
         return " ".join(str(int(i)) for i in ids)
 
-    def _line_of(self, uid: int) -> tuple[trace.Task, str]:
+    def _line_of(self, uid: int) -> tuple[trace.TracedPrompt, str]:
         return self._line(uid // (2 * self.group_size))
 
-    def _read(self, draw: int) -> tuple[trace.Task, str]:
-        """What the trace says of a prompt, and the right answer."""
+    def _read(self, draw: int) -> tuple[trace.TracedPrompt, str]:
         item = self.stream.item(draw)
         place = f"{self.stream.path}:{item.index + 1}"
         given = self.stream.record(item).get(self.answer_key, "")
@@ -239,8 +237,7 @@ class ScriptedEngine(Engine):
 
 
 def make(topology: Topology, process: str) -> ScriptedEngine:
-    """The engine of a rollout process whose topology says `engine = "mock"`; `UserError` if the model does not say
-    which token ids it has."""
+    """The engine of a rollout process; `UserError` if the model does not say which token ids it has."""
     data, generation, seed = topology.data, topology.generation, topology.run.seed
     ids, number = vocabulary(Path(topology.model.path)), process.rpartition("/")[2]
     if ids is None:

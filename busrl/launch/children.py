@@ -75,7 +75,6 @@ class Running:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL to it and to everything in its session's group."""
         self.signal(signal.SIGKILL)
         self.kill_group()
 
@@ -85,7 +84,6 @@ class Running:
             os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end at most so long."""
         poller = select.poll()  # a pidfd is readable when its process has ended
         poller.register(self.pidfd, select.POLLIN)
         poller.poll(timeout_s * 1000)
@@ -105,7 +103,6 @@ def describe(code: int) -> str:
 
 
 def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
-    """What is executed for a process of the topology."""
     if process.spec.command:
         known = {"{run_dir}": str(paths.root), "{name}": process.name}
         return [re.sub(r"\{(run_dir|name)\}", lambda found: known[found[0]], part) for part in process.spec.command]
@@ -138,8 +135,7 @@ def start(
     cores: frozenset[int] = frozenset(),
     mark: str = "",
 ) -> Running:
-    """Start one child on these cores (none named: on any), `env` and its mark added to its environment; its output goes
-    to the end of its log file."""
+    """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
     log = paths.log(process.name)

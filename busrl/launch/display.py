@@ -36,14 +36,12 @@ UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 
 
 def open_display(stream: TextIO, clock: Callable[[], float]) -> Display:
-    """The display that suits the stream."""
     fancy = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and "NO_COLOR" not in os.environ
     return LiveDisplay(stream, clock) if fancy else Display(stream, clock)
 
 
 class Outlet:
-    """One stream, written to by a thread, so that `write` never waits. A stream without a descriptor is written to
-    directly."""
+    """One stream, written to by a thread, so that `write` never waits; directly, if it has no descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"

@@ -42,8 +42,7 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class PutBack:
-    """How many samples became T, how many go back, how many validation samples go back, and how many of the table's T
-    are in no checkpoint and no log."""
+    """Samples that became T, that go back, validation's that go back, and T of no checkpoint and no log."""
 
     trained: int = 0
     again: int = 0
@@ -169,7 +168,7 @@ class Table:
         if not os.path.samestat(now, self._file):
             return f"{self.path} is another file than at the start"
         if now.st_size < self.grown:
-            return f"{self.path} was made shorter by somebody else, from {self.grown} to {now.st_size} bytes"
+            return f"{self.path} was made shorter by another program, from {self.grown} to {now.st_size} bytes"
         self.grown = now.st_size
         return ""
 
@@ -223,7 +222,7 @@ class FateWatch:
                 uids = sorted((lines["uid"][still] & ~VALIDATE).tolist())
                 some = ", ".join(map(str, uids[:5])) + (" ..." if len(uids) > 5 else "")
                 lost = f"{len(uids)} samples in slots have no fate ({some})"
-                return f"{table.path} was changed by somebody else: {lost}: {REMEDY}"
+                return f"{table.path} was changed by another program: {lost}: {REMEDY}"
         return ""
 
     def _believed(self, lines: Lines) -> tuple[Lines, npt.NDArray[np.int64]]:

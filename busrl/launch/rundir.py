@@ -298,7 +298,7 @@ class OpenRun:
             return None
         try:
             if self.lock.try_acquire():
-                return f"{self.lock.path} was removed by somebody else; it is made and held again"
+                return f"{self.lock.path} was removed by another program; it is made and held again"
             pid = OfdLock(self.lock.path).holder()
         except RingError as problem:
             text = f"{problem}; another launch cannot be kept out of {self.paths.root} until that is mended"
@@ -328,7 +328,7 @@ class OpenRun:
         if self.guard.has_name():
             return ""
         return (
-            f"{self.paths.ring_file} was removed or replaced by somebody else; start the run again: what was trained "
+            f"{self.paths.ring_file} was removed or replaced by another program; start the run again: what was trained "
             "is trained, what was in its slots is generated again"
         )
 
@@ -357,9 +357,9 @@ class OpenRun:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.is_file() or path.read_bytes() != data:
                     files.replace(path, data)
-                    done.append(f"{path} was removed or changed by somebody else; it is written again as it was")
+                    done.append(f"{path} was removed or changed by another program; it is written again as it was")
             except (OSError, MachineError) as problem:
-                done.append(f"{path} was removed or changed by somebody else, and cannot be written again: {problem}")
+                done.append(f"{path} was removed or changed by another program, and cannot be written again: {problem}")
         return done
 
     def release(self) -> None:
@@ -520,7 +520,7 @@ def _adopted(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str])
         lost = watch.unrecorded()
     if lost:
         notes.append(f"the ring that an earlier launch left is not used: {lost}")
-    elif (guard := _guard(paths)) is not None:  # without its guard it was removed by somebody else just now
+    elif (guard := _guard(paths)) is not None:  # without its guard it was removed by another program just now
         counts = {name.lower(): count for name, count in ring.stats().occupancy.items() if count}
         left = ", ".join(f"{count} {name}" for name, count in counts.items())
         notes.append(f"adopted the ring that an earlier launch left: {left}")

@@ -245,8 +245,7 @@ class EventLog:
         return [self._file(line)] if self._throttle.admit(sender, line, now) else []
 
     def tick(self, now: float, everything: bool = False) -> list[str]:
-        """What was held back and is due: filed where foreign programs sent it, and the lines to show. Saves the
-        counts. `everything`: at the end."""
+        """File what was held back and is due, save the counts; the lines to show. `everything`: at the end."""
         lines = []
         for count, (sender, severity, where, text, trace), _ in self._throttle.due(now, everything):
             lines.append(self._file((sender, severity, where, f"{count} more from it, the latest: {text}", trace)))
@@ -276,7 +275,6 @@ class EventLog:
 
 
 def shown(sender: str, severity: str, where: str, text: str) -> str:
-    """An ERROR as one line."""
     return f"{severity}: {sender}{f' ({where})' if where else ''}: {first_line(text)}"
 
 
@@ -319,7 +317,6 @@ def build(
 
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:
-    """What stays on the screen."""
     mark = "✓" if summary["goal_reached"] else "✗"
     lines = [f"{mark} {summary['name']}: {summary['outcome']}, {summary['why']}"]
     before = f" ({summary['steps_before']} were done before)" if summary["steps_before"] else ""

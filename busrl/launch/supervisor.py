@@ -148,11 +148,9 @@ class Child:
 
     @property
     def condemned(self) -> bool:
-        """Whether launch has killed this life of it."""
         return bool(self._killed_for)
 
     def is_due(self, now: float) -> bool:
-        """Whether it should be started now."""
         return self.phase is Phase.BACKOFF and now >= self.due
 
     @property
@@ -160,7 +158,6 @@ class Child:
         return self.phase in (Phase.STARTING, Phase.READY, Phase.STOPPING)
 
     def started(self, pid: int, now: float) -> None:
-        """It was started with this pid."""
         self.phase, self.pid, self._since = Phase.STARTING, pid, now
         self.entry, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
 
@@ -249,8 +246,7 @@ class Child:
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
 
     def no_space(self, how: str, now: float) -> str:
-        """It ended for want of space in a run that had some: it is started again until there is, and nothing counts.
-        What to tell a person, the first time."""
+        """It ended for want of space: restarted until there is some, uncounted. The first time, a line to show."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
         before, self.waits_for_space = self.waits_for_space, True
         return "" if before else f"{self.name} cannot go on without space ({how}); it is started again until there is"

@@ -67,7 +67,6 @@ class TrainedSet:
         return again
 
     def contains_all(self, uids: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """For each uid whether it is in the set."""
         result = np.zeros(uids.shape, np.bool_)
         inside = uids < np.uint64(self._bits.size * 8)
         small = uids[inside].astype(np.int64)
@@ -152,7 +151,6 @@ def checkpoints_of(root: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in its name."""
     return int(checkpoint.name.rpartition("_")[2])
 
 
@@ -190,7 +188,6 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _meta(folder: Path, fault: str) -> tuple[int, int]:
-    """Step and number of samples of a checkpoint."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         return int(meta["step"]), int(meta["samples"])

@@ -48,8 +48,7 @@ def of_step(row: Mapping[str, Any]) -> bool:
 
 
 def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
-    """The lines of steps, in order: the rows of metrics.jsonl for every reader. Empty where there is no file;
-    `tail`: only of its last bytes."""
+    """The lines of steps, in order; none where there is no file. `tail`: only of its last bytes."""
     return [row for row in json_lines(path, tail) if of_step(row)]
 
 

@@ -189,7 +189,6 @@ class Wal:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.size for segment in self._segments)
 
     def append(self, record: Record) -> None:
@@ -217,7 +216,6 @@ class Wal:
         return [step for segment in self._segments for step in segment.steps]
 
     def records(self, after: int = -1) -> Iterator[Record]:
-        """The records with a step above `after`, in order."""
         decoder = msgspec.msgpack.Decoder(Record)
         for segment in list(self._segments):
             if segment.last_step <= after:
@@ -232,8 +230,7 @@ class Wal:
                 at = _later_record(data, at) if at < segment.size else 0
 
     def drop_before(self, step: int) -> int:
-        """Remove the segments that hold only records with a step below `step`; how many. After a checkpoint of step n,
-        call it with n + 1."""
+        """Remove the segments with no record of step `step` or later (a checkpoint's step + 1); how many."""
         dropped = 0
         while self._segments and self._segments[0].last_step < step:
             if len(self._segments) == 1:

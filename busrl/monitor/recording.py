@@ -125,7 +125,6 @@ class Writer:
         self._write(FRAME.pack(len(payload), zlib.crc32(payload)) + payload)
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
         with self._full_disk():
             self._file.flush()
 
@@ -258,8 +257,7 @@ LOOK_TOPIC: Final = b"LOOK/"
 
 
 class Recorder:
-    """`run` records until the end, or for at most so many seconds and bytes, and gives its last record. `stop`, in a
-    signal handler say, asks for the end."""
+    """`run` records until the end, or within its bounds, and gives its last record; `stop` asks for the end."""
 
     def __init__(self, paths: RunPaths, out: Path, seconds: float = math.inf, limit_bytes: float = math.inf) -> None:
         self._files, self._seconds, self._limit_bytes, self._out = RunFiles(paths), seconds, limit_bytes, out
@@ -276,12 +274,10 @@ class Recorder:
         self.messages = self.bytes = 0
 
     def stop(self, why: str) -> None:
-        """End soon, in order."""
         self._asked = self._asked or why
         self._stopped.set()
 
     def run(self) -> End:
-        """Record."""
         end, next_look = time.monotonic() + self._seconds, 0.0
         try:
             while not (why := self._asked):

@@ -120,7 +120,6 @@ class RunFiles:
         return Facts(run_dir=str(self._paths.root), **known)
 
     def tap(self) -> str:
-        """Where the run's tap is."""
         tap = read_map(self._paths.run_json).get("tap")
         return tap if tap and isinstance(tap, str) else self._paths.tap
 

@@ -137,7 +137,6 @@ class Look:
         return ring_record(ring, *self._groups(ring))
 
     def close(self) -> None:
-        """Unmap."""
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -246,7 +245,6 @@ class Reader:
         self._first = True
 
     def refresh(self, now: float) -> None:
-        """Look at ring and files."""
         run, had = self.run, self.run.ring is not None
         run.look(self._look.look(), now, self._look.damage)
         if run.ring is None:
@@ -261,7 +259,6 @@ class Reader:
         self._first = False
 
     def close(self) -> None:
-        """Unmap."""
         self._look.close()
 
 
@@ -277,7 +274,6 @@ class Watcher:
         self._missed_in_record = 0
 
     def refresh(self, now: float, force: bool = False) -> None:
-        """Look at ring and files if it is time."""
         if now < self._next_look and not force:
             return
         self._next_look = now + LOOK_EVERY_S
@@ -300,7 +296,6 @@ class Watcher:
         return len(messages)
 
     def close(self) -> None:
-        """Leave."""
         self.tap.close()
         if self._reader is not None:
             self._reader.close()

@@ -94,7 +94,6 @@ class RingRecord(msgspec.Struct, frozen=True):
 
     @property
     def living(self) -> int:
-        """How many processes of this host are not dead."""
         return sum(process.state != "dead" and not process.remote for process in self.processes)
 
 
@@ -230,7 +229,6 @@ class Steps:
         return self._known[-1] if self._known else None
 
     def numbers(self) -> list[int]:
-        """The step numbers, oldest first."""
         return [one.step for one in self._known]
 
     def pace(self, quiet_s: float) -> Speed:
@@ -269,7 +267,6 @@ class Steps:
         return {"flat_share": self.flat_share(idle), **named}
 
     def course(self, of: Callable[[StepRecord], float]) -> list[float]:
-        """One number of every step, oldest first."""
         return [of(one) for one in self._known]
 
 
@@ -308,7 +305,6 @@ class Traffic:
     _least_age: dict[str, float] = field(default_factory=dict)
 
     def received(self, name: str, size: int) -> None:
-        """One message of so many bytes."""
         flow = self.by_name.get(name)
         if flow is None:
             if len(self.by_name) >= MAX_NAMES:
@@ -366,7 +362,6 @@ class RecentErrors:
         self._newest.appendleft((seen, source))
 
     def newest(self, limit: int = ERRORS_KEPT) -> list[ErrorRecord]:
-        """The newest, newest first."""
         return [seen for seen, _ in islice(self._newest, limit)]
 
 
@@ -514,7 +509,6 @@ class RunState:
 
     @property
     def version(self) -> int:
-        """The newest published version."""
         return max(self._newest(HeaderWord.VERSION), self.ended_version)
 
     def _newest(self, word: HeaderWord) -> int:
@@ -558,7 +552,11 @@ class RunState:
         mapped = {address_of(process.name) for process in entries}
         for sender, present in sorted(self._present.items()):
             if sender not in mapped and not (entries and present.index):
-                rows.append(_remote(sender, present, now))
+                age = max(0.0, now - present.heard)
+                rows.append(ProcessRow(
+                    sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age,
+                    late=age > SILENT_S,
+                ))
         return rows
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -599,11 +597,4 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
     return StepRecord(
         step=update.step, version=update.version, reward=update.reward, age_mean=update.age_mean,
         entropy=update.entropy, samples=update.samples, tokens=update.tokens, **more,
-    )
-
-
-def _remote(sender: str, present: Present, now: float) -> ProcessRow:
-    age = max(0.0, now - present.heard)
-    return ProcessRow(
-        sender, present.role, present.pid, "on the bus", present.activity, progress_age_s=age, late=age > SILENT_S
     )

@@ -91,7 +91,6 @@ def look(run_dir: str | os.PathLike[str] | None = None) -> Found:
 # -- as data ----------------------------------------------------------------------------------------------------------
 
 def as_data(found: Found) -> dict[str, Any]:
-    """One JSON object."""
     run, steps, info = found.run, found.run.steps, found.info
     speed = steps.pace((run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0)
     idle = run.idle
@@ -116,7 +115,6 @@ def as_data(found: Found) -> dict[str, Any]:
 
 
 def _more(found: Found) -> dict[str, Any]:
-    """What only some states have."""
     run, summary = found.run, found.summary
     if found.state in LIVING and run.ring is not None:
         return {

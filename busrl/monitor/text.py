@@ -124,14 +124,11 @@ ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training
 
 
 def headline(run: RunState, wall: float) -> str:
-    """Name, state and age of the run."""
     facts = run.facts
     name = safe(facts.name or facts.run_id or "run")
     if run.replay:
         return f"{name} · replay of {safe(run.replay)}{' · over' if run.replay_over else ''}"
-    age = (
-        f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
-    )
+    age = f" · {duration(min(max(0.0, wall - facts.started), 1e9))}" if facts.started and run.ring is not None else ""
     said = {
         "left": "nobody runs; the next launch adopts its ring", "unknown": "no ring",
         "damaged": "its ring is damaged and cannot be read",
@@ -147,7 +144,6 @@ def progress(run: RunState, now: float) -> str:
 
 
 def step(run: RunState) -> str:
-    """The newest step and the goal."""
     return f"step {run.at_step}{f'/{run.facts.max_steps}' if run.facts.max_steps else ''}"
 
 
@@ -260,7 +256,6 @@ def bus(run: RunState, now: float) -> str:
 
 
 def doing(row: ProcessRow) -> str:
-    """What a process does, in a word or two."""
     if row.state == "dead":
         return "dead"
     if row.state in ("starting", "stopping"):
@@ -273,12 +268,10 @@ def doing(row: ProcessRow) -> str:
 
 
 def age(seconds: float) -> str:
-    """An age in few characters."""
     return f"{seconds:.1f} s" if seconds < 100 else duration(min(seconds, 1e9))
 
 
 def error_line(error: ErrorRecord, wall: float) -> str:
-    """One line of an error."""
     ago = duration(min(max(0.0, wall - error.time), 1e9)) if error.time else "?"
     if wall - error.time > 86_400:
         ago = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(0.0, min(error.time, 4e9))))
@@ -356,7 +349,6 @@ def _chart(name: str, course: list[float], form: str) -> str:
 
 
 def process_line(row: ProcessRow) -> str:
-    """One process."""
     busy = f"{row.busy:>4.0%}" if row.busy is not None else "   -"
     late = "  LATE" if row.late else ""
     numbers = f"  {short(row.samples)} samples" if row.samples else ""

@@ -212,8 +212,7 @@ class Actor:
         record_error(self.paths, self.name, severity, where, text, trace, uids)
 
     def scan(self, scanner: GroupScanner, lines: npt.NDArray[Any] | None = None) -> GroupView:
-        """The open groups now, in `lines`: a copy of the slots' lines, made before the fates are read. Their table may
-        have grown."""
+        """The open groups, in `lines`: a copy made before the fates are read, whose table may have grown."""
         lines = self.ring.lines() if lines is None else lines
         if len(self.fates) != len(scanner.fates):
             scanner.fates = self.fates.view()

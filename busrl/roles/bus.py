@@ -20,7 +20,7 @@ import threading
 import time
 
 from busrl.bus import CurveListener, Refusal, allow_many_connections, run_broker
-from busrl.errors import QueuesFull
+from busrl.errors import PeerLost
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring
@@ -79,7 +79,6 @@ class Bus:
             self._report(text)
 
     def report_refusals(self) -> None:
-        """Report those that were held back."""
         for count, (text,), _ in self._throttle.due(time.monotonic()):
             self._report(f"{count} more like this, the latest: {text}")
 
@@ -89,20 +88,19 @@ class Bus:
 
 
 def resident_mib() -> float:
-    """Memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def check_queues(ring: Ring, queued_mib: float) -> None:
-    """Raise QueuesFull for memory that only messages can have taken; it names the processes that made no progress."""
+    """Raise PeerLost for memory that only messages can have taken; it names the processes that made no progress."""
     if queued_mib <= MOST_QUEUED_MIB:
         return
     now = time.monotonic_ns()
     here = [one for one in ring.processes() if not one.remote and one.role != "bus"]
     silent = [(one.label, (now - one.progress_ns) / 1e9) for one in here if now - one.progress_ns > SILENT_NS]
     named = ", ".join(f"{label} has not moved for {seconds:.0f} s" for label, seconds in silent) or "all of them move"
-    raise QueuesFull(
+    raise PeerLost(
         f"messages for processes that do not read them take {queued_mib:.0f} MiB (at most {MOST_QUEUED_MIB}; {named}): "
         "the bus starts again without them, which costs time and no sample. `busrl monitor` shows who sends so much"
     )

@@ -36,8 +36,7 @@ from busrl.ring import UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.segments import SegmentCuts, claim_queued
-from busrl.roles.trajectory import read_generated, read_task, read_text, write_parts
+from busrl.roles.trajectory import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
@@ -312,7 +311,6 @@ class Keeper(Actor):
     # -- remote workers -------------------------------------------------------------------------------------------
 
     def handle(self, message: m.Message) -> None:
-        """A request, or a heartbeat of any worker."""
         now = time.monotonic()
         if isinstance(message, g.Remote):
             self.book.note_version()

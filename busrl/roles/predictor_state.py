@@ -108,7 +108,6 @@ class PredictorState:
         self._before = self._before if before is None else before
 
     def save(self) -> None:
-        """Replace the saved state by the present one."""
         if self.guard.answers == self._saved_at:
             return
         try:
@@ -118,7 +117,6 @@ class PredictorState:
             self._warn(f"what the predictor learned is not saved: {problem}")
 
     def close(self) -> None:
-        """Save, and log how good it was."""
         self.save()
         if self.guard.answers or self.guard.fallbacks:
             found = self.guard.metrics().items()

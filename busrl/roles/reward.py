@@ -126,7 +126,6 @@ class Reward(Actor):
             self.bus.wait(min(timeout_s, JUDGE_WAIT_S), self.pool.fileno())
 
     def _settle(self) -> int:
-        """Commit the rewards that have arrived."""
         outcomes = self.pool.poll(0.0)
         self._count_busy()
         self._commit([outcome for outcome in outcomes if not outcome.error])
@@ -170,7 +169,6 @@ class Reward(Actor):
         return read_generated(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else []
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Write the rewards of judged samples and commit their slots."""
         owned = [(outcome.key, self.held.pop(outcome.key)) for outcome in outcomes]
         for (slot, word), outcome in zip(owned, outcomes):
             try:

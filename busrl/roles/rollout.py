@@ -34,8 +34,14 @@ from busrl.protocol.codec import topic
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
-from busrl.roles.segments import SegmentCuts, claim_queued
-from busrl.roles.trajectory import UNREADABLE, read_generated, read_prompt_ids, read_task
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    SegmentCuts,
+    claim_queued,
+    read_generated,
+    read_prompt_ids,
+    read_task,
+)
 from busrl.states import Fate, HeaderWord, SampleClass
 from busrl.weights.base import Receiver, VersionSteps
 from busrl.weights.factory import Settings, make_receiver
@@ -96,7 +102,6 @@ class Pace:
         self.write_when_due()
 
     def write_when_due(self) -> None:
-        """End the interval if it has lasted long enough."""
         row, now = self.row, time.monotonic()
         if now < self._began + PACE_EVERY_S:
             return

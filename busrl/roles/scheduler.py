@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import msgspec
@@ -28,19 +29,17 @@ import numpy as np
 from busrl.config import Topology
 from busrl.config.derive import checkpoint_may_follow, in_flight
 from busrl.data import JsonlStream, plain_text, trace
-from busrl.errors import DiskFull, SamplesUsedUp
+from busrl.errors import CannotTrain, DiskFull
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
-from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, not_ahead
-from busrl.scheduling.dispatch import Policy, make_policy
-from busrl.scheduling.groups import GroupScanner, GroupView, Lines, in_a_row, uid_of
+from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, Waves, not_ahead
+from busrl.scheduling.dispatch import Open, Policy, make_policy
+from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row, uid_of
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.scheduling.pool import FinishedAnswers, LearnerState, Open
 from busrl.states import HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
@@ -96,7 +95,6 @@ class DispatchFeed:
             self.policy.offer(self._candidates(missing))
 
     def _candidates(self, draws: Sequence[int]) -> list[Candidate]:
-        """The groups of these draws, read from the prompts."""
         prompt_key, limit = self.topology.data.prompt_key, self.topology.generation.max_new_tokens
         records = [(draw, self.stream.record(self.stream.item(draw))) for draw in draws]
         return [Candidate(draw, plain_text(one[prompt_key]), limit, str(one.get(TAG_KEY, ""))) for draw, one in records]
@@ -149,7 +147,7 @@ class Scheduler(Actor):
         self.arrivals: Arrivals | None = None
         if data.arrivals:  # an open stream, checked when the run was started
             self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
-        self.waves = waves_of(limits)
+        self.waves = Waves.of(limits)
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
         self.bell = Doorbell()
@@ -165,7 +163,7 @@ class Scheduler(Actor):
         if isinstance(message, m.TaskRequest):
             self._announced(message)
         elif isinstance(message, m.LearnerStateUpdate) and math.isfinite(message.entropy):
-            self.policy.feedback(LearnerState(message.step, message.entropy))
+            self.policy.feedback(message.entropy)
             total = message.metrics.get("groups_total", 0.0)
             self.trained = int(total) if math.isfinite(total) and total else self.trained
 
@@ -190,8 +188,9 @@ class Scheduler(Actor):
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
-        if view.unrecorded:
-            self._without_fates(view.unrecorded)
+        if view.unrecorded:  # they look as if they were never dispatched; `launch` ends the run for it
+            text = f"{view.unrecorded} samples in slots have no fate in {self.paths.fates}: another program changed it"
+            self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")
             return False
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
@@ -248,13 +247,7 @@ class Scheduler(Actor):
         if self.room.groups <= 0:
             return 0
         self.feed.offer(view, self.room.groups, self.arrived)
-        sent = 0
-        for _ in range(self.room.groups):
-            candidate = self.policy.next()
-            if candidate is None:
-                break
-            sent += self._open_group(candidate)
-        return sent
+        return sum(self._open_group(one) for one in islice(iter(self.policy.next, None), self.room.groups))
 
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
         validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
@@ -271,8 +264,7 @@ class Scheduler(Actor):
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
 
     def _open_group(self, candidate: Candidate) -> int:
-        """Dispatch all members, or the probe; one that finds no slot is dispatched by the next scan, before any new
-        group."""
+        """Dispatch all members, or the probe; the next scan dispatches those that find no slot, before new groups."""
         draw, index, probe = candidate.draw, self.ring.header(HeaderWord.NEXT_ADMISSION), self.probes.on
         members = 1 if probe else self.group_size
         sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, members, self._fields(draw, index, probe))
@@ -307,7 +299,7 @@ class Scheduler(Actor):
         most = self.fates.capacity
         if samples > most:
             prompts = most // (2 * self.group_size)
-            raise SamplesUsedUp(
+            raise CannotTrain(
                 f"{self.paths.fates} is full: a run has at most {most} samples, {prompts} prompts with groups.size = "
                 f"{self.group_size}, as each may be tried twice; continue in a new run directory, with model.path = "
                 "the newest checkpoint's model folder"
@@ -372,8 +364,3 @@ class Scheduler(Actor):
         if len(live):
             highest = int(live["admission"].max()) + 1
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, max(self.ring.header(HeaderWord.NEXT_ADMISSION), highest))
-
-    def _without_fates(self, samples: int) -> None:
-        """By the fates these were never dispatched, and trained samples look new. `launch` ends the run for it."""
-        text = f"{samples} samples in slots have no fate in {self.paths.fates}, which another program changed"
-        self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")

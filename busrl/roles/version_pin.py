@@ -51,6 +51,5 @@ def is_stale(ring: Ring, seen: int) -> bool:
 
 
 def name_of(ring: Ring, seen: int) -> str:
-    """The holder as messages name it."""
     index = seen & ((1 << INDEX_BITS) - 1)
     return next((f"{one.label} (pid {one.pid})" for one in ring.processes() if one.index == index), f"process {index}")

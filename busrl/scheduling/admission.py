@@ -184,6 +184,11 @@ class Waves:
     def __init__(self, n_min: int) -> None:
         self.n_min = n_min
 
+    @classmethod
+    def of(cls, limits: AdmissionLimits) -> Waves | None:
+        """Those of a run whose rounds are made of segments; None for any other."""
+        return cls(limits.n_min) if limits.waves else None
+
     def claimable(self, lines: Lines, next_admission: int) -> Bools:
         """QUEUED slots that may have a segment in this wave; those of other classes always."""
         allowed = next_admission // self.n_min - lines["admission"].astype(np.int64) // self.n_min

@@ -153,7 +153,6 @@ class Signals:
         self.steps = 0
 
     def add(self, inputs: Inputs) -> None:
-        """One more step."""
         self.step = inputs.step
         self.steps += 1
         for name in SMOOTHED:
@@ -311,9 +310,7 @@ class Controller:
         if ess is not None and ess < s.ess_low:
             yield f"ESS {ess:.3f} < {s.ess_low:g}"
 
-    def _decided(
-        self, step: int, new: Knobs, reason: str, knob: str = "", vetoes: tuple[str, ...] = ()
-    ) -> Decision:
+    def _decided(self, step: int, new: Knobs, reason: str, knob: str = "", vetoes: tuple[str, ...] = ()) -> Decision:
         old, self.knobs = self.knobs, new
         return Decision(
             step=step, rule=NAME, knob=knob, old=old.to_dict(), new=new.to_dict(), reason=reason, vetoes=vetoes,

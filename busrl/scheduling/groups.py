@@ -249,7 +249,6 @@ class _Cells:
         self._derive(fates)
 
     def _derive(self, fates: Bytes) -> None:
-        """What each member is up to, and each group."""
         state = self._spread(self.own["state"], 0, np.uint8)
         rerolled = _IS_ACCIDENT[fates[:, 0]]
         self.fate = np.where(rerolled, fates[:, 1], fates[:, 0])
@@ -325,7 +324,6 @@ def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
 
 
 def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
-    """The uid of a training sample."""
     return (draw * 2 + attempt) * group_size + member
 
 
@@ -335,3 +333,31 @@ def slot_priority(admission: int) -> int:
     At most 0, so that a class with positive priorities (validation) goes before training.
     """
     return -(admission % (1 << 31))
+
+
+# -- finished answers ----------------------------------------------------------------------------------------
+
+NO_UID = (1 << 64) - 1
+
+
+class FinishedAnswers:
+    """Answers that were finished since the last look, from the ring's lines; each is given once.
+
+    A slot that came free still shows its last sample until it is used again, so an answer that was judged and trained
+    between two looks is seen too, unless its slot was used twice. A new scheduler is given those that the ring shows.
+    """
+
+    def __init__(self) -> None:
+        self._given = np.empty(0, np.uint64)
+
+    def look(self, lines: Lines) -> tuple[Ints, Ints]:
+        """Uids, and lengths in tokens, of what is new in a copy of the ring's lines."""
+        uids, state = lines["uid"], lines["state"]
+        if len(self._given) != len(lines):
+            self._given = np.full(len(lines), NO_UID, np.uint64)
+        ended = ((state >= GENERATED) & (state <= TRAINING)) | (state == FREE)
+        fresh = np.flatnonzero(ended & (uids != self._given) & (uids < VALIDATE_BIT))
+        # Field by field, and only of what is new: most slots are not.
+        fresh = fresh[(lines["finish"][fresh] > 0) & (lines["cls"][fresh] == SampleClass.TRAIN)]
+        self._given[fresh] = uids[fresh]
+        return uids[fresh].astype(np.int64), lines["response_tokens"][fresh].astype(np.int64)

@@ -77,7 +77,6 @@ class SegmentPlan:
 
     @property
     def length(self) -> int:
-        """Tokens of a segment now."""
         return self.auto.length if self.auto else self._length
 
     def next(self, segment: int, left: int) -> Cut:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
@@ -19,16 +19,7 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.config.schema import Simulate
 from busrl.scheduling.admission import ages
-from busrl.scheduling.groups import (
-    DISPATCHED,
-    FREE,
-    GENERATING,
-    QUEUED,
-    REWARDED,
-    TRAINING,
-    GroupView,
-    uid_of,
-)
+from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView, uid_of
 from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
@@ -76,19 +67,13 @@ class Times(Simulate):
         return replace(self, source={**self.source, **source}, **values)
 
     def notes(self) -> list[tuple[str, float, str]]:
-        """Name, value and origin of every number."""
         return [(name, getattr(self, name), self.source.get(name, STATED)) for name in (*TIMES, "busy_share")]
 
 
 # -- the ring ------------------------------------------------------------------------------------------------
 
-LINE = np.dtype(
-    [
-        ("uid", "u8"), ("admission", "u8"), ("reward", "f8"), ("step", "u4"), ("cls", "u4"), ("state", "u1"),
-        ("segs", "u1"),
-    ],
-    align=True,
-)
+LINE = np.dtype("u8, u8, f8, u4, u4, u1, u1", align=True)
+LINE.names = ("uid", "admission", "reward", "step", "cls", "state", "segs")
 FATES_AT_FIRST = 1 << 16
 UNFINISHED = 1 << 40  # more priority for a slot that has segments already
 
@@ -158,7 +143,6 @@ class SimRing:
         self.changes += 1
 
     def rewarded(self, slots: Sequence[int], rewards: Sequence[float]) -> None:
-        """Rewards are known."""
         self.reward[slots] = rewards
         self.move(slots, REWARDED)
 
@@ -271,9 +255,8 @@ class Actors:
         self.rows, self.times = rows, times
         self.step_time = times.decoding(rows)
         self.published: list[float] = []  # times of publications
-        self.idle = deque(range(count))  # those without any sequence, the longest idle first
-        self._idle_set = set(self.idle)
-        self.partly: dict[int, None] = {}  # those that run some, and have room
+        self.idle = OrderedDict.fromkeys(range(count))  # those without any sequence, the longest idle first
+        self.partly: OrderedDict[int, None] = OrderedDict()  # those that run some, and have room
 
     def add(self, index: int, now: float, joining: list[tuple[int, int]], prefill_tokens: int) -> float:
         """Let (slot, tokens) join at the end of the present step; the time of the next event."""
@@ -318,25 +301,16 @@ class Actors:
         return actor.at + (actor.ends[0][0] - actor.steps) * self.step_time[actor.active] * actor.pace
 
     def waiting(self) -> int | None:
-        """An actor that has room, idle ones first; None if there is none."""
-        while self.idle:
-            if self.idle[0] in self._idle_set:
-                return self.idle[0]
-            self.idle.popleft()
-        return next(iter(self.partly), None)
+        """An actor that has room, the longest idle first; None if there is none."""
+        return next(iter(self.idle or self.partly), None)
 
     def sort_in(self, index: int) -> None:
-        """Note whether an actor has room."""
         active = self.all[index].active
-        if 0 < active < self.rows:
-            self.partly[index] = None
-        else:
-            self.partly.pop(index, None)
-        if active:
-            self._idle_set.discard(index)
-        elif index not in self._idle_set:
-            self._idle_set.add(index)
-            self.idle.append(index)
+        for actors, belongs in ((self.idle, not active), (self.partly, 0 < active < self.rows)):
+            if belongs:
+                actors.setdefault(index)
+            else:
+                actors.pop(index, None)
 
     def settle(self, now: float) -> None:
         """Count everything up to `now`, for the figures; the run is over."""
@@ -395,8 +369,6 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 
 @dataclass
 class Group:
-    """An open group."""
-
     candidate: Candidate
     lengths: tuple[int, ...]
     rewards: tuple[float, ...]
@@ -440,7 +412,6 @@ class Learner:
     def look(
         self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
     ) -> Look:
-        """Decide and act."""
         found = Look()
         actions = self.plan.decide(
             view, list(self.claimed), step=self.step, now=now, next_admission=next_admission, draining=draining,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from busrl.config import Topology
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 
 WINDOW_STEPS = 5  # a recorded group stands for the steps this close to its own
 
@@ -33,7 +33,7 @@ class TraceAnswers:
     time that `arrival` gives (None: at once); otherwise once, at the times of the lines."""
 
     def __init__(
-        self, tasks: Sequence[Task], group_size: int, limit: int, *, order: Callable[[int], int] | None = None,
+        self, tasks: Sequence[TracedPrompt], group_size: int, limit: int, *, order: Callable[[int], int] | None = None,
         flat_share: float = 0.0, seed: int = 0, endless: bool = True,
         arrival: Callable[[int], float | None] | None = None, name: str = "trace",
     ) -> None:
@@ -43,7 +43,7 @@ class TraceAnswers:
         self.flat_share, self.seed, self.endless = flat_share, seed, endless
         self._known: dict[int, Answer] = {}  # task -> its answers, with rewards as if the group were not flat
 
-    def prompt(self, draw: int) -> Task | None:
+    def prompt(self, draw: int) -> TracedPrompt | None:
         """Prompt, tag and arrival of a draw; None after the last one."""
         if not self.endless and draw >= len(self.tasks):
             return None
@@ -61,7 +61,7 @@ class TraceAnswers:
             return found
         return Answer(found.lengths, (1.0,) * self.size)
 
-    def _make(self, task: Task) -> Answer:
+    def _make(self, task: TracedPrompt) -> Answer:
         members = range(self.size)
         lengths = tuple(min(task.length(m), self.limit) for m in members)
         rewards = (task.reward(m) or 0.0 for m in members) if task.rewards else (float(m % 2) for m in members)
@@ -91,7 +91,7 @@ class RecordedAnswers:
 
     def __init__(
         self, groups: Sequence[Recorded], topology: Topology, seed: int, line_of: Callable[[int], int],
-        text_of: Callable[[int], Task],
+        text_of: Callable[[int], TracedPrompt],
     ) -> None:
         self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
         self.seed, self.line_of, self.text_of = seed, line_of, text_of
@@ -101,7 +101,7 @@ class RecordedAnswers:
         for i, group in enumerate(self.groups):
             self._by_line.setdefault(group.line, []).append(i)
 
-    def prompt(self, draw: int) -> Task | None:
+    def prompt(self, draw: int) -> TracedPrompt | None:
         return self.text_of(draw)
 
     def answer(self, draw: int, step: int) -> Answer:

@@ -31,8 +31,6 @@ class StepRow:
 
 @dataclass
 class Counts:
-    """Grows during a run."""
-
     rows: list[StepRow] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
     aside: Counter[str] = field(default_factory=Counter)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from busrl.config import Topology, recorded
 from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
@@ -86,9 +86,9 @@ class Fitted:
         same = data.train == own or data.train.startswith(TINY)
         stream = JsonlStream(own if same else data.train, topology.run.seed, data.shuffle, data.prompt_key)
 
-        def text_of(draw: int) -> Task:
+        def text_of(draw: int) -> TracedPrompt:
             record = stream.record(stream.item(draw))
-            return Task(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
+            return TracedPrompt(plain_text(record[stream.prompt_key]), (1,), tag=str(record.get("tag", "")))
 
         line_of = (lambda draw: stream.item(draw).index) if same else lambda draw: -1
         return RecordedAnswers(self.groups, topology, seed, line_of, text_of)
@@ -298,7 +298,7 @@ class FitFile:
         def prompt_of(draw: int) -> str:
             return self.prompts[int(chance(topology.run.seed, draw) * len(self.prompts))]
 
-        kind_of, text_of = lambda draw: _kind_of(prompt_of(draw)), lambda draw: Task(prompt_of(draw), (1,))
+        kind_of, text_of = lambda draw: _kind_of(prompt_of(draw)), lambda draw: TracedPrompt(prompt_of(draw), (1,))
         return RecordedAnswers(self.groups, topology, seed, kind_of, text_of)
 
 

@@ -101,7 +101,6 @@ def _y(value: float, top: float) -> float:
 
 MAX_POINTS = 1000
 
-
 Axis = tuple[str, tuple[str, ...]]  # a key and its values, as text
 
 
@@ -115,7 +114,6 @@ class Point:
 
 
 def axis(text: str) -> Axis:
-    """`key=a,b,c` of the command line."""
     key, equals, values = text.partition("=")
     found = tuple(value.strip() for value in values.split(","))
     if not equals or not key.strip() or not all(found):
@@ -227,7 +225,6 @@ def _body(topology: Topology, setting: Setting, found: Figures) -> list[str]:
 
 
 def _metrics(found: Figures) -> list[str]:
-    """Policy and predictor, where they report anything."""
     parts: dict[str, list[str]] = {"policy": [], "predictor": []}
     for name, value in found.told.items():
         head, _, rest = name.partition("_")
@@ -301,7 +298,6 @@ def _more_actors(topology: Topology, setting: Setting, found: Figures, cores: in
 
 
 def _origin(topology: Topology, setting: Setting) -> list[str]:
-    """Where the numbers come from, and how to have better ones."""
     lines = [f"answers     {setting.answers_note}"]
     by: dict[str, list[str]] = {}
     for name, value, source in setting.times.notes():
@@ -344,7 +340,6 @@ def markdown(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]
 
 
 def comma_separated(keys: Sequence[str], points: Sequence[tuple[Sequence[str], Figures]]) -> str:
-    """The same as CSV."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(table(keys, points))
     return file.getvalue()

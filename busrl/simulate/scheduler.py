@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
 from busrl.config import Topology, files
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
-from busrl.roles.segments import waves_of
-from busrl.scheduling.admission import Admission, Probes, not_ahead
+from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
-from busrl.scheduling.pool import LearnerState
 from busrl.simulate.actors import Group, Learner, SimRing
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
@@ -55,7 +54,6 @@ class Feed:
         return self.answers.answer(draw, self.step).lengths
 
     def finished(self, draw: int, tokens: int) -> None:
-        """An answer is whole."""
         if self.policy.learns:
             self._draws.append(draw)
             self._lengths.append(tokens)
@@ -71,9 +69,8 @@ class Feed:
         self.policy.take_records()
 
     def learner(self, step: int, entropy: float) -> None:
-        """A learner state."""
         self.step = step
-        self.policy.feedback(LearnerState(step, entropy))
+        self.policy.feedback(entropy)
 
     def metrics(self) -> dict[str, float]:
         """Those of policy and predictor; none under fifo."""
@@ -109,7 +106,7 @@ class Scheduler:
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
-        self.waves = waves_of(self.limits)
+        self.waves = Waves.of(self.limits)
         self.groups: dict[int, Group] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
@@ -147,14 +144,9 @@ class Scheduler:
         if room.groups <= 0:
             return 0
         self._offer(view, room.groups, now)
-        sent = 0
-        for _ in range(room.groups):
-            candidate = self.feed.policy.next()
-            if candidate is None:
-                self.starved = self.arrival < math.inf
-                break
-            sent += self._open(candidate, learner.step, now)
-        return sent
+        opened = list(islice(iter(self.feed.policy.next, None), room.groups))
+        self.starved = len(opened) < room.groups and self.arrival < math.inf
+        return sum(self._open(one, learner.step, now) for one in opened)
 
     def _offer(self, view: GroupView, groups: int, now: float) -> None:
         policy, offered = self.feed.policy, []
@@ -170,10 +162,9 @@ class Scheduler:
         policy.offer(offered)
 
     def _open(self, candidate: Candidate, step: int, now: float) -> int:
-        """All members of a group, or its probe."""
         draw, probe = candidate.draw, self.probes.on
         answer = self.answers.answer(draw, step)
-        task: Task | None = self.answers.prompt(draw)
+        task: TracedPrompt | None = self.answers.prompt(draw)
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
         self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)

@@ -19,7 +19,7 @@ from pathlib import Path
 from busrl.config import Topology
 from busrl.config.schema import TINY
 from busrl.data.prompts import JsonlStream
-from busrl.data.trace import Shape, Task, make_trace, parse, read
+from busrl.data.trace import Shape, TracedPrompt, make_trace, parse, read
 from busrl.errors import DataError, UserError
 from busrl.scheduling.admission import Arrivals
 from busrl.simulate import fit
@@ -37,7 +37,7 @@ def answers_of(
 ) -> tuple[Answers, str]:
     """The answers, and a line for people: where they come from, and what happens to them."""
     train, tiny = Path(topology.data.train), topology.data.train.startswith(TINY)
-    groups: Sequence[Recorded | Task]
+    groups: Sequence[Recorded | TracedPrompt]
     if trace is not None:
         answers, note, groups = _traced(topology, trace, seed)
     elif fitted is not None:
@@ -53,7 +53,6 @@ def answers_of(
 
 
 def _is_trace(path: Path, topology: Topology) -> bool:
-    """Whether the first line has lengths."""
     try:
         with open(path, "rb") as file:
             first = file.readline().removesuffix(b"\n")
@@ -62,7 +61,7 @@ def _is_trace(path: Path, topology: Topology) -> bool:
         return False
 
 
-def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[Task]]:
+def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[TracedPrompt]]:
     """--trace: drawn as a run would draw the lines; an open stream in its own order, once."""
     tasks = read(path, topology.data.prompt_key)
     if tasks[0].arrival_s is None:
@@ -75,7 +74,7 @@ def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Se
     return answers, f"trace {path}; open stream: arrivals obeyed", tasks
 
 
-def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[Task]]:
+def _trained_on(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Sequence[TracedPrompt]]:
     """`data.train` with lengths, as a live run draws from it."""
     tasks = read(path, topology.data.prompt_key)
     arrivals = _arrivals(path, tasks) if topology.data.arrivals else None
@@ -96,7 +95,7 @@ def _recorded(topology: Topology, fitted: Fitted, seed: int) -> RecordedAnswers:
     return answers
 
 
-def _arrivals(path: Path, tasks: Sequence[Task]) -> Arrivals:
+def _arrivals(path: Path, tasks: Sequence[TracedPrompt]) -> Arrivals:
     times = [task.arrival_s for task in tasks]
     known = [time for time in times if time is not None]
     if len(known) < len(times):
@@ -111,7 +110,7 @@ def _arrivals(path: Path, tasks: Sequence[Task]) -> Arrivals:
 
 
 def _repeated(
-    topology: Topology, path: Path, tasks: Sequence[Task], seed: int, arrivals: Arrivals | None = None
+    topology: Topology, path: Path, tasks: Sequence[TracedPrompt], seed: int, arrivals: Arrivals | None = None
 ) -> Answers:
     stream = JsonlStream(path, topology.run.seed, topology.data.shuffle, topology.data.prompt_key)
     return TraceAnswers(
@@ -191,7 +190,6 @@ def make(
 
 
 def actors_of(topology: Topology, asked: int | None) -> int:
-    """How many rollout processes to simulate."""
     if asked is not None:
         if not 1 <= asked <= MAX_ACTORS:
             raise UserError(f"--actors {asked}: must be 1 to {MAX_ACTORS}; leave it out for those of the topology")

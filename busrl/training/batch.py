@@ -123,6 +123,17 @@ def pad(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns)
 
 
+def join(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids of whole samples but for their last tokens, which predict nothing, one after another; positions that
+    begin at 0 in each; and, per generated token, the place that predicts it."""
+    lengths = np.array([sample.length - 1 for sample in samples])
+    responses = np.array([len(sample.token_ids) for sample in samples])
+    pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids[:-1])]
+    wanted = numbered(responses) + np.repeat(np.cumsum(lengths) - responses, responses)
+    ids = np.concatenate(pieces).astype(np.int64)
+    return torch.from_numpy(ids), torch.from_numpy(numbered(lengths)), torch.from_numpy(wanted)
+
+
 def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
     """Row and column whose logits predict each generated token: from the last prompt token to the last but one."""
     rows = np.repeat(np.arange(len(prompts)), responses)

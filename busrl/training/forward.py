@@ -1,26 +1,30 @@
 """From samples to log-probability and entropy per generated token, in the flat order of `batch`, at the least cost.
 
 `choose_forward` looks at the model once and picks: packed rows without padding and the head in pieces, else padded rows
-and the head in pieces, else all logits. Calls the Hugging Face model or its decoder. Knows nothing of losses.
+and the head in pieces, else all logits. `checkpoint_layers` lets a way keep less for its backward. Calls the Hugging
+Face model or its decoder. Knows nothing of losses.
 
 - A cheaper way is taken only after it gave the model's own log-probabilities on a probe, whose samples are longer than
-  the sliding window where the model has one.
+  the sliding window where the model has one. A probe is computed in float32, of a model in fewer bits in those first
+  layers that have every kind of attention.
 - Rows are padded at the right, and attention is causal: padding needs no mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from busrl.errors import ModelNotLoaded
 from busrl.training import packing
-from busrl.training.batch import Flat, Sample, flatten, pad
+from busrl.training.batch import Flat, Sample, flatten, join, pad
 from busrl.training.head import Head
-from busrl.training.model import vocabulary
+from busrl.training.model import silence_chance, vocabulary
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
 
@@ -86,39 +90,116 @@ class PackedRows(PaddedRows):
         return found[0, plan.shared :]
 
 
+class JoinedRows(PaddedRows):
+    """The decoder over one row of whole samples, in each of which positions begin at 0: there an attention of
+    transformers finds the borders."""
+
+    name, together = "joined", True
+
+    def _hidden(self, samples: Sequence[Sample]) -> Tensor:
+        ids, positions, wanted = (part.to(self.model.device) for part in join(samples))
+        found: Tensor = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
+        return found[0, wanted]
+
+
 # -- the choice ----------------------------------------------------------------------
 
 PROBE_TOLERANCE = 1e-4
+ROUNDED_TOLERANCE = 2e-2  # where an attention takes no float32
 LONGEST_PROBE = 1024  # of a sliding window that the probe reaches over on a CPU; elsewhere any
+AUTO = "auto"  # learner.memory.attention: that of `packing`
+FLASH = "flash_attention"  # begins the names of attentions that take no float32
 
 
-def choose_forward(model: Any, head: Head | None = None) -> Forward:
-    """The cheapest way that gives the model's own log-probabilities."""
+def choose_forward(model: Any, head: Head | None = None, attention: str = AUTO) -> Forward:
+    """The cheapest way that gives the model's own log-probabilities; with an attention other than AUTO the model has
+    been loaded with that one, and keeps it."""
     whole = Forward(model)
     if model.base_model is model or not isinstance(model.get_output_embeddings(), nn.Linear):
         return whole
     samples = _probe(model)
-    expected, own = _scores(whole, samples), model.config._attn_implementation
-    padded = PaddedRows(model, head)
-    fallback = padded if _agrees(padded, samples, expected) else whole
+    with contextlib.nullcontext() if attention.startswith(FLASH) else _in_float32(model):
+        expected = _scores(whole, samples)
+        padded = PaddedRows(model, head)
+        fallback = padded if _agrees(padded, samples, expected) else whole
+        if attention != AUTO:
+            joined = JoinedRows(model, head)
+            return joined if _agrees(joined, samples, expected) else fallback
+        return _packed(model, head, samples, expected) or fallback
+
+
+def _packed(model: Any, head: Head | None, samples: Sequence[Sample], expected: Tensor) -> Forward | None:
+    """The way over packed rows, for which the model now attends by `packing`; None: it is as it was."""
+    own = model.config._attn_implementation
     try:
         packing.adopt(model)
-        packed = PackedRows(model, head)
-        if _agrees(packed, samples, expected):
-            return packed
+        way = PackedRows(model, head)
+        if _agrees(way, samples, expected):
+            return way
     except (ImportError, ValueError, AttributeError, NotImplementedError):  # its class has an attention of its own
         pass
     model.set_attn_implementation(own)
-    return fallback
+    return None
 
 
-def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor) -> bool:
+@contextlib.contextmanager
+def _in_float32(model: Any) -> Iterator[None]:
+    """The model in float32 meanwhile: all of it where it is, else its first layers, which are copied for the time."""
+    base, layers = model.base_model, getattr(model.base_model, "layers", None)
+    if model.dtype != torch.bfloat16:
+        yield
+        return
+    config = model.config
+    count = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, nn.ModuleList):
+        kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+        few = 1 + max(kinds.index(kind) for kind in set(kinds))
+        base.layers, config.num_hidden_layers = layers[:few], few
+    rounded = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        for parameter, data in rounded:
+            parameter.data = data.to(torch.float32)
+        yield
+    finally:
+        for parameter, data in rounded:
+            parameter.data = data
+        if isinstance(layers, nn.ModuleList):
+            base.layers, config.num_hidden_layers = layers, count
+
+
+def checkpoint_layers(way: Forward) -> None:
+    """Keep the input of each layer alone and compute the rest again in backward (activation checkpointing).
+
+    ModelNotLoaded where the model cannot, or where it computes something else while it trains.
+    """
+    model = way.model
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelNotLoaded(f"{type(model).__name__} cannot compute its layers again; {WITHOUT}")
+    samples = _probe(model)
+    expected = _scores(way, samples)
+    # It acts in training mode alone, in which a model may also draw random numbers: none that it may.
+    silence_chance(model)
+    again = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(again)
+    else:
+        model.gradient_checkpointing_enable(again)
+    model.train()
+    if not _agrees(way, samples, expected, PROBE_TOLERANCE):
+        raise ModelNotLoaded(f"{type(model).__name__} computes something else in training mode; {WITHOUT}")
+
+
+WITHOUT = 'learner.memory.activation_checkpointing = "none"'
+
+
+def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor, limit: float = 0.0) -> bool:
     try:
         found = _scores(way, samples)
     except Exception:  # a decoder with another call than most: this way is not for it, whatever it raises
         return False
     scale = max(1.0, float(expected.abs().max()))
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= PROBE_TOLERANCE * scale)
+    limit = limit or (ROUNDED_TOLERANCE if way.model.dtype == torch.bfloat16 else PROBE_TOLERANCE)
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= limit * scale)
 
 
 @torch.no_grad()

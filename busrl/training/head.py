@@ -53,13 +53,12 @@ class Head:
         where all are 1. Float64 inputs are computed in float64.
         """
         kind = hidden.device.type
-        dtype = self.dtype or (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype)
+        dtype = self.dtype or hidden.dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         rows = self.rows or max(1, PIECE_BYTES.get(kind, OTHERWISE) // (4 * len(weight)))
-        with torch.autocast(kind, enabled=False):  # or backward would compute in another type than forward
-            found: tuple[Tensor, Tensor] = _Pieces.apply(  # type: ignore[no-untyped-call]
-                hidden, weight, targets, temperature, bias, self.scale, self.cap, rows,
-            )
+        found: tuple[Tensor, Tensor] = _Pieces.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, temperature, bias, self.scale, self.cap, rows,
+        )
         return found
 
 

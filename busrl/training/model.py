@@ -3,10 +3,12 @@
 Used by the learner, the engines' makers and the tests. Talks to the file system and, for an adapter, to `peft`: nothing
 is ever downloaded. Knows nothing of optimisers, versions or publication.
 
-- Parameters are float32 whatever the folder holds: gradients and optimiser add small numbers to large ones.
-- How attention is computed is the model's own choice: sdpa where it can, eager where that would be wrong (softcaps,
-  sinks). Both are causal without a mask, so rows padded at the right are right.
+- Parameters are float32 whatever the folder holds, unless the caller wants less: gradients and optimiser add small
+  numbers to large ones.
+- How attention is computed is the caller's choice, else the model's own: sdpa where it can, eager where that would be
+  wrong (softcaps, sinks). All are causal without a mask, so rows padded at the right are right.
 - Dropout is off: a ratio between two forwards of the same weights has to be 1.
+- Base and adapter become one tensor by tensor, as each is asked for: there is no second model.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded
+from busrl.training.precision import exact
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Any:
+def load(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | None = None, attention: str = "",
+) -> Any:
     """The model of that folder in evaluation mode, on the device (the CPU), or ModelNotLoaded with the path and the
-    remedy."""
+    remedy. `attention`: an implementation as transformers names it; empty: the model's own choice."""
     folder = Path(path)
     _look_at(folder)
     from transformers import AutoModelForCausalLM  # only here: the import takes seconds
@@ -39,9 +44,14 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, device: torch.dev
     quiet: Any = transformers_logging  # it has no type hints
     quiet.disable_progress_bar()  # the learner has a log, no terminal
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True)
+        chosen = {"attn_implementation": attention} if attention else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True, **chosen)
     except Exception as error:  # whatever type it has: a library of readers, each with its own
+        if attention and ("attention" in str(error).lower() or attention in str(error)):
+            raise ModelNotLoaded(
+                f"learner.memory.attention = {attention!r}: {folder} cannot be computed with it here: {error}; set it "
+                'to "auto"'
+            ) from error
         raise ModelNotLoaded(
             f"{folder}: transformers cannot load it as a causal language model: {error}; check that config.json "
             "names a causal architecture that this version of transformers knows and that the weights belong to it"
@@ -59,6 +69,15 @@ def _look_at(folder: Path) -> None:
         raise ModelNotLoaded(f"{folder}: no config.json in it; set model.path to a Hugging Face model folder")
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise ModelNotLoaded(f"{folder}: no weights (*.safetensors) in it; copy them there, nothing is downloaded")
+
+
+def silence_chance(model: Any) -> None:
+    """Set every probability of the model's own modules to 0: dropout, skipped layers, noise of a router."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            drawn = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if drawn and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def vocabulary(model: Any) -> int:
@@ -122,29 +141,19 @@ class Adapter:
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
         for layer in self._layers.values():
             layer.lora_dropout[OWN] = _Dropout(settings.dropout)
-        self._merged: dict[str, Tensor] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """The adapter by the names of its file; views, valid until the next step."""
         return {
-            f"{PREFIX}{name}.lora_{side}.weight": getattr(layer, f"lora_{side}")[OWN].weight.detach()
+            f"{PREFIX}{name}.lora_{side}.weight": exact(getattr(layer, f"lora_{side}")[OWN].weight)
             for name, layer in self._layers.items()
             for side in ("A", "B")
         }
 
-    @torch.no_grad()
-    def merged(self, model: Any) -> dict[str, Tensor]:
-        """Base and adapter as one, by the names that the model has without an adapter; valid until the next call."""
-        named: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
-            if ".lora_" not in name:
-                named[name.replace(".base_layer.", ".")] = parameter.detach()
-        for name, layer in self._layers.items():
-            weight = named[f"{name}.weight"]
-            into = self._merged.setdefault(name, torch.empty_like(weight))
-            a, b = layer.lora_A[OWN].weight, layer.lora_B[OWN].weight
-            named[f"{name}.weight"] = torch.addmm(weight, b, a, alpha=self.settings.scale, out=into)
-        return named
+    def merged(self, model: Any) -> Mapping[str, Tensor]:
+        """Base and adapter as one, by the names that the model has without an adapter, in the base's number type; each
+        tensor is made when it is asked for, valid until the next step."""
+        return _Merged(model, self._layers, self.settings.scale)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """The folder that peft loads."""
@@ -168,10 +177,39 @@ class Adapter:
             raise ModelNotLoaded(f"{folder}: an adapter with other layers or another rank than [lora] asks for")
         for name, value in own.items():
             value.copy_(found[name])
+        for layer in self._layers.values():
+            for part in (layer.lora_A[OWN].weight, layer.lora_B[OWN].weight):
+                part.copy_(exact(part))
+
+
+class _Merged(Mapping[str, Tensor]):
+    """A model and its adapter as one, tensor by tensor."""
+
+    def __init__(self, model: Any, layers: Mapping[str, Any], scale: float) -> None:
+        self._layers, self._scale = {f"{name}.weight": layer for name, layer in layers.items()}, scale
+        self._base: dict[str, Tensor] = {
+            name.replace(".base_layer.", "."): parameter.detach() for name, parameter in model.named_parameters()
+            if ".lora_" not in name
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._base[name]
+        if name not in self._layers:
+            return weight
+        layer = self._layers[name]
+        a, b = exact(layer.lora_A[OWN].weight), exact(layer.lora_B[OWN].weight)
+        found: Tensor = torch.addmm(weight.to(b.dtype), b, a, alpha=self._scale).to(weight.dtype)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
 
 
 class _Dropout(nn.Module):
-    """Dropout wherever gradients are recorded, whatever mode the model is in: a model is never in training mode."""
+    """Dropout wherever gradients are recorded, whatever mode the model is in."""
 
     def __init__(self, share: float) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -33,8 +33,10 @@ from busrl.algorithms.losses import LossSettings
 from busrl.training import batch
 from busrl.training.batch import Flat, Sample
 from busrl.training.custom import load_loss
-from busrl.training.forward import Forward, choose_forward
+from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward
+from busrl.training.head import Head
 from busrl.training.model import named_weights
+from busrl.training.precision import Masters
 
 # -- settings and statistics ---------------------------------------------------
 
@@ -53,14 +55,18 @@ class TrainerSettings(LossSettings):
     dmmpt_tau: float = 0.99
     dmmpt_sigma: float = 0.2
     ratio_one: bool = False  # segments.loss = "pois"
-    compute_dtype: str = "float32"  # "bfloat16": forward under autocast, parameters and gradients stay float32
+    compute_dtype: str = "float32"  # "bfloat16": of forward and backward; what is trained stays float32
+    activation_checkpointing: str = "none"
+    head_rows: int = 0
+    head_dtype: str = "model"
+    attention: str = "auto"
 
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
-        """From a topology's [learner], [experiments], model.dtype and segments.loss."""
+        """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
         names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
-        tables = {name: topology.experiments if name.startswith("dmmpt") else topology.learner for name in names}
-        values = {name: getattr(table, name) for name, table in tables.items()}
+        places = (topology.learner.memory, topology.learner, topology.experiments)
+        values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
         return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
 
 
@@ -183,20 +189,19 @@ class Trainer:
 
     def __init__(
         self, model: Any, settings: TrainerSettings, forward: Forward | None = None,
-        named: Callable[[Any], dict[str, Tensor]] = named_weights,
+        named: Callable[[Any], Mapping[str, Tensor]] = named_weights,
     ) -> None:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss)
-        self.forward = forward or choose_forward(model)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.forward, self._masters = _prepared(model, settings, forward)
+        self.parameters = list(self.trained_tensors().values())
         self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         self.optimizer = _adamw(self.parameters, settings)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
-        self._published: dict[str, Tensor] = {}
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
 
@@ -263,13 +268,7 @@ class Trainer:
         )
 
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            return self.forward.score(samples, flat)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.compute_dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=getattr(torch, self.settings.compute_dtype))
+        return self.forward.score(samples, flat)
 
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor, entropy: Tensor,
@@ -338,6 +337,7 @@ class Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 self.optimizer.step()
+                self._round()
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
         stats = self._stats(lr, norm, reason, culprits, started)
@@ -349,7 +349,7 @@ class Trainer:
                for uid, finite in zip(uids, sums.isfinite().tolist(), strict=True) if not finite]
         if bad:
             return tuple(bad)
-        named = self.model.named_parameters()
+        named = self.trained_tensors().items()
         return tuple(f"parameter {n}" for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
 
     def _stats(
@@ -369,30 +369,29 @@ class Trainer:
 
     # -- weights and state -----------------------------------------------------------------------------------------
 
-    def named_weights(self) -> dict[str, Tensor]:
+    def named_weights(self) -> Mapping[str, Tensor]:
         """The weights to publish, by name, in the compute type; valid until the next step."""
-        named = self._named(self.model)
-        dtype = getattr(torch, self.settings.compute_dtype)
-        if self.settings.compute_dtype == "float32":
-            return named
-        for name, value in named.items():
-            if name not in self._published:
-                self._published[name] = torch.empty_like(value, dtype=dtype)
-            self._published[name].copy_(value)
-        return self._published
+        return self._named(self.model)
 
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
-        return {**self.optimizer.state_dict(), **({MASTER: self._masters()} if self.rounded else {})}
+        return {**self.optimizer.state_dict(), **({MASTER: self.trained_tensors()} if self.rounded else {})}
 
     @property
     def rounded(self) -> bool:
         """Whether weights are published in fewer bits than they are trained in."""
-        return str(self._dtype) != f"torch.{self.settings.compute_dtype}" and self._dtype != torch.float64
+        return self._masters is not None
 
-    def _masters(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.model.named_parameters() if one.requires_grad}
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """What the optimiser changes, by name."""
+        if self._masters is not None:
+            return self._masters.named
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def _round(self) -> None:
+        if self._masters is not None:
+            self._masters.round()
 
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
@@ -402,9 +401,10 @@ class Trainer:
         """
         own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict({name: value for name, value in state.items() if name != MASTER})
-        for name, parameter in self._masters().items():
+        for name, parameter in self.trained_tensors().items():
             if MASTER in state:
                 parameter.copy_(state[MASTER][name])
+        self._round()
         changed = []
         for mine, group in zip(own, self.optimizer.param_groups, strict=True):
             for name, value in mine.items():
@@ -413,6 +413,23 @@ class Trainer:
                 group[name] = value
         self._clear()
         return list(dict.fromkeys(changed))
+
+
+LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of layers alone
+
+
+def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
+    """How the model computes, and the masters of its parameters where it computes in fewer bits."""
+    head = Head.of(model.config, settings.head_rows, torch.float32 if settings.head_dtype == "float32" else None)
+    found = forward
+    if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
+        found = choose_forward(model, head, settings.attention)
+    masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
+    found = found or choose_forward(model, head, settings.attention)
+    large = model.device.type != "cpu" and sum(parameter.numel() for parameter in model.parameters()) >= LARGE
+    if settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large):
+        checkpoint_layers(found)
+    return found, masters
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:

@@ -45,8 +45,7 @@ class Instrumented:
 
 
 class Sender(Instrumented, ABC):
-    """What the learner publishes with. `begun`, `begin` and `check` are for weights that engines share: where versions
-    are copies, no engine has to pause."""
+    """What the learner publishes with. `begun`, `begin` and `check` matter only for weights that engines share."""
 
     @abstractmethod
     def newest(self) -> tuple[int, int]:
@@ -142,8 +141,7 @@ Receiver = TensorReceiver | FileReceiver  # `kind` tells which
 
 
 def poll(look: Callable[[], T], timeout_s: float, every_s: float = LOOK_EVERY_S) -> T:
-    """What `look` returns as soon as that is true, or when the time is over: nothing in another process's memory or
-    directory can be waited on."""
+    """What `look` returns once that is true, or at the timeout: another process's memory cannot be waited on."""
     deadline = time.monotonic() + timeout_s
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(every_s)
@@ -202,8 +200,7 @@ class VersionSteps:
             self._steps[-1] = min(self._steps[-1], step)
 
     def step_of(self, version: int) -> int:
-        """The step of the newest version that is not above `version`, 0 if none is known: what an unknown version made
-        looks too old, never too new."""
+        """The step of the newest version up to `version`, else 0: an unknown version looks too old, never too new."""
         i = bisect_right(self._versions, version)
         return self._steps[i - 1] if i else 0
 

@@ -102,8 +102,7 @@ class Settings:
 
 
 def make_sender(settings: Settings, callbacks: GroupCallbacks | None = None, write: Write | None = None) -> Sender:
-    """The learner's side. `callbacks` gets the changes of a broadcast's groups; `write` makes the files of a version,
-    where versions are folders."""
+    """The learner's side. `callbacks`: changes of a broadcast's groups; `write`: the files of a version."""
     if settings.folders:
         if write is None:
             raise BugError(f"{settings.transport} publishes folders: its sender needs the function that writes them")

@@ -148,7 +148,6 @@ def remove(path: Path) -> None:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Every file below."""
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 

@@ -287,7 +287,6 @@ class Fence:
 
     @property
     def owner(self) -> ProcessIdentity:
-        """The engine's process."""
         return ProcessIdentity(*map(int, self._words[W_OWNER : W_OWNER + 2]))
 
     @property
@@ -321,8 +320,7 @@ class SharedTensor(msgspec.Struct, frozen=True):
 
 
 class Bridge(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file holds. `parts`: rows of `tensors` by the checkpoint's names. It appears whole, so a reader never
-    sees half of it."""
+    """What the file holds, which appears whole. `parts`: rows of `tensors` by the checkpoint's names."""
 
     magic: Literal["busrl-bridge"] = "busrl-bridge"
     layout: Literal[1] = 1
@@ -587,8 +585,7 @@ class OneCopySender(Sender):
         fence.state = FenceState(version, step, False)
 
     def write(self, named: Named) -> int:
-        """Copy tensors that are not views of the engine's weights into them, and wait for the device; returns the bytes
-        copied. Inside the fence only."""
+        """Inside the fence: copy tensors that are no views of the engine's weights, and wait; returns the bytes."""
         copied = 0
         with torch.no_grad():
             for name, view in self._views.items():

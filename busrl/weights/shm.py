@@ -100,13 +100,11 @@ class Segment:
         return max((k for k, seq in enumerate(seqs) if seq and not seq & 1), key=self.stamp, default=None)
 
     def stamp(self, k: int) -> tuple[int, int]:
-        """Version and step of buffer k with its log."""
         version, step, size = foot_of(self.log[k][: int(self.buffer[k][LOGGED])])
         return (version, step) if size else (int(self.buffer[k][VERSION]), int(self.buffer[k][STEP]))
 
     def prefault(self) -> None:
-        """Map all pages of both buffers now, large ones where the machine has them: a fault in the middle of a copy
-        costs more than the copy of its page."""
+        """Map all pages of both buffers now, large ones where possible: a fault costs more than copying its page."""
         for k in range(2):
             start, size = int(self.words[W_BUFFERS + k]), _round_up(len(self.data[k]))
             for advice in (HUGE_PAGES, POPULATE_WRITE if self._writable else POPULATE_READ):
@@ -336,7 +334,6 @@ class VersionReceiver(TensorReceiver):
         return None if stamp == NOTHING else stamp
 
     def _current(self) -> Segment | None:
-        """The segment that the path leads to now."""
         if self._segment is not None and not is_named(self.path, self._segment.inode):
             self.close()
         if self._segment is None:

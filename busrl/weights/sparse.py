@@ -69,7 +69,6 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """Of the indices and values."""
         return sum(len(part.indices) + len(part.values) for part in self.parts)
 
 
@@ -203,7 +202,6 @@ def width_of(entry: Entry) -> int:
 
 
 def pack(frame: Frame) -> bytes:
-    """The bytes of a frame."""
     at = HEAD.size + ROW.size * len(frame.parts)
     rows: list[bytes] = []
     pieces: list[bytes] = []

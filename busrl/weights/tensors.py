@@ -123,7 +123,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def expected(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """dtype and shape by name."""
         import torch
 
         return {entry.name: (getattr(torch, entry.dtype), torch.Size(entry.shape)) for entry in self.entries}
@@ -162,7 +161,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         yield self.nbytes
 
     def scatter(self, flat: torch.Tensor, named: Mapping[str, torch.Tensor]) -> None:
-        """Copy the flat block into the tensors, in place."""
         self.check(named)
         copy_all([(named[entry.name], self.view(flat, entry)) for entry in self.entries])
 
@@ -174,7 +172,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return seed or 1
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that lie in the block, by name."""
         return {entry.name: self.view(flat, entry) for entry in self.entries}
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
@@ -222,7 +219,9 @@ def fingerprint(folder: Path) -> str:
     """
     sha = hashlib.sha256()
     try:
-        sha.update(_config(folder))
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        lasting = {key: value for key, value in config.items() if key not in VOLATILE}
+        sha.update(json.dumps(lasting, sort_keys=True).encode())
         files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
         if not files:
             raise UserError(f"{folder}: no weights in it, so nothing tells which adapters belong to it; see model.path")
@@ -231,11 +230,6 @@ def fingerprint(folder: Path) -> str:
     except (OSError, ValueError) as problem:
         raise UserError(f"{folder}: not a readable model folder: {problem}; see model.path") from problem
     return sha.hexdigest()
-
-
-def _config(folder: Path) -> bytes:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    return json.dumps({k: v for k, v in config.items() if k not in VOLATILE}, sort_keys=True).encode()
 
 
 def _add(sha: Any, path: Path) -> None:

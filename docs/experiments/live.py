@@ -36,14 +36,14 @@ NEVER_S = 1e7
 Settings = Mapping[str, object]
 
 
-def make_trace(path: Path, prompts: int, seed: int, **shape: Any) -> list[trace.Task]:
+def make_trace(path: Path, prompts: int, seed: int, **shape: Any) -> list[trace.TracedPrompt]:
     """Write a long-tailed trace; `shape` as in tracemaker.Shape."""
     tasks = trace.make_trace(prompts, trace.Shape(**shape), seed)
     trace.write(path, tasks)
     return tasks
 
 
-def arriving(path: Path, tasks: Sequence[trace.Task], per_s: float, seed: int) -> list[trace.Task]:
+def arriving(path: Path, tasks: Sequence[trace.TracedPrompt], per_s: float, seed: int) -> list[trace.TracedPrompt]:
     """Write the same tasks again as an open stream: independent arrivals at that mean rate, and then no more."""
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(tasks))).round(6).tolist()
     stream = [dataclasses.replace(task, arrival_s=time) for task, time in zip(tasks, times)]
@@ -51,7 +51,7 @@ def arriving(path: Path, tasks: Sequence[trace.Task], per_s: float, seed: int) -
     return stream
 
 
-def mean_tokens(tasks: Iterable[trace.Task], limit: int) -> float:
+def mean_tokens(tasks: Iterable[trace.TracedPrompt], limit: int) -> float:
     """Mean length of the answers of a trace, cut at `limit`."""
     return statistics.fmean(min(n, limit) for task in tasks for n in task.lengths)
 

@@ -40,7 +40,7 @@ def stand_in(path: Path, prompts: int, options: argparse.Namespace, seed: int) -
     random = np.random.default_rng(seed)
     draws = np.exp(np.log(options.median) + options.sigma * random.standard_normal((prompts, GROUP)))
     lengths = np.clip(np.rint(draws), 1, options.limit).astype(int)
-    trace.write(path, [trace.Task(f"prompt {i}", tuple(row)) for i, row in enumerate(lengths.tolist())])
+    trace.write(path, [trace.TracedPrompt(f"prompt {i}", tuple(row)) for i, row in enumerate(lengths.tolist())])
 
 
 def settings_of(variant: str, path: Path, seed: int, options: argparse.Namespace) -> dict[str, object]:

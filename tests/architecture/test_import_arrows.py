@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
         "device", "monitor",
     },
-    "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger", "roles"},
+    "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
     "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
@@ -124,7 +124,7 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
         assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
 
 
-SHARED_BY_ROLES = {"process", "actor", "segments", "trajectory", "predictor_state", "version_pin"}
+SHARED_BY_ROLES = {"process", "actor", "trajectory", "predictor_state", "version_pin"}
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 
 

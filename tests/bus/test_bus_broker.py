@@ -84,7 +84,7 @@ def test_a_broker_whose_sockets_were_removed_ends_by_name_and_its_successor_serv
     for name in ("pub.sock", "sub.sock"):
         (short_dir / name).unlink()
     _, said = broker.process.communicate(timeout=PATIENCE_S)
-    assert broker.process.returncode and "was removed or replaced by somebody else" in said
+    assert broker.process.returncode and "was removed or replaced by another program" in said
     broker.start()
     sender = endpoint("reward/0")
     before.ready(PATIENCE_S)
@@ -115,7 +115,7 @@ def test_a_second_broker_is_refused_with_the_pid_of_the_first(broker):
     second = broker.spawn()
     text = second.communicate(timeout=PATIENCE_S)[1]
     assert second.returncode != 0
-    assert "BrokerRunning" in text and f"pid {broker.process.pid}" in text
+    assert "RunInUse" in text and f"pid {broker.process.pid}" in text
 
 
 def test_the_refused_second_broker_leaves_the_first_one_serving(broker, endpoint):

@@ -11,7 +11,7 @@ import pytest
 from busrl.config import Topology
 from busrl.config.explain import report
 from busrl.data import trace
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -33,13 +33,13 @@ role = "reward"
 @pytest.fixture
 def scripted(here: Path) -> Path:
     """The folder, with a trace, and a model that says which ids it has."""
-    write_trace(here, [Task(f"{n}+{n}=", (n + 1, 80), arrival_s=float(n)) for n in range(40)])
+    write_trace(here, [TracedPrompt(f"{n}+{n}=", (n + 1, 80), arrival_s=float(n)) for n in range(40)])
     config = json.loads((here / "model" / "config.json").read_text())
     (here / "model" / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
     return here
 
 
-def write_trace(here: Path, tasks: list[Task]) -> None:
+def write_trace(here: Path, tasks: list[TracedPrompt]) -> None:
     trace.write(here / "trace.jsonl", tasks)
 
 
@@ -95,9 +95,9 @@ def test_an_open_stream_needs_times_in_order_and_no_shuffling(scripted: Path, lo
     stream = BASE.replace('train = "trace.jsonl"', 'train = "trace.jsonl"\narrivals = true\nshuffle = false')
     assert loaded(base=stream).data.arrivals
     assert any("shuffle = false" in line for line in refused(base=stream.replace("shuffle = false", "")))
-    write_trace(scripted, [Task("a", (3,), arrival_s=2.0), Task("b", (3,), arrival_s=1.0)])
+    write_trace(scripted, [TracedPrompt("a", (3,), arrival_s=2.0), TracedPrompt("b", (3,), arrival_s=1.0)])
     (found,) = refused(base=stream)
     assert "trace.jsonl:2" in found and "ascending" in found
-    write_trace(scripted, [Task("a", (3,))])
+    write_trace(scripted, [TracedPrompt("a", (3,))])
     (found,) = refused(base=stream)
     assert "no arrival_s" in found

@@ -19,17 +19,17 @@ RULES = f"[learner.controller]\nmode = 'advise'\n{TABLE}"
 ACT = "[weights]\nmax_staleness = 4\n[learner.controller]\nmode = 'act'\n"
 
 REFUSED = [
-    (f"{RULES}low = 1.4", "low < high", "the defaults are 0.6 and 1.3"),
+    (f"{RULES}low = 1.4", "low < 1 < high", "the defaults are 0.6 and 1.3"),
     (f"{RULES}low = 1.1", "low < 1 < high", "the defaults"),
     (f"{RULES}hysteresis = 0.5", "the gap of 0.7 has no middle left", "set hysteresis below 0.35"),
     ("[learner.controller]\nmode = 'advise'\nn_lo = 33", "n_lo <= n_min", "set n_lo <= 32"),
     ("[learner.controller]\nmode = 'advise'\nn_hi = 31", "n_min <= n_hi", "set n_hi >= 32"),
     (f"{RULES}high_t_max_s = 2", "high_t_max_s <= low_t_max_s", "0.25 and 1"),
     ("[learner.controller]\nmode = 'act'", "no window is left for thresholds 16 to 64", "max_staleness >= 4"),
-    ("[weights]\nmode = 'sync'\n[learner.controller]\nmode = 'act'", "a synchronous round", 'mode = "advise"'),
+    ("[weights]\nmode = 'sync'\n[learner.controller]\nmode = 'act'", "a round is n_min groups", 'mode = "advise"'),
     (f"{ACT}[learner]\nupdates_per_batch = 20", "at most 16 updates", "lower updates_per_batch"),
     (f"{ACT}[learner.trigger]\nn_floor = 20\nt_max_s = 5", "n_floor <= n_lo = 16", "lower n_floor"),
-    (f"{ACT}[learner.trigger]\ncount = 'ended'", "not of those that ended", 'count = "usable"'),
+    (f"{ACT}[learner.trigger]\ncount = 'ended'", "the number of groups trained, not ended", 'count = "usable"'),
     ("[weights]\nwindow = 49", "weights.window = 49 is larger than the buffer", "set window <= 48"),
     ("[weights]\nmode = 'fully-async'\nwindow = 129", "larger than the buffer: B = 128", "set window <= 128"),
 ]

@@ -23,13 +23,13 @@ REFUSED = [
     ("[openai]\n" + FREE, "the engine needs an endpoint, and none is named; for example http://127.0.0.1:8000/v1"),
     ('[openai]\nbase_url = "127.0.0.1:8000"\n' + FREE, "is not the address of an endpoint"),
     ('[openai]\nbase_url = "http://host:port/v1"\n' + FREE, "is not the address of an endpoint"),
-    ("[openai]\n" + URL, "the server keeps its first weights, so every sample is older than this mode allows"),
-    (f'[openai]\n{URL}update = "vllm"\n', "a server in another process loads versions from a folder, and this"),
+    ("[openai]\n" + URL, "the server keeps its first weights, too old here"),
+    (f'[openai]\n{URL}update = "vllm"\n', "the server loads versions from a folder"),
     (f'[openai]\n{URL}endpoint = "chat"\n{FREE}', "training would see it without that"),
     (f'[openai]\n{URL}endpoint = "chat"\n{FREE}[data]\ntemplate = "chat"\n[segments]\nlength = 20\n',
-     "by chat an answer is made in one go"),
+     "by chat an answer cannot continue from token ids"),
     (f'[openai]\n{URL}tools = "tools.json"\n{FREE}', "tools belong to the chat endpoint"),
-    (f'[openai]\n{URL}{FREE}[generation]\non_update = "keep"\n', "so its keys are always computed again"),
+    (f'[openai]\n{URL}{FREE}[generation]\non_update = "keep"\n', "keys are computed again"),
     (f'[openai]\n{URL}update = "ollama"\n{FREE}', 'expected one of "none", "vllm", "sglang"'),
 ]
 
@@ -53,7 +53,7 @@ def test_by_chat_a_restart_lets_answers_end_or_is_refused(
     (here / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     text = f'[openai]\n{URL}endpoint = "chat"\nupdate = "vllm"\n[weights]\ntransport = "{transport}"\n'
     found = refused(text, *ENGINE, "data.template=chat")
-    assert any("what runs when new weights come would be lost" in line for line in found), found
+    assert any("by chat running answers would be lost at an update" in line for line in found), found
     if transport == "checkpoint_restart":
         loaded(text + 'on_restart = "finish"\n', *ENGINE, "data.template=chat")
 
@@ -70,7 +70,7 @@ def test_what_can_work_is_loaded_and_warned_of_where_the_server_has_to_be_set_up
     assert any("processed_logprobs" in line for line in topology.derived.warnings)
     assert Topology.from_json(topology.to_json()) == topology
     fixed = loaded(f"[openai]\n{URL}{FREE}", *ENGINE)
-    assert any("moves ever further away from them" in line for line in fixed.derived.warnings)
+    assert any("samples get ever older" in line for line in fixed.derived.warnings)
     unused = loaded(f"[openai]\n{URL}")
     assert any('no [[process]] has engine = "openai"' in line for line in unused.derived.warnings)
 

@@ -28,7 +28,7 @@ CASES = [
     ("[groups]\nsize = 1", "groups.size = 1: expected a whole number >= 2", 2),
     (
         '[learner]\nlr = "fast"',
-        'learner.lr = "fast": expected a number > 0 and <= 10; lr is: learning rate for steps',
+        'learner.lr = "fast": expected a number > 0 and <= 10; lr is: learning rate for n_min groups',
         2,
     ),
     ("[learner]\nlr = nan", "learner.lr = NaN: expected a number > 0", 2),

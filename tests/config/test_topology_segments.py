@@ -23,15 +23,15 @@ REFUSED = [
     ),
     ("length = 20\nmax_segments = 2\nglobal_max_length = 50", "2 segments of 20 tokens cannot reach the limit of 50"),
     ("length = 8\nmax_segments = 15", "segments.max_segments = 15: expected a whole number >= 1 and <= 14"),
-    ("global_max_length = 100", "segments are off, so the limit of an answer is generation.max_new_tokens"),
-    ('loss = "pois"', "with ratio 1 nothing corrects for old samples"),
+    ("global_max_length = 100", "segments are off, so generation.max_new_tokens is the limit"),
+    ('loss = "pois"', "ratio 1 corrects nothing"),
     ('loss = "pois"\n[weights]\nmode = "sync"\n[learner]\nloss = "decoupled"', "ratios that pois sets to 1"),
     ('loss = "pois"\n[weights]\nmode = "sync"\n[learner]\nupdates_per_batch = 2', "is not 1 any more"),
-    ('rounds = "segments"\n[weights]\nmode = "sync"', "there is nothing that a round could be made of"),
+    ('rounds = "segments"\n[weights]\nmode = "sync"', "segments are off, so a round has none"),
     ('rounds = "segments"\nlength = 16', "only synchronous steps have rounds"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[experiments]\nforced_age = 1', "of several ages"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\npublish_every = 2', "is published"),
-    (f"{WAVES}[weights]\nmode = 'sync'\n[scheduler]\npolicy = 'sjf'\nprobe = true", "siblings would wait for a probe"),
+    (f"{WAVES}[weights]\nmode = 'sync'\n[scheduler]\npolicy = 'sjf'\nprobe = true", "siblings and the next wave"),
     (
         f"{WAVES}[weights]\nmode = 'sync'\ntransport = 'checkpoint_restart'\nrestart_every = 2\n",
         "weights.restart_every = 2: the next wave begins when what this one completed is published; restart_every = 1",
@@ -86,7 +86,7 @@ def test_the_rule_about_the_table_is_that_of_the_ring() -> None:
 
 def test_settings_that_do_nothing_are_warned_about(loaded: Loaded) -> None:
     (warned,) = loaded('[segments]\nloss = "last_segment"\n').derived.warnings
-    assert "the last segment is the whole answer" in warned
+    assert "the last one is the whole answer" in warned
     (warned,) = loaded("[segments]\nlength = 64\n").derived.warnings
     assert "every answer ends within its first segment" in warned
     (warned,) = loaded(f"[segments]\n{WAVES}[weights]\nmode = 'sync'\n[scheduler]\nahead = 4\n").derived.warnings

@@ -29,7 +29,7 @@ REFUSED = [
     ('[lora]\nrank = 4\ntargets = ["fc", "fc"]', "a layer is named twice"),
     (
         '[lora]\nrank = 4\ndropout = 0.1\n[learner]\ndeterministic = true\n[weights]\nmode = "sync"',
-        "dropout draws other numbers in a step that is trained again",
+        "dropout differs in a step that is trained again",
     ),
     (
         '[weights]\ntransport = "checkpoint_restart"\nrestart_every = 3',
@@ -53,7 +53,7 @@ WARNED = [
 IGNORED = [
     ("cuda_ipc", "checksum = true", "cuda_ipc sends nothing: there are no bytes to check"),
     ("cuda_ipc", "sparse.enabled = true", "cuda_ipc sends nothing: nothing is left out of it"),
-    ("lora_hotswap", "checksum = true", "every file of a version has its CRC-32 with lora_hotswap"),
+    ("lora_hotswap", "checksum = true", "lora_hotswap always checks the CRC-32 of each file"),
     ("lora_hotswap", "sparse.enabled = true", "lora_hotswap sends an adapter: nothing is left out of it"),
     ("checkpoint_restart", "sparse.enabled = true", "checkpoint_restart sends a whole folder"),
     ("checkpoint_restart", "bucket_mb = 4", "checkpoint_restart sends nothing in pieces"),

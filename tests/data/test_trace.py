@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from busrl.data import JsonlStream
-from busrl.data.trace import Shape, Task, make_trace, parse, read, write
+from busrl.data.trace import Shape, TracedPrompt, make_trace, parse, read, write
 from busrl.errors import DataError
 from busrl.scheduling.lengths import kendall_tau
 
 
 def test_what_was_written_is_read_again_and_is_a_prompt_file(tmp_path: Path) -> None:
-    tasks = [*make_trace(20, seed=1), Task("p", (3, 4), "a", "kind", (0.0, 1.0))]
+    tasks = [*make_trace(20, seed=1), TracedPrompt("p", (3, 4), "a", "kind", (0.0, 1.0))]
     write(tmp_path / "t.jsonl", tasks)
     assert read(tmp_path / "t.jsonl") == tasks
     with JsonlStream(tmp_path / "t.jsonl", seed=0, shuffle=False) as stream:
@@ -23,7 +23,7 @@ def test_what_was_written_is_read_again_and_is_a_prompt_file(tmp_path: Path) -> 
 
 
 def test_a_member_beyond_the_list_starts_again_at_its_front() -> None:
-    task = Task("p", (3, 4), rewards=(0.0, 1.0))
+    task = TracedPrompt("p", (3, 4), rewards=(0.0, 1.0))
     assert [task.length(m) for m in range(4)] == [3, 4, 3, 4]
     assert [task.reward(m) for m in range(3)] == [0.0, 1.0, 0.0]
 
@@ -47,7 +47,7 @@ def test_a_line_that_can_not_be_a_task_is_refused_with_its_place_and_value(line:
 
 
 def test_arrivals_on_some_lines_only_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "t.jsonl", [Task("p", (3,), arrival_s=1.0), Task("q", (3,))])
+    write(tmp_path / "t.jsonl", [TracedPrompt("p", (3,), arrival_s=1.0), TracedPrompt("q", (3,))])
     with pytest.raises(DataError, match="every line or on none"):
         read(tmp_path / "t.jsonl")
 

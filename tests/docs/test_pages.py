@@ -85,7 +85,7 @@ def test_every_key_on_the_algorithms_page_is_a_key_of_a_topology() -> None:
             keys.add(f"{table}.{entry.group(1)}")
     tables = {key.rsplit(".", 1)[0] for key in keys}
     named = {name for name in re.findall(r"`([a-z_]+\.[a-z_]+)\b", ALGORITHMS) if name.split(".")[0] in tables}
-    assert named and not named - keys
+    assert named and not named - keys - tables  # a key of a table in a table is cut to that table
 
 
 def test_every_file_that_the_concepts_page_names_exists() -> None:

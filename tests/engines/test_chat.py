@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.engines import EOS, LENGTH
-from busrl.engines.tokens import tokens_of
+from busrl.engines.base import tokens_of
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import DataError, UserError
 

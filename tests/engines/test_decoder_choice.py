@@ -82,7 +82,7 @@ def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
     topology: Any = SimpleNamespace(
         model=SimpleNamespace(path=str(model_folder("qwen3")), dtype="bfloat16"),
         generation=Generation(max_batch=3, max_new_tokens=30),
-        max_prompt_tokens=20,
+        longest=50,
         data=SimpleNamespace(template="none"),
         process=(),
         processes=list,

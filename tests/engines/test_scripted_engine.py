@@ -15,7 +15,7 @@ from published import Published
 from busrl.config.machine import Vocabulary
 from busrl.config.schema import Mock
 from busrl.data import JsonlStream, trace
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.engines import ABORTED, EOS, LENGTH, Engine, Finished, Request
 from busrl.engines.scripted import LATEST_S, Script, ScriptedEngine
 
@@ -36,7 +36,7 @@ class World:
         self.now += seconds + self.late_s
 
 
-def script_of(folder: Path, *tasks: Task, right: float = 0.5) -> Script:
+def script_of(folder: Path, *tasks: TracedPrompt, right: float = 0.5) -> Script:
     path = folder / "trace.jsonl"
     trace.write(path, tasks)
     return Script(JsonlStream(path, 0, False), Vocabulary(EOS_ID, PLAIN), GROUP, right=right)
@@ -65,7 +65,7 @@ def until_idle(engine: ScriptedEngine) -> list[Finished]:
 
 
 def test_answers_have_the_lengths_of_the_trace_and_valid_tokens(tmp_path: Path) -> None:
-    script = script_of(tmp_path, Task("one", (7, 3)), Task("two", (120, 1)))
+    script = script_of(tmp_path, TracedPrompt("one", (7, 3)), TracedPrompt("two", (120, 1)))
     engine: Engine = engine_of(script, World())
     engine.submit([request(10 * draw + member, uid(draw, member)) for draw in (0, 1) for member in (0, 1)])
     found = {one.key: one for one in until_idle(engine)}  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_answers_have_the_lengths_of_the_trace_and_valid_tokens(tmp_path: Path) 
 
 
 def test_a_re_roll_is_as_long_and_other_tokens(tmp_path: Path) -> None:
-    engine = engine_of(script_of(tmp_path, Task("one", (40, 3))), World())
+    engine = engine_of(script_of(tmp_path, TracedPrompt("one", (40, 3))), World())
     engine.submit([request(0, uid(0, 0)), request(1, uid(0, 0, attempt=1))])
     first, second = until_idle(engine)
     assert len(first.token_ids) == len(second.token_ids) == 40
@@ -86,7 +86,7 @@ def test_a_re_roll_is_as_long_and_other_tokens(tmp_path: Path) -> None:
 
 
 def test_time_is_steps_times_their_cost_however_late_it_wakes(tmp_path: Path) -> None:
-    script, world = script_of(tmp_path, Task("one", (100, 50))), World(late_s=0.003)
+    script, world = script_of(tmp_path, TracedPrompt("one", (100, 50))), World(late_s=0.003)
     engine = engine_of(script, world, pace=Mock(0.002, per_sequence_s=0.001, prefill_s_per_token=0.01))
     engine.submit([request(0, uid(0, 0)), request(1, uid(0, 1))])
     until_idle(engine)
@@ -95,7 +95,7 @@ def test_time_is_steps_times_their_cost_however_late_it_wakes(tmp_path: Path) ->
 
 
 def test_a_process_that_was_stopped_makes_up_for_little_of_it(tmp_path: Path) -> None:
-    script, world = script_of(tmp_path, Task("one", (1000,) * 2)), World()
+    script, world = script_of(tmp_path, TracedPrompt("one", (1000,) * 2)), World()
     engine = ScriptedEngine(script, Mock(0.002), capacity=2, max_length=2000, clock=world.clock, wait=world.wait)
     engine.submit([request(0, 0, limit=1500)])
     engine.step()
@@ -106,7 +106,7 @@ def test_a_process_that_was_stopped_makes_up_for_little_of_it(tmp_path: Path) ->
 
 
 def test_jitter_keeps_the_mean(tmp_path: Path) -> None:
-    script, world = script_of(tmp_path, Task("one", (4000,) * 2)), World()
+    script, world = script_of(tmp_path, TracedPrompt("one", (4000,) * 2)), World()
     engine = ScriptedEngine(
         script, Mock(0.005, jitter=0.5), capacity=2, max_length=5000, clock=world.clock, wait=world.wait
     )
@@ -117,7 +117,7 @@ def test_jitter_keeps_the_mean(tmp_path: Path) -> None:
 
 
 def test_new_weights_between_two_steps_show_in_the_versions(tmp_path: Path) -> None:
-    engine = engine_of(script_of(tmp_path, Task("one", (20, 20))), World())
+    engine = engine_of(script_of(tmp_path, TracedPrompt("one", (20, 20))), World())
     engine.submit([request(0, 0)])
     engine.update_weights(Published(3, 1))  # before its first token
     drawn = engine.drawing
@@ -130,7 +130,7 @@ def test_new_weights_between_two_steps_show_in_the_versions(tmp_path: Path) -> N
 
 
 def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
-    engine = engine_of(script_of(tmp_path, Task("one", (33, 58)), Task("two", (7, 90))), World())
+    engine = engine_of(script_of(tmp_path, TracedPrompt("one", (33, 58)), TracedPrompt("two", (7, 90))), World())
     engine.submit([request(n, n if n < 2 else n + 2) for n in range(4)])
     announced = total = 0
     while engine.active:
@@ -140,7 +140,7 @@ def test_the_tokens_announced_are_the_tokens_drawn(tmp_path: Path) -> None:
 
 
 def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request_is_gone(tmp_path: Path) -> None:
-    script = script_of(tmp_path, Task("one", (100, 100), answer="7"), right=1.0)
+    script = script_of(tmp_path, TracedPrompt("one", (100, 100), answer="7"), right=1.0)
     engine = engine_of(script, World())
     engine.submit([request(0, 0, limit=30), request(1, 1)])
     assert engine.abort(1) is not None and engine.abort(1) is None
@@ -159,7 +159,7 @@ def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request
 def test_segments_by_different_actors_are_the_answer_in_one_piece(
     length: int, segment: int, limit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    script = script_of(tmp_path_factory.mktemp("trace"), Task("one", (length, length)))
+    script = script_of(tmp_path_factory.mktemp("trace"), TracedPrompt("one", (length, length)))
     whole_engine = engine_of(script, World())
     whole_engine.submit([request(0, 0, limit=limit)])
     (whole,) = until_idle(whole_engine)
@@ -179,7 +179,7 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
 
 
 def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
-    script, world = script_of(tmp_path, Task("one", (60, 90))), World()
+    script, world = script_of(tmp_path, TracedPrompt("one", (60, 90))), World()
     engine = engine_of(script, world)
     engine.submit([request(0, 0), request(1, 1)])
     engine.step()
@@ -200,15 +200,15 @@ def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
 
 
 def test_rewards_follow_the_trace_or_a_coin(tmp_path: Path) -> None:
-    given_rewards = script_of(tmp_path, Task("one", (2, 2), answer="7", rewards=(1.0, 0.0)))
+    given_rewards = script_of(tmp_path, TracedPrompt("one", (2, 2), answer="7", rewards=(1.0, 0.0)))
     assert [given_rewards.text(uid(0, m), True) for m in (0, 1)] == ["7", "wrong"]
-    by_chance = script_of(tmp_path, *[Task(f"{n}", (2, 2), answer="wrong") for n in range(500)], right=0.25)
+    by_chance = script_of(tmp_path, *[TracedPrompt(f"{n}", (2, 2), answer="wrong") for n in range(500)], right=0.25)
     right = sum(by_chance.text(n, True) == "wrong" for n in range(2000))
     assert 400 < right < 600
 
 
 def test_prompts_are_plain_ids_one_for_four_bytes(tmp_path: Path) -> None:
-    script = script_of(tmp_path, Task("one", (2, 2)))
+    script = script_of(tmp_path, TracedPrompt("one", (2, 2)))
     assert len(script.encode("12345678")) == 2 and len(script.encode("判断：12345")) == 4
     assert set(script.encode("Compute the sum of 1, 2, 3.")) <= set(PLAIN)
 

@@ -15,7 +15,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.keeper import RingLedger
-from busrl.roles.segments import SegmentCuts
+from busrl.roles.trajectory import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
 
 LEASE_S = 10.0

@@ -28,7 +28,7 @@ def swap(paths: RunPaths) -> None:
 
 
 # What launch notices first: the length, or that samples which it has just seen are not in the table.
-CUT = r"was made shorter by somebody else, from 65536 to \d bytes|2 samples in slots have no fate \(3, 4\)"
+CUT = r"was made shorter by another program, from 65536 to \d bytes|2 samples in slots have no fate \(3, 4\)"
 DAMAGE: dict[str, tuple[Callable[[RunPaths], object], str]] = {
     "cut to nothing": (lambda paths: os.truncate(paths.fates, 0), CUT),
     "cut within a page": (lambda paths: os.truncate(paths.fates, 2), CUT),

@@ -22,7 +22,7 @@ def test_a_removed_lock_is_made_again_and_a_second_launch_is_refused(scripted):
     first = scripted.start(MODES)
     scripted.ready("learner")
     scripted.paths.lock("run").unlink()
-    scripted.said(f"{scripted.paths.lock('run')} was removed by somebody else; it is made and held again")
+    scripted.said(f"{scripted.paths.lock('run')} was removed by another program; it is made and held again")
     assert OfdLock(str(scripted.paths.lock("run"))).holder() == first.pid
     scripted.start(MODES)
     assert scripted.wait() != 0
@@ -152,7 +152,7 @@ def test_a_ring_that_somebody_removed_ends_the_run_by_name_when_a_process_has_to
     scripted.paths.ring_file.unlink()
     os.kill(pid, signal.SIGKILL)
     assert scripted.wait() == 1
-    said = f"keeper cannot be started: {scripted.paths.ring_file} was removed or replaced by somebody else; start"
+    said = f"keeper cannot be started: {scripted.paths.ring_file} was removed or replaced by another program; start"
     assert said in scripted.output and scripted.lives("keeper")[1] == 1, scripted.output
     assert scripted.paths.open_bin.exists() and scripted.leftovers() == []
     scripted.start(MODES)

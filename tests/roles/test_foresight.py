@@ -17,9 +17,9 @@ from busrl.data import JsonlStream
 from busrl.paths import RunPaths
 from busrl.roles import predictor_state
 from busrl.roles.scheduler import DispatchFeed
+from busrl.scheduling.dispatch import Open
 from busrl.scheduling.groups import GroupScanner
 from busrl.scheduling.lengths import Candidate
-from busrl.scheduling.pool import Open
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from busrl.config.rules import MOST_SAMPLES
-from busrl.errors import RUN_FAILED, QueuesFull, SamplesUsedUp, process_code
+from busrl.errors import RUN_FAILED, CannotTrain, PeerLost, process_code
 from busrl.protocol import messages as m
 from busrl.ring import Fates
 from busrl.roles import bus as bus_role
@@ -97,7 +97,7 @@ def test_a_full_table_of_fates_ends_the_run_by_name_with_the_remedy():
     one.group_size, one.paths = 8, SimpleNamespace(fates="run/fates.bin")
     one.fates = SimpleNamespace(capacity=1 << 20)
     one._check_room(1 << 20)
-    with pytest.raises(SamplesUsedUp, match=r"run/fates.bin is full.*65536 prompts.*new run directory") as raised:
+    with pytest.raises(CannotTrain, match=r"run/fates.bin is full.*65536 prompts.*new run directory") as raised:
         one._check_room((1 << 20) + 1)
     assert process_code(raised.value) == RUN_FAILED
 
@@ -116,6 +116,6 @@ def test_the_bus_gives_up_what_it_queued_for_those_who_do_not_read_and_names_the
     other = SimpleNamespace(remote=False, role="learner", label="learner", progress_ns=19_900_000_000)
     ring: Any = SimpleNamespace(processes=lambda: [entry, other])
     bus_role.check_queues(ring, bus_role.MOST_QUEUED_MIB)
-    with pytest.raises(QueuesFull, match=r"900 MiB.*keeper has not moved for 12 s\)"):
+    with pytest.raises(PeerLost, match=r"900 MiB.*keeper has not moved for 12 s\)"):
         bus_role.check_queues(ring, 900.0)
     assert 1 < bus_role.resident_mib() < 100_000

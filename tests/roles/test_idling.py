@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from busrl.config import Topology, load
 from busrl.engines.base import LENGTH
-from busrl.errors import RUN_FAILED, NothingToTrain, process_code
+from busrl.errors import RUN_FAILED, CannotTrain, process_code
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
 from busrl.roles.learner.alarms import MOST_GROUPS, FlatStreak, Idling, LengthSkew, cause_of
@@ -236,7 +236,7 @@ def test_accidents_are_told_with_the_last_error_behind_them(tmp_path: Path) -> N
 
 
 def test_the_end_of_such_a_run_is_final() -> None:
-    assert process_code(NothingToTrain("x")) == RUN_FAILED
+    assert process_code(CannotTrain("x")) == RUN_FAILED
 
 
 def test_groups_without_a_step_have_a_line_of_their_own_kind_and_count_for_the_next_step_too(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from busrl.errors import (
     NEEDS_FIX,
     RUN_FAILED,
     BugError,
-    EngineDisagrees,
+    CannotTrain,
     PeerTimeout,
     RunInUse,
     UserError,
@@ -53,12 +53,12 @@ def refuse(asked: Sequence[SampleRecord]) -> Any:
 
 
 def test_a_difference_that_nothing_explains_ends_the_run_with_both_numbers() -> None:
-    with pytest.raises(EngineDisagrees) as caught:
+    with pytest.raises(CannotTrain) as caught:
         LogprobCheck(quick()).first(records(8, 16), 0, scorer(-3.5))
     text = str(caught.value)
     assert "engine torch, version 0: over 128 tokens" in text and "(mean -1)" in text and "(mean -3.5)" in text
     assert "differ by 2.5 on average, more than learner.mismatch_limit = 1" in text
-    with pytest.raises(EngineDisagrees):
+    with pytest.raises(CannotTrain):
         LogprobCheck(quick()).first(records(8, 16), 0, scorer(float("nan")))
 
 
@@ -116,7 +116,7 @@ def test_several_updates_per_batch_do_not_silence_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("problem", "code"),
     [
-        (EngineDisagrees("x"), RUN_FAILED), (UserError("x"), NEEDS_FIX), (RunInUse("x"), 1), (WeightsRefused("x"), 1),
+        (CannotTrain("x"), RUN_FAILED), (UserError("x"), NEEDS_FIX), (RunInUse("x"), 1), (WeightsRefused("x"), 1),
         (PeerTimeout("x"), 1), (BugError("x"), 1),
     ],
 )

@@ -22,8 +22,7 @@ from busrl.ring import Fates, Ring, State
 from busrl.roles.actor import Doorbell
 from busrl.roles.learner.groups import claim_groups
 from busrl.roles.rollout import Pace, Rollout
-from busrl.roles.segments import SegmentCuts
-from busrl.roles.trajectory import read_generated, read_text
+from busrl.roles.trajectory import SegmentCuts, read_generated, read_text
 from busrl.scheduling.limits import derive
 from busrl.weights.base import VersionSteps
 

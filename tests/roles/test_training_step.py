@@ -439,7 +439,7 @@ def test_log_or_checkpoints_that_vanish_under_a_living_learner_are_seen_before_t
     train(4)
     assert not history.fault()
     shutil.rmtree(tmp_path / removed)
-    assert removed in history.fault() and "somebody else" in history.fault()
+    assert removed in history.fault() and "another program" in history.fault()
     history.checkpoint(living, 4, {}, lambda folder: None)
     assert not history.fault()
     train(5)

@@ -30,7 +30,7 @@ def test_fates_that_are_cut_under_a_living_run_end_it_by_name_and_the_next_start
         assert run.wait(END_S) == 1, run.tail()
         summary, before = run.summary(), run.step()
         assert summary["outcome"] == "failed" and 13 <= summary["steps"] < 24, summary
-        assert re.search(r"fates\.bin was (made shorter|changed) by somebody else", summary["why"]), summary["why"]
+        assert re.search(r"fates\.bin was (made shorter|changed) by another program", summary["why"]), summary["why"]
         lost = {finding["kind"] for finding in summary["audit"]["findings"]}
         assert "logged_not_trained" in lost, summary["audit"]
         assert run.leftovers() == []
@@ -132,7 +132,7 @@ def test_a_topology_that_vanishes_under_a_run_is_written_again_and_the_run_has_i
         run.paths.topology.write_text("{}")
         code = run.wait()
     check_end(run, code)
-    assert run.text().count("topology.json was removed or changed by somebody else; it is written again") == 2
+    assert run.text().count("topology.json was removed or changed by another program; it is written again") == 2
 
 
 SMALL = [

@@ -46,11 +46,11 @@ def test_either_side_of_one_copy_may_die(tmp_path: Path, quickstart: None) -> No
 
 
 @pytest.mark.slow
-def test_an_engine_in_bfloat16_is_given_copies_of_the_learners_weights(tmp_path: Path, quickstart: None) -> None:
+def test_in_bfloat16_the_shared_weights_are_the_rounded_ones(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *ONE_COPY, "model.dtype=bfloat16", steps=6)
     with running(run):
         check_end(run, run.wait())
-    assert "copies its float32 weights into the engine's" in log_of(run, "learner")
+    assert "trains the engine's own weights" in log_of(run, "learner")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from checks import check_end
 from harness import ROOT, Run, running
 
 from busrl.data import trace
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.ring import Ring
 
 SCRIPTED = [
@@ -63,7 +63,8 @@ def test_prompts_that_have_not_arrived_are_not_dispatched_not_by_a_successor_eit
     tmp_path: Path, quickstart: None
 ) -> None:
     there, later = 16, 3600.0
-    tasks = [Task(f"prompt {n}", (9, 5, 7, 20), "a", "", (1, 0, 1, 0), 0.0 if n < there else later) for n in range(40)]
+    arrivals = [0.0 if n < there else later for n in range(40)]
+    tasks = [TracedPrompt(f"prompt {n}", (9, 5, 7, 20), "a", "", (1, 0, 1, 0), at) for n, at in enumerate(arrivals)]
     trace.write(tmp_path / "stream.jsonl", tasks)
     stream = [f"data.train={tmp_path / 'stream.jsonl'}", "data.arrivals=true", "scheduler.ahead=8"]
     run = Run(tmp_path / "run", *SCRIPTED, *stream, config=ROOT / "configs" / "scripted.toml", steps=3)

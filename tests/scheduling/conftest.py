@@ -14,10 +14,9 @@ import pytest
 
 from busrl.scheduling.admission import Admission, Probes, Staleness, not_ahead
 from busrl.scheduling.dispatch import make_policy
-from busrl.scheduling.groups import UNKNOWN, GroupScanner, GroupView, uid_of
+from busrl.scheduling.groups import UNKNOWN, FinishedAnswers, GroupScanner, GroupView, uid_of
 from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.limits import derive
-from busrl.scheduling.pool import FinishedAnswers
 from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger
 
 FREE, QUEUED, GENERATING, REWARDED, TRAINING = 0, 2, 3, 6, 7

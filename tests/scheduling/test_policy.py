@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
 from busrl.scheduling.groups import slot_priority
 from busrl.scheduling.lengths import Candidate, RulesPredictor, kendall_tau
-from busrl.scheduling.pool import LearnerState
 
 
 def candidate(draw: int, length: int = 10) -> Candidate:
@@ -61,7 +60,7 @@ def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
         policy.finished(flying[:2], [1 + 13 * count, 300][: len(flying[:2])])
         policy.look(flying, [2] * len(flying), rows)
         if count < len(entropies):
-            policy.feedback(LearnerState(count, entropies[count]))
+            policy.feedback(entropies[count])
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,10 +130,10 @@ def test_waiting_lifts_a_long_prompt_before_the_horizon_forces_it() -> None:
 
 def test_low_entropy_returns_sjf_to_the_order_drawn_and_high_entropy_makes_it_strict() -> None:
     policy = make_policy("sjf", 4, aging=0.0)
-    for step in range(20):
-        policy.feedback(LearnerState(step, 1.0))
-    for step in range(60):
-        policy.feedback(LearnerState(step, 0.1))
+    for _ in range(20):
+        policy.feedback(1.0)
+    for _ in range(60):
+        policy.feedback(0.1)
     policy.offer([candidate(draw, n) for draw, n in enumerate([500, 10, 300, 20])])
     assert [c.draw for c in (policy.next() for _ in range(4)) if c] == [0, 1, 2, 3]
 

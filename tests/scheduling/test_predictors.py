@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.data.trace import Task, make_trace
+from busrl.data.trace import TracedPrompt, make_trace
 from busrl.scheduling.lengths import (
     BlendPredictor,
     Candidate,
@@ -30,11 +30,11 @@ ALL = ("rules", *LEARNING)
 LIMIT, GROUP = 8192, 8
 
 
-def candidate(draw: int, task: Task) -> Candidate:
+def candidate(draw: int, task: TracedPrompt) -> Candidate:
     return Candidate(draw, task.prompt, LIMIT, task.tag)
 
 
-def teach(predictor: Predictor, tasks: Sequence[Task], begin: int, end: int, members: int = GROUP) -> None:
+def teach(predictor: Predictor, tasks: Sequence[TracedPrompt], begin: int, end: int, members: int = GROUP) -> None:
     """Groups finish 50 at a time, one member after another."""
     for first in range(begin, end, 50):
         for member in range(members):
@@ -43,14 +43,14 @@ def teach(predictor: Predictor, tasks: Sequence[Task], begin: int, end: int, mem
 
 
 @pytest.fixture(scope="module")
-def tasks() -> list[Task]:
+def tasks() -> list[TracedPrompt]:
     return make_trace(2400)
 
 
 # -- the bars, on the long-tailed trace (many seeds and all phases: tools/bench/predictors.py) ---------------------
 
 
-def test_learned_ranks_unseen_prompts_after_two_thousand_finished_ones(tasks: list[Task]) -> None:
+def test_learned_ranks_unseen_prompts_after_two_thousand_finished_ones(tasks: list[TracedPrompt]) -> None:
     predictor = LearnedPredictor()
     teach(predictor, tasks, 0, 2000)
     said = predictor.predict([candidate(d, tasks[d]) for d in range(2000, 2400)])
@@ -59,7 +59,7 @@ def test_learned_ranks_unseen_prompts_after_two_thousand_finished_ones(tasks: li
 
 
 @pytest.mark.parametrize("name", ["history", "blend"])
-def test_finished_siblings_lift_the_ranking_to_six_tenths(name: str, tasks: list[Task]) -> None:
+def test_finished_siblings_lift_the_ranking_to_six_tenths(name: str, tasks: list[TracedPrompt]) -> None:
     predictor, said, real = make_predictor(name), list[float](), list[int]()
     teach(predictor, tasks, 0, 2000)
     for first in range(2000, 2400, 50):
@@ -72,7 +72,7 @@ def test_finished_siblings_lift_the_ranking_to_six_tenths(name: str, tasks: list
     assert kendall_tau(said, real) >= 0.6
 
 
-def test_blend_starts_with_the_rules_and_ends_with_what_learned(tasks: list[Task]) -> None:
+def test_blend_starts_with_the_rules_and_ends_with_what_learned(tasks: list[TracedPrompt]) -> None:
     part = [candidate(d, tasks[d]) for d in range(2000, 2400)]
     blend, rules = BlendPredictor(), make_predictor("rules")
     assert kendall_tau(blend.predict(part), rules.predict(part)) == pytest.approx(1.0, abs=1e-3)
@@ -82,7 +82,7 @@ def test_blend_starts_with_the_rules_and_ends_with_what_learned(tasks: list[Task
 
 
 def test_blend_forgets_rules_that_are_wrong() -> None:
-    tasks = [Task(f"{'briefly' if d % 2 else 'prove'} {d}", (1000 if d % 2 else 10,)) for d in range(200)]
+    tasks = [TracedPrompt(f"{'briefly' if d % 2 else 'prove'} {d}", (1000 if d % 2 else 10,)) for d in range(200)]
     blend = BlendPredictor()
     teach(blend, tasks, 0, 200, members=1)
     long, short = blend.predict([Candidate(1000, "briefly 5000", LIMIT), Candidate(1001, "prove 5000", LIMIT)])
@@ -92,7 +92,7 @@ def test_blend_forgets_rules_that_are_wrong() -> None:
 # -- own answers ------------------------------------------------------------------------------------------------------
 
 
-def test_siblings_of_the_same_draw_move_its_prediction_more_the_more_have_finished(tasks: list[Task]) -> None:
+def test_siblings_of_the_same_draw_move_its_prediction_more_the_more_have_finished(tasks: list[TracedPrompt]) -> None:
     predictor = HistoryPredictor()
     teach(predictor, tasks, 0, 400)
     asked = Candidate(5000, "Compute the sum of 12, 13.", LIMIT, "arithmetic")
@@ -103,7 +103,7 @@ def test_siblings_of_the_same_draw_move_its_prediction_more_the_more_have_finish
     assert said == sorted(said) and said[0] < 600 < said[1] and 1500 < said[-1] < 3000
 
 
-def test_a_prompt_that_comes_again_is_known_by_its_earlier_answers(tasks: list[Task]) -> None:
+def test_a_prompt_that_comes_again_is_known_by_its_earlier_answers(tasks: list[TracedPrompt]) -> None:
     predictor = HistoryPredictor()
     teach(predictor, tasks, 0, 400)
     again, other = Candidate(9000, tasks[3].prompt, LIMIT, tasks[3].tag), Candidate(9001, tasks[3].prompt + "?", LIMIT)
@@ -267,7 +267,7 @@ def test_what_was_learned_survives_saving_and_goes_on_the_same(
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_a_long_history_survives_saving(name: str, tasks: list[Task]) -> None:
+def test_a_long_history_survives_saving(name: str, tasks: list[TracedPrompt]) -> None:
     first, second = make_predictor(name), make_predictor(name)
     teach(first, tasks, 0, 700)
     second.load(first.state())
@@ -298,7 +298,7 @@ def damaged(state: dict[str, object]) -> Iterator[dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, tasks: list[Task]) -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, tasks: list[TracedPrompt]) -> None:
     other, predictor = make_predictor(name), make_predictor(name)
     teach(other, tasks, 0, 300)
     teach(predictor, tasks, 300, 500)

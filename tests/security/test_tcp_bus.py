@@ -14,7 +14,7 @@ import zmq
 from busrl import keys
 from busrl.bus import CurveListener, Endpoint, run_broker
 from busrl.bus.broker import MAX_REFUSED
-from busrl.errors import BadKeys, BrokerRunning, BusNotReady
+from busrl.errors import BadKeys, BusNotReady, RunInUse
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import messages as m
 from busrl.protocol.codec import Fault, topic
@@ -141,7 +141,7 @@ def test_a_second_broker_for_one_tcp_address_is_refused_with_the_process_that_ha
     second = type(broker)(tmp_path / "other", broker.keys, broker.endpoint).spawn()
     text = second.communicate(timeout=PATIENCE_S)[1]
     assert second.returncode != 0
-    assert "BrokerRunning" in text and f"in use by process {broker.process.pid} (" in text and broker.tcp[0] in text
+    assert "RunInUse" in text and f"in use by process {broker.process.pid} (" in text and broker.tcp[0] in text
     broker.beat()
 
 
@@ -150,7 +150,7 @@ def test_the_holder_of_a_port_is_named_whatever_it_is(short_dir, key_directory):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        with pytest.raises(BrokerRunning, match=rf"{address}: .* in use by process {os.getpid()} \("):
+        with pytest.raises(RunInUse, match=rf"{address}: .* in use by process {os.getpid()} \("):
             run_broker(
                 f"ipc://{short_dir}/pub", f"ipc://{short_dir}/sub", OfdLock(str(short_dir / "lock")),
                 threading.Event(), listener=CurveListener(address, key_directory),

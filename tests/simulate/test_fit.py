@@ -11,7 +11,7 @@ import pytest
 from busrl.cli import main
 from busrl.config import load, load_for_simulation
 from busrl.config.schema import Simulate
-from busrl.data.trace import Task, write
+from busrl.data.trace import TracedPrompt, write
 from busrl.errors import NoSuchRun, UserError
 from busrl.simulate.fit import fit, nonnegative
 from busrl.simulate.settings import make
@@ -29,7 +29,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 def recorded(tmp_path: Path) -> Path:
     """A run directory with 2 rollout processes whose steps take 5 ms + 0.1 ms per row, and 2 ms per sequence."""
     prompts = tmp_path / "prompts.jsonl"
-    write(prompts, [Task(f"p{i}", (10 + i,), answer="1") for i in range(20)])
+    write(prompts, [TracedPrompt(f"p{i}", (10 + i,), answer="1") for i in range(20)])
     given = [f"data.train={prompts}", "groups.size=4", "run.max_steps=40"]
     topology = load(ROOT / "configs" / "quickstart.toml", given)
     run = tmp_path / "run"

@@ -11,7 +11,7 @@ import pytest
 from busrl.cli import main
 from busrl.cli import simulate as command
 from busrl.data import trace
-from busrl.data.trace import Task, write
+from busrl.data.trace import TracedPrompt, write
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
@@ -73,7 +73,7 @@ def test_a_trace_that_is_cut_or_repeated_is_named_for_each_point(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.jsonl"
-    write(path, [Task("a", (30, 70)), Task("b", (50,) * 8)])
+    write(path, [TracedPrompt("a", (30, 70)), TracedPrompt("b", (50,) * 8)])
     given = ["--trace", str(path), "--steps", "2", "--out", str(tmp_path / "out")]
     assert main(["simulate", QUICKSTART, *given, "--sweep", "generation.max_new_tokens=64,128"]) == 0
     text = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_a_trace_that_is_cut_or_repeated_is_named_for_each_point(
 
 def test_a_trace_of_flat_groups_ends_with_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "flat.jsonl"
-    write(path, [Task("a", (5,), "1", rewards=(1.0,))])
+    write(path, [TracedPrompt("a", (5,), "1", rewards=(1.0,))])
     assert main(["simulate", QUICKSTART, "--trace", str(path), "--steps", "1"]) == 2
     assert "groups in a row ended with equal rewards" in capsys.readouterr().err
 
@@ -102,7 +102,8 @@ def test_a_long_simulation_says_how_far_it_is(
 def test_prompts_arrive_as_in_a_live_run(tmp_path: Path, arrivals: bool, capsys: pytest.CaptureFixture[str]) -> None:
     # 8 lines over 7 s; 3 steps of 4 groups take the stream into its second epoch.
     path = tmp_path / "stream.jsonl"
-    write(path, [Task(f"p{i}", (10, 20, 30, 40), "1", rewards=(0, 1, 0, 1), arrival_s=float(i)) for i in range(8)])
+    rewards = (0.0, 1.0, 0.0, 1.0)
+    write(path, [TracedPrompt(f"p{i}", (10, 20, 30, 40), "1", rewards=rewards, arrival_s=float(i)) for i in range(8)])
     own = [f"data.train={path}", f"data.arrivals={str(arrivals).lower()}", "learner.trigger.n_min=4"]
     given = [part for one in own for part in ("--set", one)]
     assert main(["simulate", SCRIPTED, "--steps", "3", "--json", *given]) == 0
@@ -121,7 +122,7 @@ def test_arrivals_that_are_missing_or_out_of_order_are_refused(
     path = tmp_path / "stream.jsonl"
     given = ["--set", f"data.train={path}", "--set", "data.arrivals=true"]
     for times, message in (((2.0, 1.0), ":2: arrival_s = 1.0, after 2.0"), ((None, None), "no line has arrival_s")):
-        write(path, [Task("p", (5,), arrival_s=time) for time in times])
+        write(path, [TracedPrompt("p", (5,), arrival_s=time) for time in times])
         assert main(["simulate", SCRIPTED, *given]) == 2
         assert message in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from worlds import FREE_TIMES, answers, topology
 
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
-from busrl.simulate.actors import Times
+from busrl.simulate.actors import Actors, Times
 from busrl.states import ACCIDENTS
 
 Make = Callable[..., Any]
@@ -220,3 +220,11 @@ def test_rounds_of_segments_go_on_when_a_wave_completes_nothing(checked: Make) -
                     "segments.max_segments=3", "segments.rounds=segments")
     found = checked(made, FREE_TIMES, answers([(25,) * 4]), steps=3).run()
     assert found.steps == 3 and all(row.groups == 2 for row in found.rows)
+
+
+def test_the_actor_that_has_been_idle_longest_is_fed_first() -> None:
+    actors = Actors(2, 1, FREE_TIMES, seed=0)
+    end = actors.add(0, 0.0, [(0, 5)], 0)
+    actors.finish(0, end)
+    actors.sort_in(0)
+    assert actors.waiting() == 1, "actor 1 never ran, actor 0 has just ended"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.config import Topology, load
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.world import World
@@ -24,7 +24,7 @@ def topology(*overrides: str) -> Topology:
 
 
 def answers(lengths: list[tuple[int, ...]], flat_share: float = 0.0, **more: Any) -> TraceAnswers:
-    tasks = [Task(f"prompt {i}", one, tag="a") for i, one in enumerate(lengths)]
+    tasks = [TracedPrompt(f"prompt {i}", one, tag="a") for i, one in enumerate(lengths)]
     return TraceAnswers(tasks, len(lengths[0]), 512, flat_share=flat_share, **more)
 
 

@@ -107,7 +107,7 @@ class Lab:
         seen: dict[str, Tensor] = {}
 
         def keep() -> None:
-            seen.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+            seen.update({name: p.grad.clone() for name, p in trainer.trained_tensors().items() if p.grad is not None})
 
         original, trainer.optimizer.step = trainer.optimizer.step, keep  # type: ignore[assignment, method-assign]
         try:

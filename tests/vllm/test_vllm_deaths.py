@@ -15,7 +15,7 @@ import pytest
 import torch
 from vllm_scene import HERE, ROOT, START_S, Scene, request
 
-from busrl.errors import EngineDisagrees, EngineLost
+from busrl.errors import CannotTrain, EngineLost
 from busrl.weights import factory
 from busrl.weights.base import GroupCallbacks
 
@@ -127,7 +127,7 @@ def test_an_engine_in_which_new_weights_come_out_wrong_is_refused_with_both_numb
         scene.engine.core.rpc("busrl_corrupt")
         sender.publish(1, 10, scene.tensors(1))
         receiver.wait_for(1, 60)
-        with pytest.raises(EngineDisagrees, match=r"version 1 differ by \d.* plain forward pass, more than 0.001"):
+        with pytest.raises(CannotTrain, match=r"version 1 differ by \d.* plain forward pass, more than 0.001"):
             scene.engine.update_weights(receiver)
         assert gone(pids, LATE_S)
     finally:
@@ -145,7 +145,7 @@ def test_new_weights_are_checked_at_the_temperature_of_the_samples(tmp_path: Pat
         sender.publish(1, 10, scene.tensors(1))
         receiver.wait_for(1, 60)
         if mode == "raw_logprobs":  # of the distribution before temperature: right at 1.0 alone
-            with pytest.raises(EngineDisagrees, match=r"version 1 differ by \d.* plain forward pass, more than 0.001"):
+            with pytest.raises(CannotTrain, match=r"version 1 differ by \d.* plain forward pass, more than 0.001"):
                 scene.engine.update_weights(receiver)
         else:
             assert scene.engine.update_weights(receiver) == (1, 10)

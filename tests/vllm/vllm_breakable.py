@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from busrl.engines.vllm.worker import Extension, _model_of
+from busrl.engines.vllm.worker import Extension
 
 
 class Breakable(Extension):
@@ -21,7 +21,7 @@ class Breakable(Extension):
 
     def busrl_corrupt(self) -> None:
         """What vLLM's CPU backend did to tied models: everything is new but the output head."""
-        model = _model_of(self.model_runner)
+        model = self.model_runner.get_model()
         whole, head = type(model).load_weights, model.lm_head.weight.data.clone()
 
         def all_but_the_head(tensors):  # type: ignore[no-untyped-def]

@@ -3,7 +3,9 @@
 `learner.py head` computes log-probability and entropy of `--rows` tokens over `--words` words, in pieces and with one
 log-softmax, each in a process of its own, and reports peak memory above the hidden states, CPU seconds and how far the
 gradients are apart. `learner.py packing` trains long-tailed samples (log-normal lengths, median 300, sigma 0.7) both
-ways and reports tokens per second and the share of computed positions that were padding. One thread each.
+ways and reports tokens per second and the share of computed positions that were padding. `learner.py saved` counts the
+bytes that a forward saves for its backward, per token, with and without activation checkpointing, at the widths of a
+real model in a few of its layers. One thread each.
 """
 
 from __future__ import annotations
@@ -149,6 +151,100 @@ def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int
     return found
 
 
+# -- memory ------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {  # what config.json of these models says of their widths
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+        "tie_word_embeddings": True},
+    "llama-3.2-1b": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256,
+        "tie_word_embeddings": True},
+}
+
+def described(name: str, layers: int, words: int) -> dict[str, Any]:
+    """config.json of so many layers of it."""
+    own = {"num_hidden_layers": layers, **({"vocab_size": words} if words else {})}
+    return {**SHAPES[name], **own, "max_position_embeddings": 8192}
+
+
+def made_model(name: str, layers: int, words: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described(name, layers, words))).eval()
+
+
+def made_samples(tokens: int, length: int, words: int) -> list[Any]:
+    """Groups of 4 with a prompt of 32 tokens."""
+    import numpy as np
+
+    from busrl.training.batch import Sample
+
+    random, found = np.random.default_rng(1), []
+    for number in range(tokens // length):
+        if number % 4 == 0:
+            prompt = random.integers(0, words, 32).astype(np.int32)
+        count = length - len(prompt)
+        answer = random.integers(0, words, count).astype(np.int32)
+        behaviour = np.full(count, -11.0, np.float32)
+        found.append(Sample(number, number // 4, number % 4, prompt, answer, behaviour, np.zeros(count, np.uint32)))
+    return found
+
+
+def saved_once(name: str, checkpointing: str, dtype: str) -> dict[str, Any]:
+    """Bytes that forwards of 2 and of 4 layers save for backward, and from them those of a token in all layers."""
+    import torch
+
+    from busrl.training.batch import flatten
+    from busrl.training.trainer import Trainer, TrainerSettings
+
+    torch.set_num_threads(1)
+    words, length, few = 512, 512, (2, 4)
+    sizes = []
+    for layers in few:
+        model = made_model(name, layers, words)
+        trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, activation_checkpointing=checkpointing))
+        own, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, {}  # type: ignore[var-annotated]
+
+        def keep(tensor: Any, own: Any = own, kept: Any = kept) -> Any:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: a place is not used again meanwhile
+            return tensor
+
+        samples = made_samples(length, length, words)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trainer.forward.score(samples, flatten(samples, torch.float32, torch.device("cpu")))
+        sizes.append(sum(size for size, _ in kept.values()))
+    layer = (sizes[1] - sizes[0]) / (few[1] - few[0]) / length
+    whole = SHAPES[name]["num_hidden_layers"]
+    return {
+        "way": checkpointing, "name": name, "dtype": dtype, "bytes_per_token_and_layer": layer,
+        "bytes_per_token": layer * whole + sizes[0] / length - layer * few[0], "layers": whole,
+    }
+
+
+def saved(names: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        for dtype in dtypes:
+            none, full = (child("saved-once", way, name, dtype) for way in ("none", "full"))
+            found.append({
+                "name": name, "dtype": dtype, "none": none["bytes_per_token"], "full": full["bytes_per_token"],
+                "layer": none["bytes_per_token_and_layer"],
+                "ratio": full["bytes_per_token"] / none["bytes_per_token"],
+            })
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -161,25 +257,38 @@ def main() -> None:
     two.add_argument("--samples", type=int, default=64)
     two.add_argument("--width", type=int, default=256)
     two.add_argument("--layers", type=int, default=4)
-    for verb in (one, two):
+    three = verbs.add_parser("saved")
+    three.add_argument("--names", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-7b"], choices=SHAPES)
+    three.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    for verb in (one, two, three):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
-    for name, kinds in (("head-once", 3), ("packing-once", 5)):
+    for name, kinds in (("head-once", 3), ("packing-once", 5), ("saved-once", 3)):
         verbs.add_parser(name).add_argument("values", nargs=kinds)
     options = parser.parse_args()
     if options.verb.endswith("-once"):
-        way, *numbers = options.values
-        once = head_once if options.verb == "head-once" else packing_once
-        print(json.dumps(once(way, *map(int, numbers))))
+        print(json.dumps(once(options.verb, options.values)))
         return
-    rows = (
-        head(options.rows, options.words, options.whole_up_to, options.rounds) if options.verb == "head"
-        else packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)
-    )
+    rows = measured(options)
     result = {"machine": report.machine(), "commit": report.commit(ROOT), "verb": options.verb, "rows": rows}
     print(json.dumps(result, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def once(verb: str, values: list[str]) -> dict[str, Any]:
+    if verb == "saved-once":
+        return saved_once(values[1], values[0], values[2])
+    way, *numbers = values
+    return (head_once if verb == "head-once" else packing_once)(way, *map(int, numbers))
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    if options.verb == "head":
+        return head(options.rows, options.words, options.whole_up_to, options.rounds)
+    if options.verb == "saved":
+        return saved(options.names, options.dtypes)
+    return packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ class Garbage(Exception):
 
 @dataclass
 class Part:
-    """New tokens of an answer; `finish` is the server's finish_reason where the answer ends with them, `counted` its
-    own count of the answer's tokens."""
+    """New tokens of an answer; `finish`: the server's finish_reason, `counted`: its count of the answer's tokens."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -178,7 +177,6 @@ def read(data: bytes, vocabulary: int = 0) -> Part:
 
 
 def _named(tokens: Iterable[Any]) -> list[int]:
-    """The ids of tokens that are named by them."""
     named = [str(token).removeprefix(NAMED) if str(token).startswith(NAMED) else "" for token in tokens]
     if not all(text.isdecimal() for text in named):
         raise Garbage("no token ids: the server has to know return_token_ids, as vLLM does", named)
@@ -331,7 +329,6 @@ class Client:
 
     @property
     def asking(self) -> bool:
-        """Whether any request is with the server."""
         return any(sent.attempt is not None for sent in list(self._sent.values()))
 
     def open_gate(self) -> None:
@@ -359,7 +356,8 @@ class Client:
         try:
             while sent.key in self._sent:
                 await self._gate.wait()
-                if self._complete(sent):  # the server only did not say so
+                whole = bool(sent.ids) and (len(sent.ids) >= sent.limit or sent.ids[-1] in self.eos_ids)
+                if whole and not self.chat:  # the server only did not say so
                     self.messages.put(Message(sent.key, Part(finish="length"), self.version, ended=True))
                     break
                 sent.attempt = self._loop.create_task(self._attempt(sent))
@@ -383,9 +381,6 @@ class Client:
         except Exception as problem:
             self.messages.put(Message(sent.key, problem=problem))
         self._sent.pop(sent.key, None)
-
-    def _complete(self, sent: Sent) -> bool:
-        return not self.chat and bool(sent.ids) and (len(sent.ids) >= sent.limit or sent.ids[-1] in self.eos_ids)
 
     async def _attempt(self, sent: Sent) -> None:
         """One HTTP request, a message for each chunk; returns at its end, raises what is wrong."""
@@ -472,8 +467,7 @@ class Client:
                     yield data
 
     def _take(self, sent: Sent, part: Part) -> bool:
-        """Tokens came: pass them on; True if the answer ends with them. An answer that the server aborted by itself
-        continues with the next try."""
+        """Pass tokens on; True if the answer ends with them (one that the server aborted does not)."""
         part = part.until(self.eos_ids)
         if len(sent.ids) + len(part.ids) > sent.limit:
             raise Garbage(f"{len(sent.ids) + len(part.ids)} tokens where {sent.limit} were asked for")

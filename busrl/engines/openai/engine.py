@@ -26,10 +26,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from busrl.config.machine import vocabulary_size
-from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, PartialAnswer, Pause, Request, Statistics
+from busrl.engines.base import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    Engine,
+    Finished,
+    PartialAnswer,
+    Pause,
+    Request,
+    Statistics,
+    Tokens,
+    tokens_of,
+)
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.openai.weights import PREFIX, FixedReceiver, ServerWeights
-from busrl.engines.tokens import Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
 
 if TYPE_CHECKING:
@@ -142,8 +153,7 @@ class ServedEngine(Engine):
         return None
 
     def _update(self, receiver: Receiver) -> tuple[int, int]:
-        """WeightsRefused for a version that cannot be used here: the one before stays. After any error requests
-        continue if they ran before."""
+        """WeightsRefused leaves the version before. After any error requests continue if they ran before."""
         deadline = time.monotonic() + self._update_limit_s
         self._wait_for_restore(min(self._settings.patience_s, self._update_limit_s))
         assert receiver.kind != "tensors"  # the rules of a topology allow no other kind
@@ -198,7 +208,6 @@ class ServedEngine(Engine):
         return body | ({"tools": self._tools} if self._tools else {})
 
     def _receive(self) -> None:
-        """Take all messages of the client that are there."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._taken.append(self._client.messages.get_nowait())
@@ -209,7 +218,6 @@ class ServedEngine(Engine):
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
-        """Keep what came, and the end if that was all."""
         if message.problem is not None:
             raise message.problem
         if message.lost:
@@ -311,7 +319,6 @@ class ServedEngine(Engine):
                 self._client.open_gate()
 
     def _only_model(self) -> str:
-        """The name of the one model that the endpoint has."""
         reply = self._client.send("GET", f"{self._client.url}/models", None, "asking which models there are")
         names = []
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -323,7 +330,6 @@ class ServedEngine(Engine):
 
 
 def make(topology: Topology, process: str) -> ServedEngine:
-    """The engine of a rollout process whose topology says `engine = "openai"`."""
     folder, generation = Path(topology.model.path), topology.generation
     tokens = tokens_of(folder, topology.data.template == "chat", tools_of(topology.openai))
     return ServedEngine(

@@ -52,8 +52,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     # -- what the next forward does -----
 
     def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, begin: int, end: int) -> None:
-        """The next forward computes positions [begin, end) of new sequences; sequence `source[i]` goes to row `rows[i]`
-        (None: i)."""
+        """The next forward: positions [begin, end) of new sequences, `source[i]` (None: i) into row `rows[i]`."""
         self._reserve(end)
         self._prefill, self._begin, self._span = (rows, source), begin, end
 
@@ -164,8 +163,7 @@ class Decoder(ABC):
 
 
 class GenericDecoder(Decoder):
-    """Any Hugging Face causal language model that keeps its past in keys and values: calls its own forward with
-    explicit positions and 4-D masks."""
+    """Any Hugging Face causal model with keys and values: its own forward, explicit positions, 4-D masks."""
 
     cache_type = RowCache
     cache: RowCache
@@ -314,16 +312,13 @@ class StateDecoder(GenericDecoder):
     def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
         if not self._layer_types:
             return sliding
-        attending = [kind for kind in self._layer_types if _attends(kind)]
+        kinds = self._layer_types
+        attending = [kind for kind in kinds if "hybrid" in kind or ("attention" in kind and "linear" not in kind)]
         if not attending:
             return None
         # Layers of both kinds in one ask for the mask of an attention layer.
         found = {"full_attention": full, **dict.fromkeys((*self._layer_types, "linear_attention"))}
         return found | {kind: sliding if "sliding" in kind else full for kind in attending}
-
-
-def _attends(kind: str) -> bool:
-    return "hybrid" in kind or ("attention" in kind and "linear" not in kind)
 
 
 class TokenRows:

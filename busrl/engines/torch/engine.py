@@ -26,8 +26,20 @@ from transformers.utils import logging as transformers_logging
 
 from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
-from busrl.engines.base import ABORTED, EOS, LENGTH, NO_IDS, Engine, Finished, Ids, Request, Statistics, Streams
-from busrl.engines.tokens import Tokens, eos_ids_of
+from busrl.engines.base import (
+    ABORTED,
+    EOS,
+    LENGTH,
+    NO_IDS,
+    Engine,
+    Finished,
+    Ids,
+    Request,
+    Statistics,
+    Streams,
+    Tokens,
+    eos_ids_of,
+)
 from busrl.engines.torch.decoder import Decoder
 from busrl.engines.torch.fast import choose_decoder
 from busrl.engines.torch.lora import WeightLoader
@@ -424,8 +436,7 @@ class TorchEngine(Engine):
             self._done.append(self._seats.leave(seat, aborted=True))
 
     def receiver(self, settings: Settings, name: str) -> Receiver | None:
-        """The learner trains this engine's own tensors with one copy of the weights; else the ordinary receiver writes
-        into them."""
+        """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
         if settings.transport != ONE_COPY:
             return None
         receiver = one_copy_receiver(settings, name)
@@ -547,7 +558,6 @@ def _max_length(model: Any, wanted: int) -> int:
 
 
 def make(topology: Topology, process: str) -> TorchEngine:
-    """The engine of a rollout process whose topology says `engine = "torch"`."""
     generation = topology.generation
     return TorchEngine.load(
         topology.model.path,

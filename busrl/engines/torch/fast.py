@@ -247,8 +247,7 @@ def _objection(model: Any, maker: Maker, max_length: int) -> str:
 
 
 def disagreement(model: Any, maker: Maker, max_length: int) -> float:
-    """Largest difference of logits over random sequences of unequal length: prefilled in part, one of them in two
-    pieces, and then stepped."""
+    """Largest difference of logits over random sequences of unequal length, prefilled in pieces and stepped."""
     decoder = maker(model, 3, max_length)  # outside inference mode: it may move the parameters, which stay writable
     with torch.inference_mode():
         return _disagreement(model, decoder, max_length)

@@ -48,8 +48,7 @@ class Low(NamedTuple):
 
 
 def read(folder: Path) -> dict[str, Low]:
-    """The adapter in a folder of peft's format, by the names of the weights it is added to; WeightsRefused with the
-    reason if it is no plain LoRA."""
+    """The adapter in a folder of peft's format, by the names of its base weights; WeightsRefused if no plain LoRA."""
     from safetensors.torch import load_file
 
     try:
@@ -94,7 +93,6 @@ class WeightLoader:
 
     @torch.no_grad()
     def swap(self, folder: Path) -> None:
-        """Replace the adapter before by that one."""
         adapter, parameters = self._fitting(folder)
         for name in self._kept.keys() - adapter.keys():
             parameters[name].copy_(self._kept[name])

@@ -38,8 +38,8 @@ from busrl.engines.base import (
     Request,
     Statistics,
     seed_of,
+    tokens_of,
 )
-from busrl.engines.tokens import tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 
@@ -246,8 +246,7 @@ class VllmEngine(Engine):
         self._gather()
 
     def wait_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
-        """Take what ends until `done`; False if it is not after the limit. EngineLost from a silent engine, for which
-        vLLM's own pause would wait without a word."""
+        """Take what ends until `done`; False after the limit. EngineLost from a silent engine."""
         deadline = time.monotonic() + limit_s
         while True:
             self._gather()
@@ -301,7 +300,6 @@ class VllmEngine(Engine):
         return core
 
     def _record(self, usage: float) -> None:
-        """vLLM's scheduler has done a step."""
         self._counts.steps += 1
         self._usage = usage
 
@@ -371,7 +369,6 @@ class VllmEngine(Engine):
     # -- in the caller's thread -----
 
     def _gather(self) -> None:
-        """Take what ended over from the loop."""
         with self._lock:
             ended, self._ended = self._ended, []
             self._counts.tokens = self._arrived
@@ -382,7 +379,6 @@ class VllmEngine(Engine):
 
 
 def make(topology: Topology, process: str) -> VllmEngine:
-    """The engine of a rollout process whose topology says `engine = "vllm"`."""
     return VllmEngine(
         Start.of(topology),
         chat=topology.data.template == "chat",

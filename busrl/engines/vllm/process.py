@@ -113,8 +113,7 @@ def probe(engine: Any, version: str) -> Abilities:
 
 
 def make(start: Start, logger: Any) -> Any:
-    """An AsyncLLM; to be called in the loop that will run it. `logger` makes what it reports statistics to. UserError
-    for arguments that this version refuses."""
+    """An AsyncLLM, made in the loop that will run it. `logger` makes its statistics' sink. UserError if refused."""
     # This process has threads: a fork of it could hang. What a user has set stays, apart from what cannot work.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     _set_defaults(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
@@ -416,7 +415,6 @@ def is_death(result: object) -> bool:
 
 
 def _with_descendants(roots: list[int]) -> list[int]:
-    """Those processes and all that descend from them."""
     found = list(roots)
     for pid in found:  # which grows meanwhile
         with contextlib.suppress(OSError):

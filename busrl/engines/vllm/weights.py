@@ -35,7 +35,7 @@ from busrl import files
 from busrl.config.machine import model_facts
 from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
-from busrl.errors import BusrlError, EngineDisagrees, UserError, WeightsRefused, WeightsTimeout
+from busrl.errors import BusrlError, CannotTrain, UserError, WeightsRefused, WeightsTimeout
 from busrl.weights.base import NOTHING, TensorReceiver, poll
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class Updates:
         return 0 < parameters <= self._engine.own.check_parameters
 
     def _compare(self, version: int) -> None:
-        """EngineDisagrees if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
+        """CannotTrain if vLLM's log-probabilities of a short answer are not those of a plain forward pass."""
         engine, core = self._engine, self._engine.core
         ids, found, known = core.call("the check of new weights", lambda: engine.sample_for_check(core, CHECK_TOKENS))
         plain = core.rpc("busrl_reference", engine.start.model, ids, engine.temperature)
@@ -312,7 +312,7 @@ class Updates:
             text = (f"vLLM {core.version}: log-probabilities of version {version} differ by {worst:.3g} from a plain "
                     f"forward pass, more than {limit:g}")
             core.lose(text)
-            raise EngineDisagrees(f"{text}: do not train with it; vllm.check_tolerance is the limit")
+            raise CannotTrain(f"{text}: do not train with it; vllm.check_tolerance is the limit")
 
     # -- adapters and folders -----
 

@@ -164,7 +164,8 @@ class Extension:
     def busrl_open(self, text: str) -> str:
         """Begin to receive. `text` is JSON: settings of the transport, name, model folder, dtype, page (a prefix)."""
         given = json.loads(text)
-        model, wanted = _model_of(self.model_runner), _tensors_of(given["model"], given["dtype"])
+        runner, wanted = self.model_runner, _tensors_of(given["model"], given["dtype"])
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         name = f"{given['name']}.{self.rank}" if self.rank else given["name"]
         self.busrl_close()
         page = Page(f"{given['page']}.{self.rank}", create=True)
@@ -222,10 +223,6 @@ def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
         model = maker.from_config(config)
     wanted: torch.dtype = getattr(torch, dtype)
     return {name: torch.empty(p.shape, dtype=wanted, device="meta") for name, p in model.named_parameters()}
-
-
-def _model_of(runner: Any) -> Any:
-    return runner.get_model() if hasattr(runner, "get_model") else runner.model
 
 
 def die_with_parent() -> None:

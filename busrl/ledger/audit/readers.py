@@ -84,7 +84,6 @@ def with_code(codes: Codes, code: int) -> Uids:
 
 
 def is_one_of(codes: Codes, some: Iterable[int]) -> Mask:
-    """For each code whether it is one of some."""
     table = np.zeros(256, np.bool_)
     table[list(some)] = True
     found = np.zeros(codes.shape, np.bool_)
@@ -113,7 +112,6 @@ def in_bitmap(bitmap: Codes) -> Uids:
 
 
 def bitmap_minus(bitmap: Codes, other: Codes) -> Uids:
-    """The uids of a bitmap that are not in the other one."""
     left = bitmap.copy()
     both = min(left.size, other.size)
     left[:both] &= ~other[:both]
@@ -200,7 +198,6 @@ class Checkpoint:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """The file's bytes, None if it is not there."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -385,7 +382,6 @@ def unpack_trained(data: bytes) -> tuple[Codes, int]:
 
 
 def read_open(path: Path, found: list[Finding]) -> Uids | None:
-    """The uids in open.bin; None if there is none."""
     data = read_bytes(path)
     if data is None:
         return None
@@ -400,7 +396,6 @@ def read_open(path: Path, found: list[Finding]) -> Uids | None:
 
 
 def read_train_log(path: Path, found: list[Finding]) -> list[TrainStep]:
-    """The whole lines of train.jsonl in order."""
     steps: list[TrainStep] = []
     decoder, offset = msgspec.json.Decoder(_TrainLine), 0
     for line in _lines(path):

@@ -84,7 +84,6 @@ class AuditReport:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of the errors found."""
         return frozenset(finding.kind for finding in self.errors)
 
     @property
@@ -93,7 +92,6 @@ class AuditReport:
         return 1 if self.errors else 0
 
     def to_json(self) -> dict[str, object]:
-        """Plain values for `json.dumps`."""
         return {"clean": not self.errors, **asdict(self)}
 
 

@@ -285,7 +285,6 @@ def log_claims(log: list[LoggedStep]) -> Iterator[Claims]:
 
 
 def train_log_claims(lines: list[TrainStep]) -> Iterator[Claims]:
-    """Some lines at a time."""
     some: list[TrainStep] = []
     held = 0
     for line in lines:
@@ -297,7 +296,6 @@ def train_log_claims(lines: list[TrainStep]) -> Iterator[Claims]:
 
 
 def uids_of(lines: list[TrainStep]) -> Uids:
-    """The uids of many lines of the train log, in their order."""
     return np.concatenate([NO_UIDS, *(line.samples["uid"] for line in lines)])
 
 

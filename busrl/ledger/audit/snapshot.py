@@ -108,7 +108,6 @@ def _unwritten(lines: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 
 def read_ring(path: Path) -> Slots | None:
-    """The slots of the ring file; None if there is no such file."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -381,19 +380,15 @@ def read_terms(run_dir: Path) -> Terms:
 def _age_terms(topology: dict[str, Any]) -> dict[str, Any]:
     """What is promised of ages; nothing where the topology does not say, or asks for them (`forced_age`)."""
     weights, segments = topology.get("weights", {}), topology.get("segments", {})
-    by_mode = {"batch-async": weights.get("max_staleness"), "sync": _waves(segments) - 1}
+    in_waves = segments.get("length") and segments.get("rounds") == "segments"
+    waves = int(segments.get("max_segments", 1)) if in_waves else 1  # rounds that an answer may take in mode sync
+    by_mode = {"batch-async": weights.get("max_staleness"), "sync": waves - 1}
     forced = {**topology["learner"], **topology.get("experiments", {})}.get("forced_age", 0)  # an older run: [learner]
     return {
         "bound": None if forced else by_mode.get(weights.get("mode")),
         "masks_old": weights.get("mode") == "batch-async" and weights.get("over_age") == "wait",
         "last_segment": segments.get("loss") == "last_segment",
     }
-
-
-def _waves(segments: dict[str, Any]) -> int:
-    """Rounds that an answer may take in mode sync."""
-    in_waves = segments.get("length") and segments.get("rounds") == "segments"
-    return int(segments.get("max_segments", 1)) if in_waves else 1
 
 
 def _slots(run_dir: Path, found: list[Finding]) -> tuple[Slots | None, bool]:

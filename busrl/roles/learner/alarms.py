@@ -23,7 +23,7 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.config.schema import RESTARTS
 from busrl.engines.base import LENGTH
-from busrl.errors import EngineDisagrees
+from busrl.errors import CannotTrain
 from busrl.files import json_lines, tail
 from busrl.ledger.wal import SampleRecord
 from busrl.paths import RunPaths
@@ -70,7 +70,7 @@ class LogprobCheck:
             )
 
     def first(self, records: Sequence[SampleRecord], version: int, score: Score) -> None:
-        """Before a step of the present weights, `version`, is committed: EngineDisagrees if its engines cannot run this
+        """Before a step of the present weights, `version`, is committed: CannotTrain if its engines cannot run this
         model. Once enough tokens were compared the check is over."""
         if not self.limit:
             return
@@ -82,7 +82,7 @@ class LogprobCheck:
         ours = np.concatenate([row[own] for row, (_, own) in zip(score([record for record, _ in exact]), exact)])
         gap = float(np.abs(theirs - ours).mean())
         if not gap <= self.limit:
-            raise EngineDisagrees(
+            raise CannotTrain(
                 f"engine {self._engines}, version {version}: over {len(ours)} tokens of these very weights the "
                 f"engine's log-probabilities (mean {theirs.mean():.3g}) and the learner's (mean {ours.mean():.3g}) "
                 f"differ by {gap:.3g} on average, more than learner.mismatch_limit = {self.limit:g}, which no "
@@ -414,7 +414,6 @@ class Idling:
         self._ready = ready
 
     def add_rewards(self, rewards: Sequence[float]) -> None:
-        """Rewards of samples that ended, trained or not."""
         if len(rewards):
             self._worst, self._best = min(self._worst, *rewards), max(self._best, *rewards)
 

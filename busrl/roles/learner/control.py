@@ -29,7 +29,7 @@ from busrl.errors import MachineError
 from busrl.files import LineFile, json_lines
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.ring import Ring
-from busrl.scheduling.controller import Controller, Decision, Inputs
+from busrl.scheduling.controller import Controller, Inputs
 from busrl.scheduling.trigger import LearnerPlan
 
 if TYPE_CHECKING:
@@ -91,8 +91,10 @@ class Control:
         line = self._logged.get(record.step)
         inputs = Inputs.from_dict(line) if line else self._inputs(record, stats, row)
         decision = self.controller.observe(inputs)
-        if line is None:
-            self._write(inputs, decision)
+        if line is None and self._lines is not None:
+            text = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}
+            with contextlib.suppress(MachineError, OSError):
+                self._lines.append(msgspec.json.encode(text))
         if decision is not None and decision.applied:
             self._apply()
 
@@ -100,12 +102,6 @@ class Control:
         if self.controller is not None and self.controller.acts:
             knobs = self.controller.knobs
             self.plan.trigger.set(knobs.n_min, knobs.t_max_ms / 1000)
-
-    def _write(self, inputs: Inputs, decision: Decision | None) -> None:
-        line = {**inputs.to_dict(), "decision": decision.to_dict() if decision else None}
-        with contextlib.suppress(MachineError, OSError):
-            if self._lines is not None:
-                self._lines.append(msgspec.json.encode(line))
 
     # -- inputs -------------------------------------------------------------------------------------------------
 

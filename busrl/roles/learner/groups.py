@@ -120,8 +120,7 @@ Payload = tuple[tuple[bytes, ...], list[int]]
 
 
 def _payloads(ring: Ring, owned: Owned) -> Iterable[Payload]:
-    """For each slot the bytes of its prompt, tokens, log-probabilities and versions, and the tokens of its segments if
-    there are several."""
+    """Per slot: bytes of prompt, tokens, log-probabilities, versions; the tokens of each segment if several."""
     if all(segments_of(word) == 1 for _, word in owned):
         with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
             whole = zip(*(read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
@@ -142,7 +141,6 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
 
 
 def give_back(ring: Ring, owned: Owned) -> None:
-    """Return claimed slots to REWARDED."""
     for slot, word in owned:
         ring.release(slot, word, State.REWARDED)
 
@@ -249,7 +247,6 @@ class Excerpts:
 
 
 def _text_or_problem(read_it: Callable[[], str]) -> str:
-    """A text, or why it cannot be read."""
     try:
         return read_it()
     except UNREADABLE as problem:

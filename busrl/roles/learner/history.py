@@ -98,8 +98,7 @@ class History:
             self.highest_version = max(self.highest_version, self.wal.last_version + 1)
 
     def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
-        """Nothing may be missing between step `start` and the newest step that is known; then damaged checkpoints get
-        other names."""
+        """No step between `start` and the newest known one may be missing; damaged checkpoints are renamed."""
         if self.wal is not None:
             newest = max([self.wal.last_step, *(step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
@@ -113,7 +112,9 @@ class History:
                     "audit` names the samples of the steps after it as trained_unlogged"
                 )
         for path, fault in torn.items():
-            aside = _free_name(path.with_name(f"{TORN}{path.name}"))
+            kept = path.with_name(f"{TORN}{path.name}")
+            names = itertools.chain([kept], (kept.with_name(f"{kept.name}-{k}") for k in itertools.count(2)))
+            aside = next(name for name in names if not name.exists())
             path.rename(aside)
             gone = (
                 f"the steps after {start} are trained again from the log, nothing is lost"
@@ -171,11 +172,11 @@ class History:
             self._write_lines()
 
     def fault(self) -> str:
-        """What somebody else did to log or checkpoint, so that a restart would not come back here; mostly ""."""
+        """What another program did to log or checkpoint, so that a restart would not come back here; mostly ""."""
         if self._saved is not None and not (self._saved / "meta.json").is_file():
-            return f"{self._saved} was removed or emptied by somebody else"
+            return f"{self._saved} was removed or emptied by another program"
         fault = self.wal.fault() if self.wal is not None else ""
-        return fault and f"{fault}: somebody else changed it"
+        return fault and f"{fault}: another program changed it"
 
     def _write_lines(self) -> None:
         """Lines of the train log that a full disk refused; neither a step nor a checkpoint comes before them."""
@@ -233,11 +234,6 @@ class History:
         if self.wal is not None:
             self.wal.close()
         self.train_log.close()
-
-
-def _free_name(path: Path) -> Path:
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{k}") for k in itertools.count(2)))
-    return next(name for name in names if not name.exists())
 
 
 def _history_torn(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from busrl.config.derive import checkpoint_is_due, make_plan
-from busrl.errors import DiskFull, FateRefused, NothingToTrain, WriteFailed
+from busrl.errors import CannotTrain, DiskFull, FateRefused, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -35,7 +35,7 @@ from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
-from busrl.roles.segments import waves_of
+from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
@@ -58,7 +58,7 @@ class Learner(Actor):
         limits = self.topology.derived.limits
         streaming = self.config.updates_per_batch == 1 and not self.config.deterministic
         self.plan = make_plan(self.topology, streaming=streaming)
-        self.waves = waves_of(limits)
+        self.waves = Waves.of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.training = TrainingStep(self.topology)
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
@@ -202,9 +202,7 @@ class Learner(Actor):
         slots = view.slots_of(action.draw)
         self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts_of(self.ring, slots))
         shown = slots[0]
-        self.idling.set_aside(
-            lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown])
-        )
+        self.idling.set_aside(lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown]))
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
@@ -212,7 +210,6 @@ class Learner(Actor):
         return True
 
     def _has_fate(self, draw: int, fate: str) -> bool:
-        """Whether any sample of a group has it."""
         width = 2 * self.topology.groups.size
         return bool((self.fates.view()[draw * width : (draw + 1) * width] == ord(fate)).any())
 
@@ -235,7 +232,7 @@ class Learner(Actor):
             self._return_claims()
             if self.history.step > self.begun_at:
                 self._checkpoint()
-            raise NothingToTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
+            raise CannotTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
         slots = [view.slots_of(draw) for draw in action.draws]
@@ -412,8 +409,7 @@ class Learner(Actor):
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """The goal is reached, or nothing is left to learn: give back what was claimed early, write the last
-        checkpoint, end the run in the ring."""
+        """The run is over: give back what was claimed early, write the last checkpoint, end the run in the ring."""
         self._return_claims()
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()

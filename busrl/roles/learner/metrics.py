@@ -291,7 +291,6 @@ def _members(record: Record) -> list[list[SampleRecord]]:
 
 
 def _line_of(record: Record) -> GroupsLine:
-    """A step's own line."""
     members = _members(record)
     return GroupsLine(
         step=record.step, draws=[own[0].group for own in members], fates=Fate.TRAINED.letter * len(members),

@@ -112,8 +112,8 @@ class Publisher:
             self._late.append((0, _copies(weights())))
 
     def _wait_for_pin(self) -> None:
-        """Let a validation round finish on its version, however long it takes while results come. A dead holder is
-        passed over, one without results is named. Rollouts that only validate keep a version by themselves."""
+        """Let a validation round finish on its version while results come; a holder without results is named. Rollouts
+        that only validate keep it by themselves."""
         ring, seen = self.ring, -1
         if self.actor.topology.dedicated or not version_pin.pinned_by(ring):
             return
@@ -175,10 +175,10 @@ def _adopt(publisher: Publisher, training: TrainingStep, views: Views, step: Cal
         training.before_update = lambda: publisher.fence(step() + 1)
         log.info("trains the engine's own weights: %d tensors, one copy", len(views))
     else:
-        log.info("copies its float32 weights into the engine's at each publication: %d tensors", len(views))
+        log.info("copies its weights into the engine's, of another type, at each publication: %d tensors", len(views))
 
 
-def _check_equal(views: Views, own: Views) -> None:
+def _check_equal(views: Views, own: Mapping[str, Tensor]) -> None:
     for name, tensor in own.items():
         if not torch.equal(views[name], tensor.to(views[name].dtype)):
             raise UserError(

@@ -32,6 +32,7 @@ from busrl.training import checkpoint
 from busrl.training.batch import Sample, first_fault
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_estimator
+from busrl.training.forward import AUTO
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
 from busrl.weights.base import VersionSteps
@@ -123,8 +124,11 @@ class TrainingStep:
         self.vocabulary = vocabulary(self.trainer.model)
 
     def _trainer(self, folder: Path) -> Trainer:
-        """For the model of that folder; with [lora] for an adapter on it."""
-        model = load(folder, device=self.device)
+        """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
+        model: it is not trained."""
+        named = "" if self.settings.attention == AUTO else self.settings.attention
+        dtype = torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
+        model = load(folder, dtype, self.device, named)
         if self.lora is None:
             return Trainer(model, self.settings)
         self.adapter = Adapter(model, self.lora)
@@ -225,7 +229,7 @@ class TrainingStep:
         """Mean entropy in nats over the generated tokens of these samples under the present weights."""
         return self.trainer.entropy([to_sample(record) for record in records])
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """What is published: the weights, or the adapter alone; valid until the next step. As they are trained, where
         the engine's are the same."""
         if self.shared:
@@ -296,12 +300,11 @@ class TrainingStep:
             keep_last=self.config.keep_last, moved=self.moved, where=self.device,
         )
 
-    def _named(self) -> dict[str, Tensor] | None:
+    def _named(self) -> Mapping[str, Tensor] | None:
         """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
         copy of what another process shares, in the number type that is published."""
         if self.shared and self.adapter is None:
-            dtype, copied = getattr(torch, self.settings.compute_dtype), copied_weights(self.trainer.model)
-            return {name: tensor.to(dtype) for name, tensor in copied.items()}
+            return copied_weights(self.trainer.model)
         return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
 
 

@@ -93,7 +93,6 @@ class Kept:
         return found
 
     def _fits(self, found: Mapping[str, Any]) -> bool:
-        """Whether the values belong together."""
         return True
 
 

@@ -112,7 +112,6 @@ class HistoryPredictor(Learning):
 
 
 def keyed(candidates: Sequence[Candidate]) -> tuple[list[int], Features]:
-    """Keys and features of some prompts."""
     return [key_of(candidate) for candidate in candidates], features(candidates, BITS)
 
 

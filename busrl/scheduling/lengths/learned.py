@@ -182,7 +182,6 @@ class Ridge(Kept):
         return len(self.keys)
 
     def predict(self, f: Features) -> Floats:
-        """A target per row of `f`."""
         found: Floats = f.times(self.weights[:HASHED]) + (f.counts - CENTRE) @ self.weights[HASHED:] + self.offset
         return found
 
@@ -265,7 +264,6 @@ class _Problem:
         self.inverse = 1 / (squares + self.penalty)  # Jacobi's preconditioner
 
     def forward(self, weights: Floats) -> Floats:
-        """Predictions of all rows."""
         hashed = np.bincount(self.row, self.value * weights[self.column], len(self.counts))
         return hashed + self.counts @ weights[HASHED:]
 

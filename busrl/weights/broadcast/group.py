@@ -217,7 +217,6 @@ class Group:
             self._works.pop(0).wait(self._timeout)
 
     def finish(self) -> None:
-        """Wait for all pieces."""
         while self._works:
             self._works.pop(0).wait(self._timeout)
 

@@ -218,8 +218,7 @@ class BroadcastReceiver(TensorReceiver):
                 self._waker.clear()
 
     def _follow(self) -> None:
-        """Follow the learner's messages until it is gone (OSError), this receiver stops, or another process takes its
-        name."""
+        """Follow the learner until it is gone (OSError), this receiver stops, or another process takes its name."""
         connection = ControlConnection.to(self.file)
         self._messages.clear()
         try:

@@ -50,8 +50,7 @@ DEVICE_CONNECT_S = 60.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """One version to send: all values in `data`, with the sums that the next frames continue, or frames from version
-    `base` on."""
+    """One version to send: all values in `data`, with their sums, or frames from version `base` on."""
 
     version: int
     step: int
@@ -99,7 +98,6 @@ class SendBuffer:
             return max((block.stamp for block in self._blocks), default=NOTHING)
 
     def put(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
-        """Copy a version in."""
         newest = self.newest()[0]
         if version <= newest:
             raise UserError(f"version {version} is not above {newest}, which is published; versions grow")
@@ -434,7 +432,6 @@ class BroadcastSender(Sender):
     # -- the sending thread: a version ------------------------------------------------------------------------
 
     def _send_version(self, group: Group) -> None:
-        """Send the newest version to the group."""
         common = {member.have for member in self._members.values()}
         transfer = self._buffer.take(common.pop() if len(common) == 1 else None)
         begun = time.monotonic()
@@ -460,7 +457,6 @@ class BroadcastSender(Sender):
         self._commit(transfer, digest)
 
     def _commit(self, transfer: Transfer, digest: int) -> None:
-        """Wait until all members have confirmed the version."""
         self._enter(Phase.COMMITTING)
         self._send_all("commit", version=transfer.version, digest=digest)
         self._all_in_time(
