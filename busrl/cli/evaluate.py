@@ -47,7 +47,9 @@ def evaluate(options: argparse.Namespace) -> int:
 
     named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
     topology = materialise(_with_model(named, folder))
-    asked = Asked(of := _asked(topology, options), topology.derived.val_samples or of.answers, step)
+    of = _asked(topology, options)
+    others = sum(one.answers for one in topology.sets if one.name != of.name)
+    asked = Asked(of, others + of.answers, step)
     out = options.out or out
     with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)

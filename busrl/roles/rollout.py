@@ -199,6 +199,7 @@ class Rollout(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     restart: EngineRestart | None = None  # where new weights make the engine start again
     refused = 0  # version that could not be used here
+    only_validates = False  # validation.mode = "dedicated"
 
     def setup(self) -> None:
         self.held: dict[int, ClaimedSlot] = {}  # by slot
