@@ -92,6 +92,16 @@ def has_bfloat16(kind: str) -> bool:
         return True  # no answer: nearly all GPUs in use do
 
 
+def memory(kind: str) -> int:
+    """Bytes of the smallest device of that kind, asked of its driver; 0 where there is no answer."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return min(int(one) for one in found) << 20 if kind == "cuda" else 0
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
 def _driver(kind: str) -> bool:
     """Whether the host has such a device, and torch was built for it."""
     if kind == "npu":

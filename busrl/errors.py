@@ -74,6 +74,10 @@ class ModelNotLoaded(UserError):
     """A model folder that cannot be loaded or trained; the message holds the path, the cause and the remedy."""
 
 
+class RanksDiffer(UserError):
+    """The ranks of the learner do not run the same thing; the message has both values."""
+
+
 class WeightsRefused(UserError):
     """A published version that cannot be used here: torn, changed, for another model, or of another shape."""
 
@@ -125,6 +129,10 @@ class WeightsTimeout(PeerTimeout):
 
 class WeightsOwnerLost(PeerLost):
     """The engine whose memory holds the weights is gone, and the memory with it; a restart maps its successor's."""
+
+
+class RankLost(PeerLost):
+    """A rank of the learner is gone, stopped or has failed; the message names it. The team starts again."""
 
 
 class EngineLost(PeerLost):

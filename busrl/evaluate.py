@@ -26,7 +26,7 @@ from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, 
 from busrl.data.prompts import PromptLine, lines_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
-from busrl.rewards.base import answer_finder
+from busrl.rewards.base import Answer
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.states import VALIDATE_BIT
 
@@ -86,14 +86,16 @@ class Evaluation:
         self.topology, self.asked = topology, asked
         self.stream = JsonlStream(asked.of.data, topology.run.seed, False, topology.data.prompt_key)
         self.lines: npt.NDArray[np.int64] = lines_of(asked.of.prompts, len(self.stream), asked.of.k)
-        self.find = answer_finder(topology.reward) if asked.of.k > 1 else None
+        compares = topology.reward.compares if asked.of.k > 1 else None
+        self.find = None if compares is None else Answer(compares).find
         self.rows: dict[int, Row] = {}
         self._waiting: list[Request] = []
 
     def run(self, watch: Callable[[Evaluation], None] = lambda _: None) -> list[Row]:
         """Every row in order; `watch` is called now and then while it lasts."""
         rollouts = [one.name for one in self.topology.processes() if one.role == "rollout"]
-        with RewardPool(self.topology.reward) as pool:
+        device, prompt_key = self.topology.device_of("reward/0"), self.topology.data.prompt_key
+        with RewardPool(self.topology.reward, prompt_key=prompt_key, device=device, ready_s=READY_S) as pool:
             if not pool.wait_ready(READY_S):
                 raise UserError(f"reward.function: not loaded within {READY_S:g} s; see what it does when imported")
             engine = make_engine(self.topology, rollouts[0] if rollouts else "")

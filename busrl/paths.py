@@ -35,6 +35,7 @@ class RunPaths:
     run_json = _Named("run.json")
     starts = _Named("starts.jsonl")  # a line per start: what differs from the one before, and what its files held
     logs = _Named("logs")
+    data = _Named("data")  # the prompts, where they were made of sources
     errors = _Named("errors.jsonl")
     summary = _Named("summary.json")
     supervisor = _Named("supervisor.json")  # what launch counted of its children and of errors from outside

@@ -45,11 +45,18 @@ def of_step(name: str) -> tuple[str, ...]:
     return (f"{STEPS}::test_the_numbers_of_a_step_are_those_that_log_and_weights_give[{name}]",)
 
 
+def streamed(name: str) -> tuple[str, ...]:
+    return (f"tests/roles/test_training_step.py::{STREAMED}[{name}]",)
+
+
+STREAMED = "test_streamed_at_once_and_from_the_log_every_algorithm_makes_the_same_step"
+VECTORS = ("tests/algorithms/test_loss_vectors.py",)
 PPO, TWO, THREE = of_step("ppo_clip"), of_step("decoupled in two mini-batches"), of_step("ppo_clip in three mini-batches")
 AGAIN = (f"{STEPS}::test_a_learner_that_starts_again_goes_on_with_the_very_numbers",)
 DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
+HEAD = "busrl/training/head.py"
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
@@ -160,11 +167,9 @@ MUTANTS = (
            "ratio = log_ratio(inputs.proximal_logprobs.detach(), inputs.behaviour_logprobs)",
            "ratio = log_ratio(inputs.behaviour_logprobs, inputs.proximal_logprobs.detach())", TWO),
     Mutant("ppo_clip against the proximal policy", LOSSES,
-           "ratio = log_ratio(inputs.trainer_logprobs, inputs.behaviour_logprobs)",
-           "ratio = log_ratio(inputs.trainer_logprobs, inputs.proximal_logprobs)", PPO),
+           'proximal = settings.ratio == "proximal"', "proximal = True", PPO),
     Mutant("the proximal policy of a later mini-batch is the present one", STEP,
-           "self.accumulate(share, None if number else version, before)",
-           "self.accumulate(share, None if number else version, None)", TWO),
+           "None if number else version, before, number)", "None if number else version, None, number)", TWO),
     Mutant("the proximal policy is scored again for each mini-batch", STEP,
            "before = None if proximal is None else [proximal[i] for i in part]",
            "before = self.trainer.score(self._samples(share))", TWO),
@@ -173,15 +178,32 @@ MUTANTS = (
     Mutant("last_segment trains all segments", STEP,
            "record.earlier if last_only else 0", "0", of_step("the last segment")),
     Mutant("pois keeps its ratios", TRAINER,
-           "if self.settings.ratio_one else inputs", "if False else inputs", of_step("pois")),
+           "if self.settings.ratio_one:", "if False:", of_step("pois")),
     Mutant("what is not mastered is left out", LOSSES,
            "(logprobs.detach().exp() >= tau)", "(logprobs.detach().exp() < tau)", of_step("mastered tokens")),
-    Mutant("the learner ignores the temperature", "busrl/training/trainer.py",
-           "return logits if temperature is None else logits / temperature[:, None]", "return logits", PPO),
-    Mutant("the learner multiplies by the temperature", "busrl/training/trainer.py",
-           "logits / temperature[:, None]", "logits * temperature[:, None]", PPO),
-    Mutant("mean over sequences", TRAINER,
-           "normalised_norm(self.parameters, self._tokens)", "normalised_norm(self.parameters, self._sequences)", PPO),
+    Mutant("the learner ignores the temperature", HEAD,
+           "_divide(logits, temperature, part)\n            wanted", "wanted", PPO),
+    Mutant("the learner multiplies by the temperature", HEAD,
+           "rows.div_(temperature[part, None])", "rows.mul_(temperature[part, None])", PPO),
+    Mutant("the temperature is left out in backward", HEAD, "_divide(change, temperature, part)", "pass", PPO),
+    Mutant("mean over sequences", TRAINER, "(denominator or tokens) * scale)", "self._sequences * scale)", PPO),
+    Mutant("the denominator is that of the last part of a step", STEP,
+           "self._denominator += denominator", "self._denominator = denominator", streamed("seq-mean-token-mean")),
+    Mutant("a sample is weighted by the tokens of its group", ADVANTAGES,
+           "return [1 / count for count in tokens], float(len(tokens))",
+           "return [1 / sum(tokens) for count in tokens], float(len(tokens))", VECTORS),
+    Mutant("batch_std forgets its division where it is streamed", STEP,
+           "scale = formulas.batch_scale(self._centred) if self._centred else 1.0", "scale = 1.0",
+           streamed("batch_std, ppo_clip")),
+    Mutant("the weight of CISPO has a gradient", LOSSES,
+           "ratio_of(inputs, settings).detach().clamp(max=settings.cispo_cap)",
+           "ratio_of(inputs, settings).clamp(max=settings.cispo_cap)", VECTORS),
+    Mutant("a bad answer is bounded on the wrong side", LOSSES,
+           "return torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)",
+           "return torch.minimum(-ratio * advantages, -ratio.clamp(low, high) * advantages)", VECTORS),
+    Mutant("the mean of a sample is over all of its tokens", LOSSES,
+           "return total / inputs.lengths.clamp(min=1)[inputs.samples]",
+           "return total / inputs.samples.bincount()[inputs.samples]", VECTORS),
     Mutant("log-probabilities of the token before", "busrl/training/batch.py",
            "np.concatenate([sample.behaviour_logprobs for sample in samples]), dtype)",
            "np.roll(np.concatenate([sample.behaviour_logprobs for sample in samples]), 1), dtype)", PPO),
@@ -200,7 +222,7 @@ MUTANTS = (
     Mutant("the gradient is not clipped", TRAINER, "    if norm > limit:", "    if False:", PPO),
     Mutant("the gradient is always scaled to the limit", TRAINER, "    if norm > limit:", "    if True:", THREE),
     Mutant("the norm is told after clipping", TRAINER,
-           "stats = self._stats(lr, norm,", "stats = self._stats(lr, min(norm, self.settings.max_grad_norm),", PPO),
+           "share = self._share(norm,", "share = self._share(min(norm, self.settings.max_grad_norm),", PPO),
     Mutant("warm-up does not count the step itself", SCHEDULE,
            "self.warmup(trained + groups)", "self.warmup(trained)", PPO),
     Mutant("the fall counts the step itself", SCHEDULE, "self.left(trained)", "self.left(trained + groups)", PPO),
@@ -245,7 +267,7 @@ MUTANTS = (
     Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",
            (f"{ANSWERS}::test_dropout_goes_on_after_a_restart_where_it_was",)),
     Mutant("the optimiser begins anew", STEP,
-           "self.changed = self.trainer.load_optimizer_state(found.optimizer_state())", "self.changed = ()", AGAIN),
+           "self.changed = self.trainer.restore(found)", "self.changed = ()", AGAIN),
     Mutant("groups are counted from 0 again", STEP, 'self.groups = int(found.meta["groups"])', "self.groups = 0", AGAIN),
     Mutant("the log is trained from the beginning", "busrl/roles/learner/history.py",
            "self.wal.records(after=self.step)", "self.wal.records(after=self.step - 1)", AGAIN),

@@ -1,9 +1,12 @@
-"""Advantages of the samples of one group from their rewards, and the question whether a group teaches anything.
+"""Advantages of samples from their rewards, how samples are weighted in a step, and what the sum is divided by.
 
-The learner calls it once per group. Knows nothing of tokens: a sample has one advantage for all of them.
+The learner calls an estimator once per group (or once per step, for those of the whole step). Knows nothing of tokens
+but their number: a sample has one advantage for all of them.
 
-- An advantage depends on its own group alone, so groups can be trained as they become ready.
+- Most estimators depend on their own group alone, so groups can be trained as they become ready. `batch_std` is
+  (R - mean of the group) over one number of the step, so the division can follow the gradient.
 - A flat group (all rewards equal, or every advantage 0) is found here and never reaches a denominator.
+- Tokens and samples that a loss or a correction leaves out still count in the denominator.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ EPS = 1e-6  # added to the standard deviation: a published convention, not only 
 # Rewards of the G samples of one group, at least 2 of them different, and how many tokens each sample has -> G
 # advantages. Called once per group.
 AdvantageEstimator = Callable[[Sequence[float], Sequence[int]], Tensor | Sequence[float]]
+
+# -- of one group ----------------------------------------------------------------
 
 
 def group_std(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
@@ -34,7 +39,40 @@ def group_mean(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
     return values - values.mean()
 
 
-ADVANTAGES: dict[str, AdvantageEstimator] = {"group_std": group_std, "group_mean": group_mean}
+def leave_one_out(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
+    """R - mean of the others (RLOO)."""
+    return group_mean(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+def mean_normalised(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
+    """(R - mean) / mean, 0 where the mean is not above 0 (MaxRL)."""
+    centred, mean = group_mean(rewards), sum(rewards) / len(rewards)
+    return centred / mean if mean > 0 else torch.zeros_like(centred)
+
+
+# -- of all groups of a step -----------------------------------------------------
+
+
+def batch_whiten(rewards: Sequence[float], lengths: Sequence[int]) -> Tensor:
+    """(R - mean) / sqrt(variance + 1e-8) over all tokens of the step, each with the reward of its sample, so that a
+    sample weighs by its length (REINFORCE++); n - 1 tokens under the root."""
+    values = torch.tensor(list(rewards), dtype=torch.float64)
+    counts = torch.tensor(list(lengths), dtype=torch.float64)
+    centred = values - (values * counts).sum() / counts.sum()
+    variance = (centred.square() * counts).sum() / (counts.sum() - 1).clamp(min=1)
+    return centred / (variance + 1e-8).sqrt()
+
+
+def batch_scale(centred: Sequence[float]) -> float:
+    """std + 1e-6 of all (R - mean of its group) of the step, with n - 1 under the root."""
+    return float(torch.tensor(list(centred), dtype=torch.float64).std(correction=1)) + EPS if len(centred) > 1 else 1.0
+
+
+# What is computed per group; of batch_std before the division, of batch_whiten nothing.
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "group_std": group_std, "group_mean": group_mean, "leave_one_out": leave_one_out,
+    "mean_normalised": mean_normalised, "batch_std": group_mean, "batch_whiten": batch_whiten,
+}
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
@@ -48,3 +86,26 @@ def advantages(estimator: AdvantageEstimator, rewards: Sequence[float], lengths:
         return [0.0] * len(rewards)
     found = estimator(rewards, lengths)
     return [float(value) for value in (found.tolist() if isinstance(found, Tensor) else found)]
+
+
+# -- from tokens to one number ---------------------------------------------------
+
+
+def weights(aggregation: str, tokens: Sequence[int], groups: Sequence[int], norm: int) -> tuple[list[float], float]:
+    """What the loss of each sample's tokens is multiplied by, and what these samples add to the denominator.
+
+    `tokens`: trained tokens of each sample, at least 1; `groups` names its group, which is whole; `norm` is
+    learner.length_norm. The gradient of the step is the weighted sum over the sum of all denominators.
+    """
+    if aggregation == "token-mean":
+        return [1.0] * len(tokens), float(sum(tokens))
+    if aggregation == "seq-mean-token-mean":
+        return [1 / count for count in tokens], float(len(tokens))
+    if aggregation == "seq-mean-token-sum":
+        return [1.0] * len(tokens), float(len(tokens))
+    if aggregation == "seq-mean-token-sum-norm":
+        return [1 / norm] * len(tokens), float(len(tokens))
+    of_group: dict[int, int] = {}
+    for count, group in zip(tokens, groups, strict=True):
+        of_group[group] = of_group.get(group, 0) + count
+    return [1 / of_group[group] for group in groups], float(len(of_group))

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from busrl.algorithms import losses
+from busrl.algorithms import losses, terms
 
 FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "clip_high", "dual", "entropy", "loss",
-          "current", "current_abs", "begun", "begun_abs")
+          "current", "current_abs", "begun", "begun_abs", "dropped", "referred", "kl")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Diagnostics:
     loss: float  # sum of the loss, before the division
     mismatch: float | None  # mean |log ratio| of the tokens sampled with exactly these weights; None without any
     mismatch_begun: float | None = None  # of these, those of answers that began with these weights; None without any
+    dropped: float = 0.0  # share that learner.correction gave weight 0
+    kl: float | None = None  # k3 of the log-ratio to the reference, nats per token; None without a reference
 
 
 def sums(
@@ -50,11 +52,22 @@ def sums(
     rows = [torch.ones_like(difference), difference, ratio - 1 - difference, ratio, ratio * ratio]
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
     whole = same if begun is None else same * begun.to(difference)
-    rows += [entropy, loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
+    rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
+    rows += _of_terms(inputs, settings)
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
     kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
     return kept.flatten(1).sum(1, dtype=torch.float64)
+
+
+def _of_terms(inputs: losses.LossInputs, settings: losses.LossSettings) -> list[Tensor]:
+    """Whether a correction dropped a token; whether there is a reference, and the KL to it."""
+    logprobs, reference = inputs.trainer_logprobs.detach(), inputs.reference_logprobs
+    nothing = torch.zeros_like(logprobs)
+    dropped = nothing if settings.correction == "none" else terms.correction(losses.hidden(inputs), settings) == 0
+    if reference is None:
+        return [dropped, nothing, nothing]
+    return [dropped, torch.ones_like(logprobs), terms.k3(logprobs, reference)]
 
 
 def finish(total: Tensor | Sequence[float]) -> Diagnostics:
@@ -67,4 +80,5 @@ def finish(total: Tensor | Sequence[float]) -> Diagnostics:
         ess=value["weight"] ** 2 / weights if weights else 0.0, clip_low=value["clip_low"] / count,
         clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
         loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None,
-        mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None)
+        mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None,
+        dropped=value["dropped"] / count, kl=value["kl"] / value["referred"] if value["referred"] else None)

@@ -29,14 +29,31 @@ class LossSettings:
     clip_high: float = 0.28
     dual_clip: float = 3.0
     tis_cap: float = 2.0
+    ratio: str = "behaviour"  # or "proximal": what the ratio of a loss is to
+    cispo_cap: float = 5.0
+    sapo_taus: tuple[float, float] = (1.0, 1.05)
+    two_sided_delta: float = 4.0
+    dppo_mask: float = 0.2
+    dppo_square: float = 1e-3
+    opsm_delta: float = 0.5
+    m2po_tau: float = 0.04
+    cov_share: float = 2e-4
+    clip_cov_range: tuple[float, float] = (1.0, 5.0)
+    kl_cov_coef: float = 1.0
+    correction: str = "none"
+    correction_low: float = 0.0
+    correction_high: float = 0.0
+    kl: str = "none"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
 
 
 @dataclass(frozen=True)
 class LossInputs:
     """What a loss gets: one entry per generated token of a micro-batch, sample after sample.
 
-    All tensors have one shape, [tokens] in training, and one device; index t is about the same token in each. Floats
-    are float32 (float64 with a float64 model). A token of a prompt is never among them.
+    All tensors but `lengths` have one shape, [tokens] in training, and one device; index t is about the same token in
+    each. Floats are float32 (float64 with a float64 model). A token of a prompt is never among them.
     """
 
     trainer_logprobs: Tensor  # log-probabilities under the weights of this step, with gradient
@@ -47,15 +64,22 @@ class LossInputs:
     samples: Tensor | None = None  # int64, the row of the token's sample in this micro-batch, from 0
     policy_versions: Tensor | None = None  # int64, the version of the weights that sampled the token
     ages: Tensor | None = None  # int64, finished steps since that version was made; 0 = the weights of this step
+    lengths: Tensor | None = None  # int64 [samples]: trained tokens of each
+    entropy: Tensor | None = None  # nats, full softmax at the sampling temperature, with gradient
+    reference_logprobs: Tensor | None = None  # under the reference model; None where there is none
+    chosen: Tensor | None = None  # bool, what `CHOICES` of the loss gave for the whole update
 
 
 LossFunction = Callable[[LossInputs, LossSettings], Tensor]
+FLOATS = ("trainer_logprobs", "behaviour_logprobs", "proximal_logprobs", "advantages", "entropy", "reference_logprobs")
+
+
+# -- clipped ratios, per token -------------------------------------------------
 
 
 def ppo_clip(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """Clipped surrogate on the ratio to the recorded log-probabilities, with the dual clip; no second correction."""
-    ratio = log_ratio(inputs.trainer_logprobs, inputs.behaviour_logprobs).exp()
-    return dual_clipped(surrogate(ratio, inputs.advantages, settings), inputs.advantages, settings)
+    """max(-r A, -clip(r) A), for A < 0 at most -c A (dual clip)."""
+    return dual_clipped(surrogate(ratio_of(inputs, settings), inputs.advantages, settings), inputs.advantages, settings)
 
 
 def decoupled(inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -65,18 +89,200 @@ def decoupled(inputs: LossInputs, settings: LossSettings) -> Tensor:
     return clipped * importance_weight(inputs, settings)
 
 
-LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "decoupled": decoupled}
-WITHOUT_PROXIMAL = frozenset({"ppo_clip"})  # losses for which nothing is scored before the first of several updates
+def two_sided(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """max(-min(r, delta) A, -clip(r) A): bounded for A < 0 as well, without a gradient beyond delta (INTELLECT-2)."""
+    ratio, (low, high) = ratio_of(inputs, settings), clip_bounds(settings)
+    bounded = -ratio.clamp(max=settings.two_sided_delta) * inputs.advantages
+    return torch.maximum(bounded, -ratio.clamp(low, high) * inputs.advantages)
+
+
+def cispo(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-min(r, cap) A log p with the weight a constant, so that no token loses its gradient. The cap is on the ratio
+    itself (TRL's convention; others write 1 + eps)."""
+    weight = ratio_of(inputs, settings).detach().clamp(max=settings.cispo_cap)
+    return -weight * inputs.advantages * inputs.trainer_logprobs
+
+
+def sapo(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate in the place of the clip, tighter for A <= 0."""
+    rising, falling = settings.sapo_taus
+    tau = torch.full_like(inputs.advantages, falling).masked_fill(inputs.advantages > 0, rising)
+    return -4 / tau * torch.sigmoid(tau * (ratio_of(inputs, settings) - 1)) * inputs.advantages
+
+
+def dppo(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-keep r A + c (log r)^2 on the ratio to the behaviour policy; dropped is what moved by more than `dppo_mask` of
+    probability in the direction of its advantage. The square stays for all tokens."""
+    difference = log_ratio(inputs.trainer_logprobs, inputs.behaviour_logprobs)
+    moved = inputs.trainer_logprobs.detach().exp() - inputs.behaviour_logprobs.exp()
+    dropped = torch.where(inputs.advantages > 0, moved > settings.dppo_mask, moved < -settings.dppo_mask)
+    kept = (-difference.exp() * inputs.advantages).masked_fill(dropped, 0)
+    return kept + settings.dppo_square * difference.square()
+
+
+def reinforce(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-A log p: no ratio; learner.correction weights it."""
+    return -inputs.advantages * inputs.trainer_logprobs
+
+
+# -- of whole samples ----------------------------------------------------------
+
+
+def gspo(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """max(-s A, -clip(s) A) with s the geometric mean of the sample's ratios, for each of its tokens."""
+    ratio = sample_mean(log_ratio(inputs.trainer_logprobs, old(inputs, settings)), inputs).exp()
+    return surrogate(ratio, inputs.advantages, settings)
+
+
+def gmpo(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-A times the geometric mean of ratios that are clipped in log space, at -clip_low and clip_high, on the side
+    where leaving pays."""
+    difference, sign = log_ratio(inputs.trainer_logprobs, old(inputs, settings)), inputs.advantages.sign()
+    inside = difference.clamp(-settings.clip_low, settings.clip_high)
+    worse = torch.minimum(sign * difference, sign * inside)
+    return -inputs.advantages * (sign * sample_mean(worse, inputs)).exp()
+
+
+def opsm(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """`ppo_clip` without the samples of A < 0 whose mean log(old / p) is above `opsm_delta` (DeepSeek-V3.2)."""
+    distance = sample_mean(log_ratio(old(inputs, settings), inputs.trainer_logprobs.detach()), inputs)
+    dropped = (inputs.advantages < 0) & (distance > settings.opsm_delta)
+    return ppo_clip(inputs, settings).masked_fill(dropped, 0)
+
+
+# -- with a choice among all tokens of the update ------------------------------
+
+
+def m2po(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-r A of the tokens that `kept_by_second_moment` left; nothing is clipped."""
+    return -ratio_of(inputs, settings) * inputs.advantages * chosen_of(inputs)
+
+
+def clip_cov(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """The clipped surrogate, 0 for the tokens that `covariant` chose."""
+    return surrogate(ratio_of(inputs, settings), inputs.advantages, settings) * ~chosen_of(inputs)
+
+
+def kl_cov(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """-r A, plus coef |log r| for the tokens of the largest covariance."""
+    difference = log_ratio(inputs.trainer_logprobs, old(inputs, settings))
+    return settings.kl_cov_coef * difference.abs() * chosen_of(inputs) - difference.exp() * inputs.advantages
+
+
+def kept_by_second_moment(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
+    """Which tokens M2PO keeps: all but those with the largest log(behaviour / proximal)^2, until the mean of the rest
+    is at most `m2po_tau`."""
+    squares = log_ratio(inputs.behaviour_logprobs, inputs.proximal_logprobs).square()[trained_of(inputs)]
+    ordered, order = squares.sort(stable=True)
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    kept = torch.zeros_like(squares, dtype=torch.bool)
+    kept[order[means <= settings.m2po_tau]] = True  # means of an ascending sequence ascend
+    return _placed(kept, inputs)
+
+
+def covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
+    """Which tokens Clip-Cov leaves out: a random `cov_share` of all (at least one), among those of a covariance within
+    `clip_cov_range` that the ratio does not clip."""
+    low, high = settings.clip_cov_range
+    cov, (least, most) = covariances(inputs), clip_bounds(settings)
+    trained = trained_of(inputs)
+    ratio, advantages = ratio_of(inputs, settings)[trained], inputs.advantages[trained]
+    clipped = torch.where(advantages > 0, ratio > most, (ratio < least) & (advantages < 0))
+    found = ((cov > low) & (cov < high) & ~clipped).nonzero()[:, 0]
+    order = torch.randperm(len(found), generator=random).to(found.device)
+    kept = torch.zeros_like(cov, dtype=torch.bool)
+    kept[found[order[: max(1, int(settings.cov_share * len(cov)))]]] = True
+    return _placed(kept, inputs)
+
+
+def most_covariant(inputs: LossInputs, settings: LossSettings, random: torch.Generator) -> Tensor:
+    """Which tokens KL-Cov holds: the `cov_share` (at least one) of the largest covariance."""
+    cov = covariances(inputs)
+    kept = torch.zeros_like(cov, dtype=torch.bool)
+    kept[cov.topk(min(len(cov), max(1, int(settings.cov_share * len(cov))))).indices] = True
+    return _placed(kept, inputs)
+
+
+def covariances(inputs: LossInputs) -> Tensor:
+    """(A - mean A) (log p - mean log p) of the trained tokens, [trained]."""
+    trained = trained_of(inputs)
+    advantages, logprobs = inputs.advantages[trained], inputs.trainer_logprobs.detach()[trained]
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def trained_of(inputs: LossInputs) -> Tensor:
+    """The mask, all true where there is none."""
+    if inputs.mask is None:
+        return torch.ones_like(inputs.advantages, dtype=torch.bool)
+    return inputs.mask.bool()
+
+
+def _placed(kept: Tensor, inputs: LossInputs) -> Tensor:
+    trained = trained_of(inputs)
+    return torch.zeros_like(trained).masked_scatter(trained, kept)
+
+
+LOSSES: dict[str, LossFunction] = {
+    "ppo_clip": ppo_clip, "decoupled": decoupled, "gspo": gspo, "cispo": cispo, "sapo": sapo, "gmpo": gmpo,
+    "two_sided": two_sided, "dppo": dppo, "opsm": opsm, "reinforce": reinforce, "m2po": m2po, "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+# Given all tokens of an update, with its log-probabilities before it as those of the trainer -> what `chosen` is.
+Choice = Callable[[LossInputs, LossSettings, torch.Generator], Tensor]
+CHOICES: dict[str, Choice] = {"m2po": kept_by_second_moment, "clip_cov": covariant, "kl_cov": most_covariant}
+
+
+# -- what they are made of -----------------------------------------------------
 
 
 def per_token(loss: LossFunction, inputs: LossInputs, settings: LossSettings) -> Tensor:
     """What `loss` gives, 0 where masked. The loss sees zeros there: a NaN behind a mask would reach the gradient."""
     if inputs.mask is None:
         return loss(inputs, settings)
+    return loss(hidden(inputs), settings).where(inputs.mask.bool(), 0)
+
+
+def hidden(inputs: LossInputs) -> LossInputs:
+    """The same inputs with zeros at masked positions."""
+    if inputs.mask is None:
+        return inputs
     trained = inputs.mask.bool()
-    names = ("trainer_logprobs", "behaviour_logprobs", "proximal_logprobs", "advantages")
-    hidden = replace(inputs, **{name: getattr(inputs, name).where(trained, 0) for name in names})
-    return loss(hidden, settings).where(trained, 0)
+    given = {name: value for name in FLOATS if (value := getattr(inputs, name)) is not None}
+    return replace(inputs, **{name: value.where(trained, 0) for name, value in given.items()})
+
+
+def old(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """The log-probabilities that the ratio is to; a constant."""
+    proximal = settings.ratio == "proximal"
+    return (inputs.proximal_logprobs if proximal else inputs.behaviour_logprobs).detach()
+
+
+def ratio_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """exp(log p - log old), with gradient."""
+    return log_ratio(inputs.trainer_logprobs, old(inputs, settings)).exp()
+
+
+def chosen_of(inputs: LossInputs) -> Tensor:
+    """What was chosen for the whole update."""
+    if inputs.chosen is None:
+        raise ValueError("this loss chooses among all tokens of an update: compute its CHOICES first")
+    return inputs.chosen
+
+
+def sample_sum(values: Tensor, inputs: LossInputs) -> Tensor:
+    """For each token the sum over the trained tokens of its sample."""
+    if inputs.samples is None or inputs.lengths is None:
+        raise ValueError("a loss of whole samples needs the sample of each token, and how many each has")
+    trained = values if inputs.mask is None else values.where(inputs.mask.bool(), 0)
+    total = torch.zeros(len(inputs.lengths), dtype=values.dtype, device=values.device)
+    return total.index_add(0, inputs.samples, trained)[inputs.samples]
+
+
+def sample_mean(values: Tensor, inputs: LossInputs) -> Tensor:
+    """For each token the mean over the trained tokens of its sample."""
+    total = sample_sum(values, inputs)
+    assert inputs.samples is not None and inputs.lengths is not None
+    return total / inputs.lengths.clamp(min=1)[inputs.samples]
 
 
 def log_ratio(logprobs: Tensor, reference: Tensor) -> Tensor:

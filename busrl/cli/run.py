@@ -35,7 +35,8 @@ from busrl.ring import OfdLock
 
 def launch(options: argparse.Namespace) -> int:
     """Run a topology; the exit code of the run."""
-    topology = load(options.topology, options.overrides)
+    known = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
+    topology = load(options.topology, options.overrides, known)
     if options.dry_run:
         print(explain.dry_run(topology), end="")
         return 0

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import recorded
-from busrl.data import JsonlStream
+from busrl.data import JsonlStream, training_stream
 from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, UserError
 from busrl.files import json_lines
 from busrl.ledger.openbin import read_draws, read_open
@@ -94,7 +94,9 @@ class Sample:
         data = self.topology.data
         path = self.topology.validation.data if self.validates else data.train
         try:
-            with JsonlStream(path, self.topology.run.seed, data.shuffle and not self.validates, data.prompt_key) as one:
+            seed = self.topology.run.seed
+            held_out = JsonlStream(path, seed, False, data.prompt_key) if self.validates else None
+            with held_out or training_stream(self.topology) as one:
                 samples = max(1, self.topology.derived.val_samples)
                 draw = self.row % samples % len(one) if self.validates else self.draw
                 item = one.item(draw)

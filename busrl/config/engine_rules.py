@@ -20,7 +20,7 @@ from typing import Any
 from busrl.config import schema
 from busrl.config.rules import Check, Clash, Finding, clashes
 from busrl.config.schema import ADAPTERS, ENGINES, FOLDERS, ONE_COPY, RESTARTS, Process, Topology
-from busrl.device import BACKEND
+from busrl.device import BACKEND, expected
 
 # -- weight transports -----
 
@@ -86,6 +86,10 @@ TABLE = (
     # -- prompts and endpoints
     Clash("data.system, data.template != chat",
           'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
+    Clash("data.template_arguments, data.template != chat",
+          'a prompt as plain text has no template; template = "chat", or remove it'),
+    Clash("data.tools_key, data.template != chat",
+          'a prompt as plain text has no place for tools; template = "chat", or remove it'),
 )
 OPENAI = (  # where an engine is an endpoint
     Clash("openai.update == none, weights.mode != fully-async, ENGINE",
@@ -153,9 +157,11 @@ def _outside(t: Topology) -> Iterator[Finding]:
         rule = "it reaches engines on the learner's host only: one that joins from another host gets no new weights"
         remedy = "let only engines with weights of their own join, or start rollouts on this host"
         yield Finding(("weights.transport", "bus.endpoint"), rule, remedy, warning=True, depends=("process",))
-    if t.data.system:
-        rule = "rollouts from outside do not receive it, so their prompts would lack it"
-        yield Finding(("data.system", "process"), rule, "write the prompts as messages, the system message first")
+    for name in ("system", "tools_key", "template_arguments"):
+        if getattr(t.data, name):
+            rule = "rollouts from outside do not receive it, so their prompts would lack it"
+            remedy = "write the prompts as messages, the system message first" if name == "system" else "remove it"
+            yield Finding((f"data.{name}", "process"), rule, remedy)
 
 
 def _openai(t: Topology) -> Iterator[Finding]:
@@ -341,7 +347,8 @@ def _devices(t: Topology) -> Iterator[Finding]:
 
 def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     at = f"process.{index}"
-    if entry.device and entry.role not in WITH_MODEL:
+    judges = entry.role == "reward" and any(part.kind == "model" for part in t.reward.part)
+    if entry.device and entry.role not in WITH_MODEL and not judges:
         rule = f"a {entry.role} of busrl's own runs no model"
         yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
     elif entry.device and entry.role == "rollout" and entry.engine == "mock":
@@ -358,6 +365,16 @@ def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Findin
     if len(entry.devices) > max(1, entry.count):
         rule = f"{len(entry.devices)} items for {entry.count} processes: each process gets one of them"
         yield Finding((f"{at}.devices", f"{at}.count"), rule, 'one process that sees both is ["0,1"]', warning=True)
+
+
+def _attention(t: Topology) -> Iterator[Finding]:
+    """Attentions of transformers that need a GPU, or fewer bits."""
+    name, key = t.learner.memory.attention, "learner.memory.attention"
+    if name in schema.ON_GPUS and expected(t.device_of("learner")) == "cpu":
+        rule = f"{name} runs on a GPU alone, and the learner is on the CPU"
+        yield Finding((key,), rule, 'attention = "auto", or "sdpa"', depends=("model.device", "process"))
+    elif name.startswith("flash") and t.model.dtype == "float32":
+        yield Finding((key, "model.dtype"), f"{name} takes no float32", 'dtype = "bfloat16", or attention = "auto"')
 
 
 def _one_copy(t: Topology) -> Iterator[Finding]:
@@ -431,5 +448,5 @@ def _cores(t: Topology) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     lambda t: clashes(t, TABLE), _engines, _lora, _outside, _openai, _vllm, _devices, _between_devices, _one_copy,
-    _cores,
+    _cores, _attention,
 )

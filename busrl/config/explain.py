@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device, keys
-from busrl.config import machine, trial
+from busrl.algorithms import catalog
+from busrl.config import machine, memory, trial
 from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
 from busrl.config.schema import ADAPTERS, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
-FOR_PEOPLE = ("explain", "trial", "warnings")  # of the derived values, those that no process reads
+FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
 NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process reads, and what stands elsewhere
 
 
 def report(topology: Topology, verbose: bool = True) -> str:
     """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
-    parts = (_head, _warnings, _first, _data, _model, _processes, *((_bus, _sums, _sizes) if verbose else ()))
+    parts = (_head, _warnings, _first, _data, _model, _memory, _processes, *((_bus, _sums, _sizes) if verbose else ()))
     found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
     return "\n\n".join([*found, *([] if verbose else [MORE])]) + "\n"
 
@@ -46,8 +47,10 @@ def require_memory(topology: Topology) -> None:
 
 
 def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
-    """A UserError for cores that are named and not there, a DiskFull if what is published does not fit into run_dir."""
+    """A UserError for cores that are named and not there or a learner that its device cannot hold, a DiskFull if what
+    is published does not fit into run_dir."""
     machine.require_cores(topology, machine.cores())
+    memory.require(topology)
     machine.require_disk(topology, model_at(topology.model.path), run_dir)
 
 
@@ -109,6 +112,9 @@ def _head(t: Topology) -> Iterator[str]:
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
     yield f"learning rate {t.learner.lr:g}: {machine.rate_advice(t)}"
+    yield from (f"  {text}" for text in t.derived.algorithm)
+    if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
+        yield f"a step is computed at once, when it fires: {why}"
     drawn, prompts = t.run.max_steps * t.learner.trigger.n_min, t.derived.train_prompts
     if prompts:
         yield f"epochs {drawn / prompts:.3g}: {drawn} groups of {prompts} prompts, more where groups are set aside"
@@ -119,7 +125,11 @@ def _head(t: Topology) -> Iterator[str]:
 
 def _first(t: Topology) -> Iterator[str]:
     """The first prompt, and what two answers to it are worth: tried by the loader where the reward is foreign code."""
-    yield from t.derived.trial or trial.try_first(t).lines
+    own = t.reward
+    if own.part:
+        yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
+    foreign = all(part.kind == "python" for part in own.part)
+    yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
 
 
 def _processes(t: Topology) -> Iterator[str]:
@@ -203,8 +213,12 @@ def _versions(t: Topology) -> Iterator[str]:
 def _data(t: Topology) -> Iterator[str]:
     yield "prompts"
     yield f"  train: {t.data.train}, {t.derived.train_prompts} prompts"
-    for one in t.sets:
-        yield f"  validation{f' {one.name}' if one.name else ''}: {one.data}, {one.lines} prompts; {_asked(t, one)}"
+    for one in t.derived.sources:
+        size = f"{one.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
+        yield f"    {one.name}: {size}{one.text}"
+    for asked in t.sets:
+        name = f" {asked.name}" if asked.name else ""
+        yield f"  validation{name}: {asked.data}, {asked.lines} prompts; {_asked(t, asked)}"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     if t.derived.prompt_text:
         yield f"  {t.derived.prompt_text}"
@@ -216,8 +230,8 @@ def _asked(t: Topology, one: AskedSet) -> str:
     """What a round asks of a set, and which figures it gives."""
     asked = f"{'all' if one.prompts == one.lines else one.prompts} asked"
     if one.k > 1:
-        extracts = t.reward.kind == "exact_match"
-        vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: reward.kind = {t.reward.kind} extracts no answer"
+        extracts = t.reward.compares is not None
+        vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: the reward extracts no answer"
         asked += f" {one.k} times: pass@1 to pass@{one.k}, {vote}"
     return f"{asked}; every {one.every} steps" if one.every else asked
 
@@ -229,6 +243,10 @@ def _answers(t: Topology) -> str:
     cut = sum(length > limit for length in lengths)
     shown = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
     return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
+
+
+def _memory(t: Topology) -> Iterator[str]:
+    yield from memory.lines(t)
 
 
 def _model(t: Topology) -> Iterator[str]:

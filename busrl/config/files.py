@@ -59,6 +59,7 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
+NEED_ANSWERS = ("exact_match", "numeric", "math", "gym")  # kinds of [[reward.part]]
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
 
 
@@ -107,6 +108,8 @@ class _Inspection:
         self._bus_keys()
         self._tools()
         self._programs()
+        if t.model.reference and self._sound("model.reference"):
+            self._reference()
         if t.lora.on and self._sound("lora.rank", "lora.targets", "model.path"):
             self._lora()
         if t.scheduler.keywords and self._sound("scheduler.keywords"):
@@ -137,9 +140,8 @@ class _Inspection:
             return None
         if path.startswith(TINY):
             return self._tiny(key, path), TINY_LINE_BYTES
-        compares = self.t.reward.kind == "exact_match" and not self.t.reward.function  # else the reward is to blame
         try:
-            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares else "")
+            result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares(self.t) else "")
         except DataError as error:
             rule, _, remedy = str(error).removeprefix(f"{path}: ").rpartition(": ")
             self._add(key, rule, remedy)
@@ -240,6 +242,17 @@ class _Inspection:
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
         return token_bytes(folder), machine.context_of(config)
 
+    def _reference(self) -> None:
+        """The reference of learner.kl must give probabilities of the same tokens."""
+        folder, own = Path(self.t.model.reference), self.t.model.path
+        if missing := _missing(folder):
+            self._add("model.reference", *missing)
+            return
+        sizes = [machine.model_facts(one).vocabulary for one in (folder, None if own.startswith(TINY) else Path(own))]
+        if all(sizes) and sizes[0] != sizes[1]:
+            rule = f"its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}: they are not the same tokens"
+            self._add("model.reference", rule, "give an earlier version of the model, or none")
+
     def _lora(self) -> None:
         """An adapter needs the package that trains it, and layers of the names that are asked for."""
         if importlib.util.find_spec("peft") is None:
@@ -257,18 +270,23 @@ class _Inspection:
     def _reward(self) -> Trial:
         """Load the reward and try it with the first record, where it can do no harm."""
         own = self.t.reward
-        asked = own.kind == "python" and FUNCTION.fullmatch(own.function)
-        if not asked or not self._sound("reward.function", "reward.kind"):
+        named = [part.function for part in own.part if part.kind == "python"] or [own.function] * (own.kind == "python")
+        wrong = any(key.startswith("reward.part") for key in self.skip)
+        if not named or not all(map(FUNCTION.fullmatch, named)):
             return Trial()
-        tried = try_first(self.t)
-        if tried.not_loaded:
-            rule = f"cannot be used: {tried.not_loaded.removeprefix(f'reward.function = {own.function!r}: ')}"
-            remedy = "a module has to be importable from the current directory, a file is relative to the topology"
-            self._add("reward.function", rule, remedy)
-        elif failed := tried.failed:
-            rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
-            self._add("reward.function", rule, "correct it: every sample of the run would be lost")
-        return tried
+        if wrong or not self._sound("reward.function", "reward.kind"):
+            return Trial()
+        trial = try_first(self.t, ("python",))
+        for one in trial.judged:
+            if one.not_loaded:
+                why = one.not_loaded.partition("': ")[2] or one.not_loaded
+                rule = f"cannot be used: {why}"
+                remedy = "a module has to be importable from the current directory, a file is relative to the topology"
+                self._add(one.key, rule, remedy)
+            elif failed := one.failed:
+                rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
+                self._add(one.key, rule, "correct it: every sample of the run would be lost")
+        return trial
 
     def _functions(self) -> None:
         if self._sound("learner.loss", "learner.advantage", "learner.metrics", "process"):
@@ -320,6 +338,14 @@ class _Inspection:
 def answer_key(topology: Topology) -> str:
     """The key of the right answer that the reward uses."""
     return topology.reward.answer_key or topology.data.answer_key
+
+
+def compares(topology: Topology) -> bool:
+    """Whether every line needs a right answer; a reward that is foreign code is to blame itself."""
+    own, named = topology.reward, answer_key(topology)
+    if not own.part:
+        return own.kind == "exact_match" and not own.function
+    return any(part.kind in NEED_ANSWERS and part.answer_key == named for part in own.part)
 
 
 def longest_line(path: str) -> tuple[int, int]:

@@ -1,9 +1,10 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing is
+Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing else is
 created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which asks
 for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces `tiny:`
-names by the paths of what they stand for, made on first use.
+names by the paths of what they stand for, made on first use. Sources of prompts are made into one file (`sources`), in
+a temporary folder until a run takes it.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -19,10 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from busrl import device
-from busrl.config import engine_rules, files, machine, rules
+from busrl.algorithms import catalog
+from busrl.config import engine_rules, files, machine, reward_rules, rules, sources
 from busrl.config.derive import resolve
-from busrl.config.reader import KeyPath, Reader, Source, read
-from busrl.config.schema import SPAWNED_ROLES, TINY, Derived, Generation, Process, Topology, has_model
+from busrl.config.reader import KeyPath, Reader, Source, read, show
+from busrl.config.schema import (
+    PART_TIMEOUT_S,
+    SPAWNED_ROLES,
+    TINY,
+    Derived,
+    Generation,
+    Process,
+    RewardPart,
+    Topology,
+    has_model,
+)
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
 
@@ -40,13 +52,16 @@ REAL_FILES = frozenset(
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
-CHECKS: tuple[rules.Check, ...] = (*rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings)
+CHECKS: tuple[rules.Check, ...] = (
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings,
+)
 PLAYED_OF_PROCESS = ("role", "count")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Topology:
-    """The checked topology; a TopologyError with every problem otherwise."""
-    return _load(read(Path(path), overrides), overrides)
+def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None) -> Topology:
+    """The checked topology; a TopologyError with every problem otherwise. `run_dir`: where a run of it may have made
+    its prompts already."""
+    return _load(read(Path(path), overrides), overrides, run_dir=run_dir)
 
 
 def recorded(path: Path) -> Topology:
@@ -68,15 +83,25 @@ def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tupl
     return topology, frozenset(".".join(map(str, key)) for key in (*source.lines, *source.overridden))
 
 
-def _load(source: Source, overrides: Sequence[str], *, simulated: bool = False) -> Topology:
+def _load(
+    source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
+) -> Topology:
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
+    if draft.data.source and not simulated and not any(name.partition(".")[0] == "data" for name in bad):
+        draft, unmade = sources.prepare(draft, run_dir, files.compares(draft))
+        problems.extend(_problem(source, draft, finding) for finding in unmade)
+        bad |= {"data.train"} if unmade else set()
     facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
-    draft = dataclasses.replace(draft, derived=dataclasses.replace(UNRESOLVED, prompt_tokens=facts.prompt_tokens))
+    made = draft.derived
+    draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
+    derived = dataclasses.replace(
+        derived, sources=made.sources, sources_key=made.sources_key, algorithm=made.algorithm
+    )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
@@ -114,10 +139,13 @@ def _real(key: str) -> bool:
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
     """The typed settings, with what is empty by default filled in from other keys."""
     sections: dict[str, Any] = reader.sections()
-    draft = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
+    draft = _with_algorithm(given, source)
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
-    reward = dataclasses.replace(draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function)
+    reward = dataclasses.replace(
+        draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function, part=_parts(draft, source)
+    )
     here = os.path.abspath(source.folder)
     entries = (
         dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
@@ -128,11 +156,62 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
+    origins = tuple(
+        dataclasses.replace(
+            one, function=_function_path(one.function, source, ("data", "source")),
+            filter=_function_path(one.filter, source, ("data", "source")),
+        )
+        for one in draft.data.source
+    )
+    draft = dataclasses.replace(draft, data=dataclasses.replace(draft.data, source=origins))
     made = dataclasses.replace(
         draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
     )
     model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
+
+
+def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
+    """The parts of the reward, each with what it takes from [reward]."""
+    own, key = draft.reward, files.answer_key(draft)
+    return tuple(
+        dataclasses.replace(
+            part, name=part.name or part.kind, answer_key=part.answer_key or key,
+            timeout_s=part.timeout_s or PART_TIMEOUT_S.get(part.kind, own.timeout_s),
+            function=_function_path(part.function, source, ("reward", "part", index, "function")),
+        )
+        for index, part in enumerate(own.part)
+    )
+
+
+def _with_algorithm(draft: Topology, source: Source) -> Topology:
+    """The keys that recipe and loss set where they are left out; `derived.algorithm` tells which they are."""
+    told: list[str] = []
+    recipe = f'recipe "{draft.learner.recipe}"'
+    for key, value in catalog.RECIPES.get(draft.learner.recipe, {}).items():
+        draft = _set_unless_written(draft, source, key, value, recipe, told)
+    facts = catalog.LOSSES.get(draft.learner.loss)
+    for key, value in () if facts is None else facts.settings.items():
+        draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', told)
+    if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:
+        limit = _generation(draft, source).max_new_tokens
+        draft = _set_unless_written(draft, source, "learner.length_norm", limit, "the limit of an answer", told)
+    return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(told)))
+
+
+def _set_unless_written(
+    draft: Topology, source: Source, key: str, value: object, why: str, told: list[str]
+) -> Topology:
+    section, name = key.split(".")
+    table: Any = getattr(draft, section)
+    if _written(source, section, name) and getattr(table, name) != 0:
+        if getattr(table, name) != value:
+            told.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")
+        return draft
+    if getattr(table, name) != value:
+        told.append(f"{key} = {show(value)} by {why}")
+    changed: dict[str, Any] = {section: dataclasses.replace(table, **{name: value})}
+    return dataclasses.replace(draft, **changed)
 
 
 def _implied(draft: Topology) -> Iterator[Process]:
@@ -163,7 +242,7 @@ def _written(source: Source, *key: str) -> bool:
     return key in source.lines or key in source.overridden
 
 
-def _function_path(function: str, source: Source, key: tuple[str, ...]) -> str:
+def _function_path(function: str, source: Source, key: KeyPath) -> str:
     """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
     file, colon, name = function.rpartition(":")
     if not colon or not file.endswith(".py"):

@@ -132,6 +132,8 @@ _KEYS = {
     "data.prompt_key": "input_key prompt_column prompt_field question_key",
     "data.answer_key": "label_key answer_column ground_truth_key reference_key",
     "data.template": "chat_template apply_chat_template",
+    "data.template_arguments": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
+    "data.tools_key": "tools tool_key tools_column",
     "validation.data": "val_file val_files validation_file eval_dataset eval_data test_file test_files",
     "validation.every": "eval_steps eval_every test_freq eval_interval val_every eval_freq",
     "groups.size": "num_generations n rollout_n group_size n_samples n_samples_per_prompt samples_per_prompt "
@@ -156,8 +158,10 @@ _KEYS = {
     "learner.decay": "lr_scheduler lr_scheduler_type lr_schedule scheduler_type",
     "learner.checkpoint_every": "save_steps save_freq save_every save_interval checkpoint_interval",
     "learner.keep_last": "save_total_limit max_ckpt_num",
-    "reward.function": "reward_fn reward_func reward_funcs reward_function reward_model custom_reward_function",
-    "reward.truncated": "mask_truncated_completions overlong_penalty overlong_filter",
+    "reward.function": "reward_fn reward_func reward_function custom_reward_function",
+    "[[reward.part]]": "reward_funcs reward_weights reward_model reward_model_path judge",
+    'reward.truncated = "mask"': "mask_truncated_completions overlong_filter overlong_filtering",
+    "reward.overlong_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
     "lora.rank": "lora_r lora_rank use_peft peft r",
     "lora.alpha": "lora_alpha",
     "lora.targets": "target_modules lora_target_modules",
@@ -168,6 +172,8 @@ _KEYS = {
 _SAYINGS = {
     "num_train_epochs num_epochs total_epochs epochs epoch":
         "did you mean run.max_steps? An epoch is as many steps as there are prompts / learner.trigger.n_min",
+    "datasets data_sources prompt_data_probs dataset_mixer mixture dataset_probs":
+        "write a [[data.source]] for each of them, with its weight",
     "kl_coef kl_coeff kl beta init_kl_coef kl_loss_coef use_kl_loss kl_penalty target_kl":
         f"{NONE}: the clip (learner.clip_low, learner.clip_high) bounds how far a step goes, and metrics.jsonl has k3",
     "entropy_coef entropy_coeff entropy_bonus ent_coef":

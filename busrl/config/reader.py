@@ -345,7 +345,7 @@ class Reader:
             return self._table(item.table, data.get(item.name, {}), path)
         if item.name in data:
             return self._value(item, data[item.name], path)
-        if item.rule.required:
+        if item.rule.required and not data.get(item.rule.unless):
             self.bad.add(_dotted(path))
             remedy = f"add {item.name} = ... to {_bracket(path)}: {item.rule.doc}"
             self.problems.append(Problem(self.source.place(path), "", f"{_dotted(path)} is missing", remedy))

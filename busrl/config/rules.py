@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from busrl.algorithms import catalog
 from busrl.config.reader import show
 from busrl.config.schema import (
     FOREIGN_ROLES,
@@ -112,6 +113,7 @@ def clashes(t: Topology, table: Iterable[Clash], engine: str = "") -> Iterator[F
     return (found for row in table if (found := row.finding(t, engine)))
 
 
+TO_OLD = "|".join(name for name, facts in catalog.LOSSES.items() if facts.ratio)  # losses with a ratio that has a key
 HERE, RULES = "learner.controller", "experiments.controller"
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
 RESTARTED = f"weights.transport == {'|'.join(RESTARTS)}"
@@ -122,6 +124,41 @@ TABLE = (
           'with one update per batch the clip never acts; loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'),
     Clash("learner.loss == decoupled, weights.mode == sync, learner.updates_per_batch == 1; experiments.forced_age",
           'with one update per batch the clip never acts; loss = "ppo_clip", or updates_per_batch > 1', warning=True),
+    Clash(f"learner.correction != none, learner.loss == {TO_OLD}, learner.ratio == behaviour",
+          "the ratio to the recorded log-probabilities corrects for the engine already: a weight would count it twice; "
+          'ratio = "proximal", or correction = "none"'),
+    Clash("learner.correction != none, learner.loss == dppo|decoupled",
+          "this loss weighs the engine's log-probabilities by itself: the correction would count them twice; "
+          'correction = "none", or another loss'),
+    Clash("learner.correction != none, segments.loss == pois",
+          'pois hides what a correction is made of; correction = "none", or segments.loss = "behaviour"'),
+    Clash(f"learner.ratio == proximal, learner.loss == {TO_OLD}, learner.updates_per_batch == 1, weights.mode != sync, "
+          "learner.correction == none",
+          "with one update per batch every ratio to the proximal policy is 1, so nothing corrects for old samples; "
+          'set a correction, ratio = "behaviour", or updates_per_batch > 1'),
+    Clash(f"learner.ratio == proximal, learner.updates_per_batch == 1; learner.loss == {TO_OLD}",
+          "with one update per batch every ratio is 1, so no clip can act; "
+          'ratio = "behaviour", or updates_per_batch > 1', warning=True),
+    Clash("learner.newest_ratio == one, learner.ratio == proximal",
+          'it is about the ratio to recorded log-probabilities; newest_ratio = "recorded"'),
+    Clash("learner.newest_ratio == one, learner.updates_per_batch > 1",
+          'after the first update the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
+    Clash("learner.newest_ratio == one, learner.correction != none",
+          "it hides from the correction what separates engine and trainer; "
+          'newest_ratio = "recorded", or correction = "none"'),
+    Clash("learner.newest_ratio == one, experiments.forced_age",
+          "published late, no version has the weights that are trained; forced_age = 0"),
+    Clash("learner.loss == gspo, learner.aggregation == token-mean",
+          "a mean over tokens weighs samples by their length, and GSPO's ratio is of whole samples; "
+          'aggregation = "seq-mean-token-mean"'),
+    Clash("learner.kl != none, learner.kl_coef == 0",
+          'the reference is computed and has no effect; kl_coef > 0, or kl = "none"', warning=True),
+    Clash("learner.kl_coef, learner.kl == none", 'no KL is computed; kl = "k3", or remove kl_coef'),
+    Clash("model.reference, learner.kl == none", 'nothing reads the reference; kl = "k3", or remove it', warning=True),
+    Clash("learner.kl == k3_is, learner.kl_in == reward",
+          'a reward has no gradient that k3_is could correct; kl = "k1", or kl_in = "loss"'),
+    Clash("learner.length_norm, learner.aggregation != seq-mean-token-sum-norm",
+          'only aggregation = "seq-mean-token-sum-norm" divides by it; remove it', warning=True),
     Clash("generation.top_p < 1",
           "the learner does not know which tokens top_p cut, so it cannot train on what was sampled; set it to 1.0"),
     Clash("learner.updates_per_batch > learner.trigger.n_min",
@@ -167,6 +204,8 @@ TABLE = (
           'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"'),
     Clash("segments.loss == pois, learner.loss == decoupled",
           'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
+    Clash("segments.loss == pois, learner.loss == dppo|reinforce|m2po|clip_cov|kl_cov",
+          'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"'),
     Clash("segments.loss == pois, learner.updates_per_batch > 1",
           "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1"),
     Clash("segments.rounds == segments, segments.length == 0",
@@ -183,12 +222,7 @@ TABLE = (
           'siblings and the next wave would wait for each other; probe = false, or rounds = "answers"'),
     Clash("scheduler.ahead, segments.rounds == segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
-    # -- rewards and validation
-    Clash("reward.function, reward.kind == exact_match",
-          'exact_match calls no function; set kind = "python", or remove function'),
-    Clash("reward.extract, reward.kind == python", "only exact_match extracts an answer; remove it", warning=True),
-    Clash("reward.truncated != reward, reward.truncated_penalty",
-          "a cut answer is worth either a fixed number or its reward less a penalty; remove one of them"),
+    # -- validation
     Clash("validation.every; validation.data ==, validation.set == ()",
           f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}"),
     # -- bus and experiments
@@ -220,10 +254,22 @@ def _training(t: Topology) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", t.run.name):
         rule = "a run's name is 1 to 64 letters, digits, dots, dashes or underscores: it names a directory"
         yield Finding(("run.name",), rule, 'for example "sort-lr3e-4"')
+    low, high = t.learner.correction_low or bounds_of(t)[0], t.learner.correction_high or bounds_of(t)[1]
+    if t.learner.correction != "none" and low >= high:
+        rule = f"the lower bound {low:g} is not below the upper bound {high:g}: everything would be dropped"
+        keys = ("learner.correction_low", "learner.correction_high", "learner.correction")
+        yield Finding(keys, rule, "correct one of them; 0 = the correction's own default")
+    if t.learner.clip_cov_range[0] >= t.learner.clip_cov_range[1]:
+        yield Finding(("learner.clip_cov_range",), "low < high: no covariance is between them", "the default is [1, 5]")
     for path in t.learner.metrics:
         if not FUNCTION.fullmatch(path):
             rule = f"{path!r} names no function"
             yield Finding(("learner.metrics",), rule, 'for example metrics = ["metrics.py:measure"]')
+
+
+def bounds_of(t: Topology) -> tuple[float, float]:
+    """The correction's own bounds."""
+    return catalog.CORRECTIONS[t.learner.correction]
 
 
 def _scheduler(t: Topology) -> Iterator[Finding]:
@@ -254,16 +300,6 @@ def _segments(t: Topology) -> Iterator[Finding]:
         if own.length >= limit:
             rule = f"every answer ends within its first segment: the limit is {limit}"
             yield Finding(("segments.length", named), rule, "a shorter length, or 0 = off", warning=True)
-
-
-def _reward(t: Topology) -> Iterator[Finding]:
-    if t.reward.kind == "python" and not FUNCTION.fullmatch(t.reward.function):
-        rule = 'kind = "python" needs a function as package.module:name or file.py:name'
-        yield Finding(("reward.function", "reward.kind"), rule, 'for example function = "rewards.py:score"')
-    try:
-        re.compile(t.reward.extract)
-    except re.error as error:
-        yield Finding(("reward.extract",), f"not a regular expression: {error}", "quote it as '...' in TOML")
 
 
 def _validation(t: Topology) -> Iterator[Finding]:
@@ -529,6 +565,6 @@ def _entropy(t: Topology) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _reward, _validation, _bus, _processes, _scripted,
+    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _scripted,
     _faults, _control, _entropy,
 )

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from busrl.algorithms import catalog
 from busrl.config.names import modern
 from busrl.config.values import REQUIRED, Rule, build, key, plain
 from busrl.scheduling.limits import AdmissionLimits
@@ -38,9 +39,26 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "lora_restart": ("torch", "vllm"),
     "checkpoint_restart": ("torch", "vllm"),
 }
+# Kinds of [[reward.part]], and what each of them reads besides name, weight and timeout_s.
+PART_KEYS: dict[str, tuple[str, ...]] = {
+    "exact_match": ("extract", "answer_key"),
+    "numeric": ("tolerance", "extract", "answer_key"),
+    "regex": ("pattern",),
+    "math": ("extract", "answer_key"),
+    "gym": ("extract", "answer_key"),
+    "python": ("function", "batch"),
+    "model": ("path", "batch_tokens"),
+    "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
+              "answer_key"),
+}
+PART_KINDS = tuple(PART_KEYS)
+PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0}  # where neither the part nor [reward] can say it well
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
+
+
+EXTRACTING = ("exact_match", "numeric", "math", "gym")  # kinds of reward that judge an extracted answer
 
 
 # -- what is trained, on what, and how -----
@@ -61,6 +79,8 @@ class Model:
     """[model]: what is trained."""
 
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
+    reference: str = key("", "model folder of the reference of learner.kl; empty = model.path as the run begins",
+                         path=True)
     dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
                      choices=("auto", "float32", "bfloat16"))
     device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
@@ -87,10 +107,37 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """[[data.source]]: prompts of one origin, made into lines once at the start; several are mixed by weight."""
+
+    path: str = key("", "a JSONL or Parquet file, or the folder of a data set", path=True)
+    format: str = key("auto", "what path is; auto = by its name, or by function or tasks",
+                      choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym"))
+    weight: float = key(1.0, "its share of the draws, in relation to the other sources", above=0, high=1e6)
+    split: str = key("train", "hf: which split of the folder")
+    function: str = key("", "instead of path: package.module:function or file.py:function, which yields maps")
+    tasks: dict[str, float] = field(default_factory=dict, metadata={"rule": Rule(
+        "instead of path: tasks of reasoning-gym with their weights: { gsm_symbolic = 1.0 }; seed = run.seed")})
+    size: int = key(0, "rows that are kept at most, 0 = all; of tasks the number that is made", low=0, high=10**8)
+    prompt_key: str = key("", "column of the prompt; empty = data.prompt_key")
+    prompt_text: str = key("", 'the prompt as a text with columns in it, for example "{question} Think first."')
+    answer_key: str = key("", "column of the right answer; empty = data.answer_key")
+    tag: str = key("", "a name that every line without one gets as its key tag; empty = that of file or task")
+    where: str = key("", "rows to keep: conditions on columns, 'pass_rate >= 0.1 and level != \"hard\"'")
+    filter: str = key("", "rows to keep: package.module:function or file.py:function, record -> bool")
+    dedupe: bool = key(False, "leave out a prompt that a row before had, in this source or an earlier one")
+    min_prompt_tokens: int = key(0, "leave out shorter prompts", low=0, high=1 << 20)
+    max_prompt_tokens: int = key(0, "no prompt has more tokens; 0 = no limit", low=0, high=1 << 20)
+    too_long: str = key("drop", "a longer one is left out, or its (last) text loses its beginning or its end",
+                        choices=("drop", "truncate_left", "truncate_right"))
+
+
+@dataclass(frozen=True)
 class Data:
     """[data]: prompts, one JSON object per line."""
 
-    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True)
+    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True, unless="source")
+    source: tuple[DataSource, ...] = ()
     prompt_key: str = key("prompt", "the key of a line that holds the prompt")
     answer_key: str = key("answer", "the key of a line that holds the right answer")
     shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
@@ -98,6 +145,9 @@ class Data:
     template: str = key("none", "the prompt as it stands, or by the model's chat template: as a user turn, or as the "
                         "messages that it is a list of", choices=("none", "chat"))
     system: str = key("", "template = chat: the system message of every prompt that has none of its own")
+    tools_key: str = key("", "template = chat: the key of a line that holds the tools that the template offers")
+    template_arguments: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        "template = chat: further arguments of the template: { enable_thinking = false }")})
 
 
 @dataclass(frozen=True)
@@ -167,7 +217,8 @@ class Controller:
     cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
 
 
-ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")  # names of transformers
+ON_GPUS = ("flex_attention", "flash_attention_2", "flash_attention_3")
+ATTENTIONS = ("sdpa", "eager", *ON_GPUS)  # names of transformers
 
 
 @dataclass(frozen=True)
@@ -190,9 +241,28 @@ class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
 
     lr: float = key(REQUIRED, "learning rate for n_min groups; scaled by sqrt(groups / n_min)", above=0, high=10)
-    loss: str = key("ppo_clip", "objective per token", choices=("ppo_clip", "decoupled"), function=True)
-    advantage: str = key("group_std", "(R - mean) / std of the group, or R - mean", choices=("group_std", "group_mean"),
-                         function=True)
+    recipe: str = key("", "sets the keys of a published algorithm that are left out; see docs/algorithms.md",
+                      choices=("", *catalog.RECIPES))
+    loss: str = key("ppo_clip", "objective per token; see docs/algorithms.md", choices=tuple(catalog.LOSSES),
+                    function=True)
+    advantage: str = key("group_std", "how an answer compares with others; see docs/algorithms.md",
+                         choices=tuple(catalog.ADVANTAGES), function=True)
+    aggregation: str = key("token-mean", "from the losses of tokens to that of a step", choices=catalog.AGGREGATIONS)
+    length_norm: int = key(0, "aggregation = seq-mean-token-sum-norm: what a sum is divided by; 0 = the limit of an "
+                              "answer", low=0, high=1 << 24)
+    ratio: str = key("behaviour", "what the ratio of a loss is to: recorded log-probabilities, or those of the weights "
+                     "before the step", choices=("behaviour", "proximal"))
+    newest_ratio: str = key("recorded", "ratio of tokens drawn by the very weights that are trained: to what was "
+                            "recorded, or exactly 1", choices=("recorded", "one"))
+    correction: str = key("none", "weight for what separates trainer and engine; see docs/algorithms.md",
+                          choices=tuple(catalog.CORRECTIONS))
+    correction_low: float = key(0.0, "lower bound of the correction; 0 = its own default", low=0, high=1000)
+    correction_high: float = key(0.0, "upper bound of the correction; 0 = its own default", low=0, high=1e6)
+    kl: str = key("none", "estimator of the KL to model.reference", choices=catalog.KL_TERMS)
+    kl_coef: float = key(0.0, "what the KL is multiplied by", low=0, high=100)
+    kl_in: str = key("loss", "add the KL to the loss of each token, or take its sum from the reward of the answer",
+                     choices=("loss", "reward"))
+    entropy_coef: float = key(0.0, "this times the entropy of each token is taken from its loss", low=0, high=100)
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
                                    "package.module:name or file.py:name (docs/extending.md)")
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
@@ -202,6 +272,19 @@ class Learner:
     clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
     dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", above=1, high=1000)
     tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", above=0, high=1000)
+    cispo_cap: float = key(5.0, "cap of the ratio itself (loss = cispo)", above=0, high=1000)
+    sapo_taus: tuple[float, float] = key((1.0, 1.05), "temperatures of the gate for A > 0 and others (loss = sapo)",
+                                         above=0, high=1000)
+    two_sided_delta: float = key(4.0, "bound on the ratio (loss = two_sided)", above=1, high=1000)
+    dppo_mask: float = key(0.2, "change of probability beyond which a token is dropped (loss = dppo)", above=0, high=1)
+    dppo_square: float = key(1e-3, "weight of the squared log-ratio (loss = dppo)", low=0, high=100)
+    opsm_delta: float = key(0.5, "mean log-ratio in nats beyond which a bad answer is dropped (loss = opsm)", low=0,
+                            high=100)
+    m2po_tau: float = key(0.04, "mean squared log-ratio that is left (loss = m2po)", above=0, high=100)
+    cov_share: float = key(2e-4, "share of all tokens that is held (loss = clip_cov, kl_cov)", above=0, high=1)
+    clip_cov_range: tuple[float, float] = key((1.0, 5.0), "covariances that are eligible (loss = clip_cov)", low=0,
+                                              high=1e6)
+    kl_cov_coef: float = key(1.0, "weight of the log-ratio's size (loss = kl_cov)", low=0, high=100)
     max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", above=0, high=1e6)
     warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
     decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))
@@ -254,6 +337,36 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class RewardPart:
+    """[[reward.part]]: what an answer is judged by; the reward is the weighted sum of all parts: docs/rewards.md."""
+
+    kind: str = key(REQUIRED, "what judges", choices=PART_KINDS)
+    name: str = key("", "its name in metrics and messages; empty = the kind")
+    weight: float = key(1.0, "what it is multiplied by in the sum; 0 = only logged")
+    timeout_s: float = key(0.0, "a call that takes longer is ended, the sample ends as H; 0 = reward.timeout_s, for a "
+                                "model 120, for a judge 60 a try", low=0)
+    answer_key: str = key("", "key of the right answer; empty = reward.answer_key")
+    extract: str = key("", "exact_match, numeric, math, gym: as reward.extract")
+    pattern: str = key("", "regex: 1 where this regular expression is found in the answer, else 0")
+    tolerance: float = key(1e-6, "numeric: how far the last number may be from the right one", low=0)
+    function: str = key("", "python: package.module:function or file.py:function, plain or async")
+    batch: bool = key(False, "python: the function takes lists, of up to 64 answers, and returns a list")
+    path: str = key("", "model: a Hugging Face folder of a sequence classifier; its first output is the reward",
+                    path=True)
+    batch_tokens: int = key(16384, "model: padded tokens of a forward pass", low=1, high=1 << 24)
+    base_url: str = key("", "judge: an OpenAI-compatible API, for example http://127.0.0.1:8000/v1")
+    model: str = key("", "judge: the model's name there")
+    template: str = key("", "judge: what it is asked, with {prompt}, {completion}, {answer} or any key of the line; "
+                            "empty = busrl's own")
+    verdict: str = key("", "judge: regular expression; group 1 of its last match is a number, yes or no; empty = a "
+                           "word after VERDICT:")
+    max_tokens: int = key(1024, "judge: tokens of its answer", low=1, high=1 << 20)
+    concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
+    retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn anew", low=0, high=100)
+    api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
+
+
+@dataclass(frozen=True)
 class Reward:
     """[reward]: what an answer is worth."""
 
@@ -263,10 +376,22 @@ class Reward:
     extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
     answer_key: str = key("", "key of the right answer; empty = data.answer_key")
     timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H", above=0)
-    workers: int = key(1, "child processes that call the function, per reward process", low=1, high=256)
-    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, or this",
-                                 words=("reward",))
+    workers: int = key(1, "child processes that call the function (or a part), per reward process", low=1, high=256)
+    truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, this, or "
+                                 "(mask) its reward, and none of its tokens is trained", words=("reward", "mask"))
     truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
+    overlong_tokens: int = key(0, "a training answer is worth less over the last so many tokens before the limit; "
+                                  "0 = off", low=0, high=1 << 20)
+    overlong_penalty: float = key(1.0, "by so much at the limit, in proportion before it", low=0)
+    part: tuple[RewardPart, ...] = ()
+
+    @property
+    def compares(self) -> str | None:
+        """The pattern that finds the answer which is judged, for maj@k; None where the whole completion is judged."""
+        if not self.part:
+            return self.extract if self.kind == "exact_match" else None
+        compare = (one for one in self.part if one.kind in EXTRACTING and (one.extract or one.kind == "exact_match"))
+        return next((one.extract for one in compare), None)
 
 
 @dataclass(frozen=True)
@@ -570,6 +695,17 @@ class AskedSet:
 
 
 @dataclass(frozen=True)
+class SourceLines:
+    """Where the lines of a [[data.source]] stand in data.train, and what it has of every 1000 draws."""
+
+    name: str
+    start: int  # line, from 0
+    count: int
+    share: int
+    text: str  # how many rows were kept, and why the others were not
+
+
+@dataclass(frozen=True)
 class Derived:
     """What follows from several keys together; `explain` holds the sums as text."""
 
@@ -587,8 +723,11 @@ class Derived:
     sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
     prompt_text: str = ""  # how the tokens of the prompts were counted
+    sources: tuple[SourceLines, ...] = ()  # data.train was made of them,
+    sources_key: str = ""  # by these settings, of files of this age
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     explain: tuple[str, ...] = ()
+    algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
     warnings: tuple[str, ...] = ()
 
 

@@ -15,6 +15,7 @@ Knows nothing of other keys' rules, or of how a report looks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -242,6 +243,7 @@ def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
 
 LOAD_S = 60.0  # importing a reward may take so long
 END_S = 5.0  # from the end of its output to that of the process
+JUDGE_PAUSE_S = 20.0  # at most, between the two tries of a judge
 SHOWN_TEXT, SHOWN_IDS = 160, 12
 EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
 SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
@@ -266,10 +268,12 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Lines for `busrl check`; what the reward did; why it cannot be loaded."""
+class Judged:
+    """What one reward, or one part of it, did with each answer; or why it cannot be loaded. `key`: of its function;
+    `label` names a part in lines."""
 
-    lines: tuple[str, ...] = ()
+    key: str
+    label: str
     tried: tuple[Tried, ...] = ()
     not_loaded: str = ""
 
@@ -278,22 +282,75 @@ class Trial:
         """What failed, where nothing went well."""
         return self.tried[0] if self.tried and all(one.error for one in self.tried) else None
 
+    def lines(self) -> Iterator[str]:
+        if self.not_loaded:
+            yield f"  reward{self.label}: cannot be used: {self.not_loaded}"
+        for one in self.tried:
+            shown = f" {_short(one.answer)}" if one.answer else ""
+            yield f"  reward{self.label} of {one.what}{shown}: {one.in_words()}"
+        values = [one.value for one in self.tried]
+        if [one.what for one in self.tried if not one.error] == [EMPTY, RIGHT] and values[0] == values[1]:
+            yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
 
-def try_first(t: Topology) -> Trial:
-    """Load the reward, and judge the first record with it where one is there and busrl's own reward process starts."""
+
+@dataclass(frozen=True)
+class Trial:
+    """Lines for `busrl check`; what the reward, or each of its parts, did."""
+
+    lines: tuple[str, ...] = ()
+    judged: tuple[Judged, ...] = ()
+
+
+def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
+    """Load the reward, and judge the first record with it where one is there and busrl's own reward process starts.
+    Of a reward with parts each alone: those of these kinds, or all."""
     place, line = _first_line(t)
     record: dict[str, Any] = json.loads(line) if line else {}
     tokenizer = _tokenizer(t)
-    answers: Answers = []
-    if line and any(entry.role == "reward" and entry.count and not entry.command for entry in t.process):
-        right = record.get(t.reward.answer_key or t.data.answer_key)
-        what, text = MADE_UP, SOMETHING
-        if right is not None and not isinstance(right, (dict, list)):
-            what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
-        answers = [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
-    not_loaded, tried = _judge(t, line or "{}", answers)
-    lines = [*_prompt(t, place, record, tokenizer), *_judged(tried)] if line else []
-    return Trial(tuple(lines), tuple(tried), not_loaded)
+    judged = []
+    for one in _subjects(t):
+        if not kinds or one.setup["kind"] in kinds:
+            not_loaded, tried = _judge(t, one, line or "{}", _answers(t, one, record, tokenizer) if line else [])
+            judged.append(Judged(one.key, one.label, tuple(tried), not_loaded))
+    lines = [*_prompt(t, place, record, tokenizer), *(text for one in judged for text in one.lines())] if line else []
+    return Trial(tuple(lines), tuple(judged))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried: fields of a `busrl.rewards.base.Setup`, and how long a call may take."""
+
+    key: str
+    label: str
+    setup: dict[str, Any]
+    timeout_s: float
+    timeout_key: str = "reward.timeout_s"
+
+
+def _subjects(t: Topology) -> Iterator[Subject]:
+    own = t.reward
+    if not own.part:
+        setup = {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key}
+        yield Subject("reward.function", "", {**setup, "timeout_s": own.timeout_s}, own.timeout_s)
+    more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0")}
+    for index, part in enumerate(own.part):
+        tries = min(1, part.retries)  # a judge that is not there is soon known
+        told: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
+        whole = {**dataclasses.asdict(part), **more, **told}
+        waits = part.timeout_s * (1 + tries) + JUDGE_PAUSE_S if part.kind == "judge" else part.timeout_s
+        key = f"reward.part.{index}.{'function' if part.kind == 'python' else 'kind'}"
+        yield Subject(key, f" part {part.name}", whole, waits, "its timeout_s")
+
+
+def _answers(t: Topology, one: Subject, record: dict[str, Any], tokenizer: LightTokenizer | None) -> Answers:
+    """An empty answer, and the right one where the record has it."""
+    if not any(entry.role == "reward" and entry.count and not entry.command for entry in t.process):
+        return []
+    right = record.get(one.setup["answer_key"] or t.data.answer_key)
+    what, text = MADE_UP, SOMETHING
+    if right is not None and not isinstance(right, (dict, list)):
+        what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
+    return [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
 
 
 def _first_line(t: Topology) -> tuple[str, str]:
@@ -326,14 +383,6 @@ def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTok
     if ids:
         more = ", ..." if len(ids) > SHOWN_IDS else ""
         yield f"  {len(ids)} tokens: {', '.join(map(str, ids[:SHOWN_IDS]))}{more}"
-
-
-def _judged(tried: list[Tried]) -> Iterator[str]:
-    for one in tried:
-        shown = f" {_short(one.answer)}" if one.answer else ""
-        yield f"  reward of {one.what}{shown}: {one.in_words()}"
-    if [one.what for one in tried if not one.error] == [EMPTY, RIGHT] and tried[0].value == tried[1].value:
-        yield "  (both are worth the same: right, if the reward wants more than the bare answer)"
 
 
 def _short(value: Any) -> str:
@@ -370,7 +419,7 @@ Answers = list[tuple[str, str, list[int]]]
 
 
 @contextlib.contextmanager
-def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A process for a user's code with the environment of that role, and the file that it prints to; killed at the end.
 
     A file: whatever the code prints, it never waits for a reader.
@@ -390,32 +439,30 @@ def _foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess
             child.communicate()
 
 
-def _judge(t: Topology, line: str, answers: Answers) -> tuple[str, list[Tried]]:
+def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str, list[Tried]]:
     """Why the reward cannot be loaded ("" if it can), and what it did with each answer until one hung."""
-    own = t.reward
-    setup = {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key}
     items = [
         {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
         for key, (_, text, ids) in enumerate(answers)
     ]
-    with _foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
+    with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
         assert child.stdin is not None and child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(msgspec.json.encode(setup) + b"\n" + msgspec.json.encode(items) + b"\n")
+            child.stdin.write(msgspec.json.encode(one.setup) + b"\n" + msgspec.json.encode(items) + b"\n")
             child.stdin.flush()
         events = Events(child.stdout)
         loaded = events.next(LOAD_S)
         if loaded is None:
             late = f"importing it took longer than {LOAD_S:g} s"
-            return _last_words(child, printed) if events.ended else late, []
+            return last_words(child, printed) if events.ended else late, []
         tried: list[Tried] = []
         for what, answer, _ in answers if not loaded["error"] else ():
-            if event := events.next(own.timeout_s):
+            if event := events.next(one.timeout_s):
                 tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
                 continue
-            error, text = "hung", f"no result after {own.timeout_s:g} s (reward.timeout_s)"
+            error, text = "hung", f"no result after {one.timeout_s:g} s ({one.timeout_key})"
             if events.ended:
-                error, text = "died", f"the process died: {_last_words(child, printed)}"
+                error, text = "died", f"the process died: {last_words(child, printed)}"
             tried.append(Tried(what, answer, error=error, text=text))
             break
         return str(loaded["text"]) if loaded["error"] else "", tried
@@ -443,7 +490,7 @@ class Events:
         return event
 
 
-def _last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
+def last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     """Exit code and last line of a process whose output has ended; it may live on where user code has closed that."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(END_S)
@@ -465,11 +512,11 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
     if not asked:
         return []
     arguments = (text for pair in asked for text in pair)
-    with _foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
+    with foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
         try:
             faults = json.loads(child.communicate(timeout=LOAD_S)[0])
         except subprocess.TimeoutExpired:
             faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
         except json.JSONDecodeError:
-            faults = [f"the process that tried it died: {_last_words(child, printed)}"] * len(asked)
+            faults = [f"the process that tried it died: {last_words(child, printed)}"] * len(asked)
     return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]

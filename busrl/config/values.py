@@ -46,6 +46,7 @@ class Rule:
     path: bool = False  # a file or folder: made absolute, relative to the file that names it
     finite: bool = True
     required: bool = False
+    unless: str = ""  # required only where this key of the same table is not given
 
     def text(self) -> str:
         """The rule as a reader of the reference sees it, empty if every value of the type is allowed."""
@@ -161,7 +162,7 @@ def convert(hint: Any, rule: Rule, value: Any) -> Any:
     if hint is str:
         return _text(rule, value)
     if origin is dict:
-        return _environment(value)
+        return _environment(value) if args[1] is str else _table(args[1], rule, value)
     if args == (float, float):
         return _pair(rule, value)
     return _strings(value)
@@ -211,6 +212,14 @@ def _environment(value: Any) -> dict[str, str]:
     if not right or not all(name and "=" not in name and "\0" not in name for name in value):
         raise Wrong("expected a table of strings", 'for example env = { OMP_WAIT_POLICY = "PASSIVE" }')
     return dict(value)
+
+
+def _table(kind: Any, rule: Rule, value: Any) -> dict[str, Any]:
+    """A table of numbers, or of whatever plain values it has."""
+    noun = "numbers" if kind is float else "strings, numbers, true and false"
+    if not isinstance(value, dict) or not all(isinstance(item, (str, int, float)) for item in value.values()):
+        raise Wrong(f"expected a table of {noun}", rule.doc)
+    return {name: _number(float, Rule("", above=0), item) if kind is float else item for name, item in value.items()}
 
 
 # -- topology.json -----

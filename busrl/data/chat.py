@@ -16,10 +16,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from busrl.data.prompts import Message, Prompt
+from busrl.data.prompts import Chat, Message, Prompt
 from busrl.errors import DataError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+def parts_of(prompt: list[Message] | Chat) -> tuple[list[Message], list[Any], dict[str, Any]]:
+    """Messages, tools and arguments of the template of a chat."""
+    if isinstance(prompt, list):
+        return prompt, [], {}
+    return prompt["messages"], prompt["tools"], prompt["arguments"]
 
 
 def template_of(folder: Path, tools: bool = False) -> str:
@@ -59,8 +66,8 @@ class LightTokenizer:
         self._core = core
         self._tools = list(tools) or None
         self._special = special_tokens(folder)
-        self._template = template_of(folder, bool(tools))
-        self._render: Callable[..., str] | None = None
+        self._templates = {named: template_of(folder, named) for named in (False, True)}
+        self._render: dict[bool, Callable[..., str]] = {}
 
     @classmethod
     def of(cls, folder: Path, tools: Sequence[Any] = ()) -> LightTokenizer | None:
@@ -77,13 +84,17 @@ class LightTokenizer:
         """The prompt as the model reads it, up to the start of the answer; DataError says why the template refuses."""
         if isinstance(prompt, str):
             return prompt
-        if not self._template:
+        chat, tools, arguments = parts_of(prompt)
+        named = bool(tools or self._tools)
+        template = self._templates[named]
+        if not template:
             raise DataError('data.template = "chat": the model\'s tokenizer has no chat template')
         try:
-            if self._render is None:
-                self._render = _compiled(self._template)
-            return self._render(
-                messages=prompt, tools=self._tools, documents=None, add_generation_prompt=True, **self._special
+            if named not in self._render:
+                self._render[named] = _compiled(template)
+            return self._render[named](
+                messages=chat, tools=tools or self._tools, documents=None, add_generation_prompt=True,
+                **{**self._special, **arguments},
             )
         except Exception as problem:  # the template is foreign code
             raise DataError(f"the chat template refuses the messages: {problem}") from problem
@@ -92,6 +103,13 @@ class LightTokenizer:
         """Token ids of a prompt."""
         found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
         return found
+
+    def cut(self, text: str, tokens: int, left: bool) -> str:
+        """The text without so many tokens (at least) of its beginning, or of its end."""
+        spans = self._core.encode(text, add_special_tokens=False).offsets
+        if tokens >= len(spans):
+            return ""
+        return text[spans[tokens][0] :] if left else text[: spans[len(spans) - tokens - 1][1]]
 
     def turn_end(self) -> tuple[int, str] | None:
         """Id and text of the special token with which the template ends the assistant's turn; None without one."""

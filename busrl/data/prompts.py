@@ -7,6 +7,7 @@ and ids by the tokenizer's own chat template (`busrl.engines.base` in an engine,
 - The bytes of a line, without its newline, are the task: their crc32 identifies the prompt in the ledger and the log.
 - Empty lines at the end of a file and a byte order mark at its beginning are no part of any line.
 - Every finding names file:line, the value, the rule and the remedy; those after the first few are counted by rule.
+- Draw number -> line needs no saved position, whatever the mixture of sources: a resume goes on at the exact item.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import os
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -27,21 +28,47 @@ import numpy.typing as npt
 from busrl.errors import DataError, Problem
 
 if TYPE_CHECKING:
-    from busrl.config.schema import Data
+    from busrl.config.schema import Topology
 
 # -- what a model is asked -----------------------------------
 
 
 Message = dict[str, Any]
-Prompt = str | list[Message]
+
+
+class Chat(TypedDict):
+    """Messages with what else the model's chat template is given: tools, and arguments of its own."""
+
+    messages: list[Message]
+    tools: list[Any]
+    arguments: dict[str, Any]
+
+
+Prompt = str | list[Message] | Chat
 SYSTEM_ROLES = ("system", "developer")
 
 
-def prompt_of(record: dict[str, Any], settings: Data) -> Prompt:
+class Settings(Protocol):
+    """The keys of [data] that say what a model is asked."""
+
+    @property
+    def prompt_key(self) -> str: ...
+    @property
+    def template(self) -> str: ...
+    @property
+    def system(self) -> str: ...
+    @property
+    def tools_key(self) -> str: ...
+    @property
+    def template_arguments(self) -> dict[str, Any]: ...
+
+
+def prompt_of(record: dict[str, Any], settings: Settings) -> Prompt:
     """A text to be encoded as it stands, or the messages for the model's chat template; DataError otherwise.
 
     A text under `template = "chat"` is one user turn; a list of messages is a chat already and needs that template.
-    `data.system` begins every chat that has no system message of its own.
+    `data.system` begins every chat that has no system message of its own. With tools of its line, or arguments of the
+    template, a prompt is a `Chat`.
     """
     value = record.get(settings.prompt_key)
     if rule := fault(value):
@@ -55,7 +82,24 @@ def prompt_of(record: dict[str, Any], settings: Data) -> Prompt:
     chat: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value or ())
     if settings.system and chat[0]["role"] not in SYSTEM_ROLES:
         chat.insert(0, {"role": "system", "content": settings.system})
+    tools = _tools(record.get(settings.tools_key), settings.tools_key) if settings.tools_key else []
+    if tools or settings.template_arguments:
+        return {"messages": chat, "tools": tools, "arguments": settings.template_arguments}
     return chat
+
+
+def _tools(value: object, key: str) -> list[Any]:
+    """The tools of a line: a list of objects, or its JSON text, as tables of columns keep it."""
+    if isinstance(value, str) and value:
+        try:
+            value = _decoder.decode(value)
+        except msgspec.DecodeError as problem:
+            raise DataError(f"{key} = {value!r}: not JSON ({problem}); correct the data file") from None
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"{key} = {value!r}: must be a list of objects, each a tool; correct the data file")
+    return value
 
 
 def fault(value: object) -> str:
@@ -67,18 +111,23 @@ def fault(value: object) -> str:
     if not value:
         return "has no message: a chat needs one at least"
     for message in value:
-        parts = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None,)
-        if not all(isinstance(part, str) for part in parts):
+        if not isinstance(message, dict) or not all(isinstance(part, str) for part in _parts(message)):
             return 'every message must be {"role": "...", "content": "..."} with strings'
     if value[-1]["role"] == "assistant":
         return "the last message is the assistant's own, and its answer is what is asked for"
     return ""
 
 
+def _parts(message: Message) -> Iterator[object]:
+    """What has to be text in a message; a turn that calls tools may have no content."""
+    yield message.get("role")
+    yield (message.get("content") or "") if message.get("tool_calls") else message.get("content")
+
+
 def plain_text(value: object) -> str:
     """A prompt as text without a template, for predictors and people: what stands in its messages, line by line."""
     if isinstance(value, list):
-        return "\n".join(str(message.get("content", "")) for message in value if isinstance(message, dict))
+        return "\n".join(str(message.get("content") or "") for message in value if isinstance(message, dict))
     return str(value)
 
 
@@ -213,7 +262,7 @@ def _short(line: bytes, limit: int = 60) -> str:
 # -- draws ---------------------------------------------------
 
 
-EPOCHS_KEPT = 2  # a horizon of draws may reach from one epoch into the next
+ORDERS_KEPT = 2  # a horizon of draws may reach from one epoch into the next
 
 
 @dataclass(frozen=True)
@@ -225,29 +274,61 @@ class PromptLine:
     crc: int
 
 
+BLOCK = 1000  # draws in which every source has its share
+
+
+class Section(Protocol):
+    """The lines of one source in a prompt file: `count` of them from line `start` (from 0); of each block of draws it
+    has `share`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def share(self) -> int: ...
+
+
+def shares(weights: Sequence[float], total: int = BLOCK) -> list[int]:
+    """What each source has of a block of draws: `total` divided by weights, rounded by the largest remainder (of equal
+    ones the earlier first)."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    whole = [int(one) for one in exact]
+    by_rest = sorted(range(len(exact)), key=lambda at: (whole[at] - exact[at], at))
+    for at in by_rest[: total - sum(whole)]:
+        whole[at] += 1
+    return whole
+
+
 class JsonlStream:
     """Endless stream over the N lines of `path`, the same for every process and after every restart.
 
-    Draw d is line d mod N of epoch d div N; an epoch's order depends on (seed, epoch) alone. Building it reads the file
-    once; a line is one `pread`. A file that changes under a run is refused as soon as it shows.
+    Draw d is line d mod N of epoch d div N; an epoch's order depends on (seed, epoch) alone. With several sections each
+    block of draws is a permutation of their shares that depends on (seed, block) alone, and each section has epochs of
+    its own. Building it reads the file once; a line is one `pread`. A file that changes under a run is refused as soon
+    as it shows.
     """
 
     def __init__(
-        self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt", answer_key: str = ""
+        self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt", answer_key: str = "",
+        sections: Sequence[Section] = (),
     ) -> None:
         self.path = Path(path)
         self.seed, self.shuffle = seed, shuffle
         self.prompt_key, self.answer_key = prompt_key, answer_key
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        self.sections = tuple(sections) if len(sections) > 1 else ()
+        self._orders: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
         self._starts, self._ends = array("q"), array("q")
         self._fd = open_file(self.path)
         with open(self._fd, "rb", closefd=False) as file:
             for start, line in prompt_lines(file):
                 self._starts.append(start)
                 self._ends.append(start + len(line))
-        if not self._starts:
+        if not self._starts or any(one.start + one.count > len(self) for one in self.sections):
             self.close()
-            raise DataError(f"{self.path}: the file is empty: it must hold one JSON object per line; write some")
+            what = "is empty: it must hold one JSON object per line; write some" if not self._starts else (
+                "has fewer lines than its sources had: it was changed; put the old file back, or start a new run")
+            raise DataError(f"{self.path}: the file {what}")
 
     def __len__(self) -> int:
         """Lines of the file, N."""
@@ -257,8 +338,20 @@ class JsonlStream:
         """The line of draw number `draw`. `DataError` if the file has changed since it was opened."""
         if draw < 0:
             raise ValueError(f"draw must be >= 0, got {draw}")
+        if self.sections:
+            return self.at(self._mixed(draw))
         epoch, position = divmod(draw, len(self))
-        return self.at(int(self._order(epoch)[position]) if self.shuffle else position)
+        return self.at(int(self._order((epoch,), len(self))[position]) if self.shuffle else position)
+
+    def _mixed(self, draw: int) -> int:
+        """The line of a draw where several sources are mixed."""
+        block, position = divmod(draw, BLOCK)
+        ends = np.cumsum([one.share for one in self.sections])
+        sources = np.searchsorted(ends, self._order((block,), BLOCK)[: position + 1], "right")
+        source = int(sources[-1])
+        own, before = self.sections[source], int(np.count_nonzero(sources[:-1] == source))
+        epoch, item = divmod(block * own.share + before, own.count)
+        return own.start + (int(self._order((epoch, source + 1), own.count)[item]) if self.shuffle else item)
 
     def at(self, index: int) -> PromptLine:
         """Line `index` (from 0) of the file."""
@@ -291,14 +384,21 @@ class JsonlStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        order = self._orders.get(epoch)
+    def _order(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
+        """The permutation of `size` numbers that seed and `words` give."""
+        order = self._orders.get(words)
         if order is None:
-            order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(len(self))
-            self._orders[epoch] = order
-            for old in list(self._orders)[:-EPOCHS_KEPT]:  # oldest use first
+            order = np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
+            self._orders[words] = order
+            for old in list(self._orders)[: -ORDERS_KEPT * (1 + len(self.sections))]:  # oldest use first
                 del self._orders[old]
         return order
+
+
+def training_stream(topology: Topology) -> JsonlStream:
+    """The prompts of a run in the order of its draws. The answer key is not checked: a reward may need none."""
+    data = topology.data
+    return JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key, sections=topology.derived.sources)
 
 
 # -- which prompts are measured ------------------------------

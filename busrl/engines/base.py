@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config.machine import end_ids
+from busrl.data.chat import parts_of
 from busrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -359,8 +360,9 @@ class Tokens:
         prompt: Prompt = msgspec.json.decode(key)
         if isinstance(prompt, str):
             return [int(i) for i in self._tokenizer.encode(prompt)]
+        chat, tools, arguments = parts_of(prompt)
         rendered = self._tokenizer.apply_chat_template(
-            prompt, tools=self._tools, tokenize=False, add_generation_prompt=True
+            chat, tools=tools or self._tools, tokenize=False, add_generation_prompt=True, **arguments
         )
         return [int(i) for i in self._tokenizer.encode(rendered, add_special_tokens=False)]
 

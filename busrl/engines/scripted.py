@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config.machine import Vocabulary, vocabulary
-from busrl.data import JsonlStream, Prompt, plain_text, trace
+from busrl.data import JsonlStream, Prompt, plain_text, trace, training_stream
 from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, Ids, Request, Statistics
 from busrl.errors import UserError
 from busrl.weights.shm import VersionReceiver
@@ -238,11 +238,11 @@ class ScriptedEngine(Engine):
 
 def make(topology: Topology, process: str) -> ScriptedEngine:
     """The engine of a rollout process; `UserError` if the model does not say which token ids it has."""
-    data, generation, seed = topology.data, topology.generation, topology.run.seed
+    generation, seed = topology.generation, topology.run.seed
     ids, number = vocabulary(Path(topology.model.path)), process.rpartition("/")[2]
     if ids is None:
         raise UserError(f"{topology.model.path}: config.json does not say vocab_size and eos_token_id; see model.path")
-    stream = JsonlStream(data.train, seed, data.shuffle, data.prompt_key)
+    stream = training_stream(topology)
     right, answer_key = topology.mock.right, topology.reward.answer_key
     return ScriptedEngine(
         Script(stream, ids, topology.groups.size, seed=seed, right=right, answer_key=answer_key),

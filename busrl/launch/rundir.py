@@ -28,7 +28,7 @@ import time
 import uuid as uuids
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ OURS = {
     *DATA, "logs", "checkpoints", "wal", "pace", "published", "topology.json", "topology.toml", "run.json",
     "starts.jsonl", "errors.jsonl", "supervisor.json", "gateway.json", "summary.json", "fates.validate.bin",
     "validation.jsonl", "validation.log", "validate.json", "evaluated", "decisions.jsonl", "scheduler.jsonl",
-    "predictor.npz",
+    "predictor.npz", "data",
 }
 MISSING = object()
 
@@ -97,14 +97,18 @@ class Start:
             lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
 
 
-def compare(paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool) -> Start:
-    """What this start is to the run in the directory; `before`: its topology.json, empty if there is none.
+def compare(
+    paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool, made: Path | None = None
+) -> Start:
+    """What this start is to the run in the directory; `before`: its topology.json, empty if there is none; `made`: the
+    prompts that were made of sources, where they lie now.
 
     UserError if it is another run, or has nothing to do; RunFinished if its goal was reached before.
     """
-    start = Start(files=digests(topology))
+    start = Start(files=digests(topology, made))
     if not before:
         start.notes += _foreign_files(paths)
+        start.notes += [f"prompts of {one.name}: {one.text}" for one in topology.derived.sources]
         return start
     if not resume:
         raise UserError(
@@ -142,13 +146,26 @@ def _check_identity(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
                 "sample of the run is, so it cannot change: choose another run directory"
             )
-    if known.get("data.train") and start.files.get("data.train") and not same:
+    if (old := _mixture(before)) != (new := _mixture(now)):
         raise UserError(
-            f"{now['data']['train']}: its content is not what it was when the run in {paths.root} was started last; "
+            f"{paths.root} holds a run whose draws come from {old or 'one file'}, the topology says "
+            f"{new or 'one file'} (lines and draws in 1000 of each [[data.source]]); this says what a sample of the "
+            "run is, so it cannot change: choose another run directory"
+        )
+    if known.get("data.train") and start.files.get("data.train") and not same:
+        what = "the prompts made of [[data.source]]" if new else now["data"]["train"]
+        raise UserError(
+            f"{what}: its content is not what it was when the run in {paths.root} was started last; "
             "the samples of a run are known by their place in this file, so it cannot change: put it back as it was, "
             "or start a new run with it in another directory, from a checkpoint if you like "
             f'(model.path = "{paths.checkpoints}/global_step_N")'
         )
+
+
+def _mixture(topology: dict[str, Any]) -> str:
+    """How the draws are shared out among several sources, in words; empty for one file."""
+    rows = as_map(topology.get("derived")).get("sources") or []
+    return ", ".join(f"{one['name']} ({one['count']}, {one['share']})" for one in rows) if len(rows) > 1 else ""
 
 
 def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
@@ -207,13 +224,14 @@ def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) 
             yield f"{_function_file(function)} is not what it was: {made} from here on are those of the new code"
 
 
-def digests(topology: Topology) -> dict[str, str]:
-    """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read."""
+def digests(topology: Topology, made: Path | None = None) -> dict[str, str]:
+    """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts,
+    where these are made of sources."""
     sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
     data = {"data.train": topology.data.train, "validation.data": topology.validation.data, **sets}
     named = {name: None if path.startswith(TINY) or not path else Path(path) for name, path in data.items()}
     named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
-    named["data.train"] = made_prompts(topology) or named["data.train"]
+    named["data.train"] = made or made_prompts(topology) or named["data.train"]
     return {name: found for name, path in named.items() if path is not None and (found := _digest(path))}
 
 
@@ -233,6 +251,7 @@ def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
     return {
         "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
         "learner.advantage": (learner.advantage, "advantages"),
+        **{f"reward.part.{n}.function": (part.function, "rewards") for n, part in enumerate(topology.reward.part)},
         **{f"learner.metrics.{n}": (path, "metrics") for n, path in enumerate(learner.metrics)},
     }
 
@@ -387,14 +406,30 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
             ) from None
     lock = take_lock(paths)
     try:
-        start = compare(paths, topology, _read_json(paths.topology), resume)
+        made = Path(topology.data.train) if topology.derived.sources else None
+        if made is not None:
+            train = str(paths.data / made.name)
+            topology = replace(topology, data=replace(topology.data, train=train))
+        start = compare(paths, topology, _read_json(paths.topology), resume, made)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
+        if made is not None:
+            _take_prompts(made, Path(topology.data.train))
         return _opened(paths, topology, lock, start)
     except BaseException:
         remove_runtime_dir(paths)
         lock.release()
         raise
+
+
+def _take_prompts(made: Path, place: Path) -> None:
+    """Give the prompts that were made of sources their place in the run directory, durably."""
+    if made.resolve() == place.resolve():
+        return
+    place.parent.mkdir(exist_ok=True)
+    with open(made, "rb") as file:
+        files.replace(place, iter(lambda: file.read(BLOCK), b""))
+    made.unlink(missing_ok=True)
 
 
 def belongs_to_another(root: Path) -> str:

@@ -1,53 +1,45 @@
-"""What a reward function is, how one is found by name, and what its result must be.
+"""What a reward function is, how one is found by name or by kind, and what its result must be.
 
     def judge(record: dict, completion: str, token_ids: list[int]) -> float | dict[str, float]: ...
+    async def judge(record, completion, token_ids): ...  # many calls at the same time
+    def judge(records: list, completions: list, token_ids: list) -> list: ...  # batch = true
 
 `record` is the whole JSONL line of the prompt. Talks to the import system only. Knows nothing of processes.
 
 - A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
   NaN and infinity included.
 - A function that cannot be loaded is a `RewardNotLoaded` with the import path and the cause, before any sample.
+- The library of a kind is imported where that kind is built, and nowhere else.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from busrl import imports
 from busrl.errors import RewardNotLoaded
 
-if TYPE_CHECKING:
-    from busrl.config.schema import Reward
-
-RewardFunction = Callable[[dict[str, Any], str, list[int]], Any]
+RewardFunction = Callable[..., Any]  # one of the three forms above
 
 
-class ExactMatch:
-    """The reward function `exact_match`: 1 if the answer in a completion equals the record's answer, else 0.
+class Answer:
+    """The answer in a completion, as the regular expression `extract` finds it; `named` is the key that holds it.
 
-    - `extract` empty: the whole completion is the answer. With a group: group 1 of its last match. Without a group: the
-      text after the last match that is not empty. No match is a wrong answer, not a broken reward.
-    - Text is compared as text, without surrounding space. A right answer that is not a string counts as JSON writes it
-      (72, 0.5, true); a whole number with a decimal point also without.
+    Empty: the whole completion is the answer. With a group: group 1 of its last match. Without a group: the text after
+    the last match that is not empty.
     """
 
-    def __init__(self, extract: str = "", answer_key: str = "answer") -> None:
-        self.answer_key = answer_key
-        try:
-            self.pattern = re.compile(extract) if extract else None
-        except re.error as problem:
-            raise RewardNotLoaded(f"reward.extract = {extract!r}: not a regular expression ({problem})") from None
-
-    def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
-        answer = self.find(completion)
-        return float(answer is not None and answer in spellings(record[self.answer_key]))
+    def __init__(self, extract: str = "", named: str = "reward.extract") -> None:
+        self.pattern = compiled(extract, named) if extract else None
 
     def find(self, completion: str) -> str | None:
         """The answer in a completion, stripped; None if there is none."""
@@ -60,6 +52,31 @@ class ExactMatch:
             return (matches[-1].group(1) or "").strip()
         last = next((m for m in reversed(matches) if m.group()), matches[0])
         return completion[last.end() :].strip()
+
+
+def compiled(pattern: str, named: str) -> re.Pattern[str]:
+    """The regular expression of the key `named`."""
+    try:
+        return re.compile(pattern)
+    except re.error as problem:
+        raise RewardNotLoaded(f"{named} = {pattern!r}: not a regular expression ({problem})") from None
+
+
+class ExactMatch(Answer):
+    """The reward function `exact_match`: 1 if the answer in a completion equals the record's answer, else 0.
+
+    - No match of `extract` is a wrong answer, not a broken reward.
+    - Text is compared as text, without surrounding space. A right answer that is not a string counts as JSON writes it
+      (72, 0.5, true); a whole number with a decimal point also without.
+    """
+
+    def __init__(self, extract: str = "", answer_key: str = "answer", named: str = "reward.extract") -> None:
+        super().__init__(extract, named)
+        self.answer_key = answer_key
+
+    def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
+        answer = self.find(completion)
+        return float(answer is not None and answer in spellings(record[self.answer_key]))
 
 
 def spellings(answer: object) -> tuple[str, ...]:
@@ -76,27 +93,67 @@ class MalformedReward(ValueError):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The function that judges: fields of [reward], and the directory that paths of files are relative to."""
+    """The function that judges: fields of [reward] or of one [[reward.part]] (docs/rewards.md says what they mean),
+    `place` by which messages name it, and the directory that paths of files are relative to."""
 
     kind: str
-    function: str
-    extract: str
-    answer_key: str
+    function: str = ""
+    extract: str = ""
+    answer_key: str = ""
     base_dir: str = "."
+    place: str = "reward"
+    batch: bool = False
+    pattern: str = ""
+    tolerance: float = 0.0
+    timeout_s: float = 10.0
+    prompt_key: str = "prompt"
+    path: str = ""
+    device: str = "auto"
+    batch_tokens: int = 16384
+    base_url: str = ""
+    model: str = ""
+    template: str = ""
+    verdict: str = ""
+    max_tokens: int = 1024
+    concurrency: int = 16
+    retries: int = 4
+    api_key_env: str = ""
 
 
 def build(setup: Setup) -> RewardFunction:
-    """The function that [reward] describes."""
+    """The function that [reward] or one of its parts describes."""
     if setup.kind == "exact_match":
-        return ExactMatch(setup.extract, setup.answer_key or "answer")
+        return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
     if setup.kind == "python":
-        return load(setup.function, setup.base_dir)
-    raise RewardNotLoaded(f"reward.kind = {setup.kind!r}: must be exact_match or python")
+        return load(setup.function, setup.base_dir, f"{setup.place}.function")
+    if setup.kind == "model":
+        from busrl.rewards.model import Scorer
+
+        return Scorer(setup)
+    if setup.kind == "judge":
+        from busrl.rewards.judge import Judge
+
+        return Judge(setup)
+    from busrl.rewards.kinds import KINDS
+
+    if setup.kind not in KINDS:
+        raise RewardNotLoaded(f"{setup.place}.kind = {setup.kind!r}: there is no such kind of reward")
+    return KINDS[setup.kind](setup)
 
 
-def load(target: str, base_dir: str | Path = ".") -> RewardFunction:
+EACH, BATCH, ASYNC = "each", "batch", "async"  # how a function is called
+
+
+def way_of(function: RewardFunction, setup: Setup) -> str:
+    """For one answer after the other, for many as lists, or for many at the same time."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return ASYNC
+    return BATCH if setup.batch or setup.kind == "model" else EACH
+
+
+def load(target: str, base_dir: str | Path = ".", named: str = "reward.function") -> RewardFunction:
     """Import `package.module:function` or `path/to/file.py:function`; RewardNotLoaded with the cause."""
-    return imports.load("reward.function", target, RewardNotLoaded, base_dir)
+    return imports.load(named, target, RewardNotLoaded, base_dir)
 
 
 def settle(result: Any) -> tuple[float, dict[str, float]]:
@@ -111,7 +168,7 @@ def settle(result: Any) -> tuple[float, dict[str, float]]:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, (str, bytes)) or value is None:
-        raise MalformedReward(f"{what} is {value!r}: must be a number")
+        raise MalformedReward(f"{what} is {reprlib.repr(value)}: must be a number")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as problem:
@@ -119,11 +176,3 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise MalformedReward(f"{what} is {number}: must be finite")
     return number
-
-
-def answer_finder(settings: Reward) -> Callable[[str], str | None] | None:
-    """What takes the answer that is judged from a completion; None for rewards that judge the whole of it."""
-    if settings.kind == "python":
-        return None
-    find = getattr(build(Setup(settings.kind, "", settings.extract, settings.answer_key)), "find", None)
-    return find if callable(find) else None

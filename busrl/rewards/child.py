@@ -4,70 +4,201 @@ Talks to its parent over stdin and stdout only (lines as `busrl.rewards.pool` de
 before a run (`busrl.config.trial`). What the user's code prints goes to stderr. It may raise, hang, crash or call exit:
 the parent sees that and continues. Knows nothing of rings or groups.
 
-- Items are judged in their order, and each outcome is written before the next item begins: when the process dies, the
-  first item without one is the one that it was judging.
+- Outcomes are written in the order of the items. A function that judges one at a time has written each before the next
+  begins: when the process dies, the first item without one is the one that it was judging.
+- Of a function that judges many at a time, as lists or as coroutines, READY tells the parent so.
 - It dies with its parent, also in the middle of user code.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
 import traceback
-from typing import Any, BinaryIO
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from busrl.errors import cause
-from busrl.rewards.base import MalformedReward, RewardFunction, Setup, build, settle
+from busrl.rewards.base import ASYNC, BATCH, EACH, MalformedReward, RewardFunction, Setup, build, settle, way_of
 from busrl.rewards.pool import READY, Item, Outcome
 
 PR_SET_PDEATHSIG = 1
 TEXT_LIMIT = 2000
+READ_BYTES = 1 << 20
+AT_ONCE = 64  # answers that a function of lists gets, or calls of a coroutine at the same time
 _batches = msgspec.json.Decoder(list[Item])
 
 
 def main() -> int:
     die_with_parent(int(sys.argv[1]))
     requests, answers = private_pipes()
-    if not (first := requests.readline()):
-        return 0
+    while not (rows := requests.read()):
+        if requests.over:
+            return 0
     try:
-        function = build(msgspec.json.decode(first, type=Setup))
+        setup = msgspec.json.decode(rows.pop(0), type=Setup)
+        function = build(setup)
+        way = way_of(function, setup)
     except BaseException as problem:
         write(answers, Outcome(READY, error="not_loaded", text=str(problem) or type(problem).__name__))
         return 1
-    write(answers, Outcome(READY))
-    for batch in requests:  # until the parent closes the pipe
-        for item in _batches.decode(batch):
-            begun = time.monotonic()
-            outcome = judge(function, item)
-            outcome.seconds = time.monotonic() - begun
-            write(answers, outcome)
+    own_s = getattr(function, "longest_s", setup.timeout_s) if way == ASYNC else 0.0
+    write(answers, Outcome(READY, text="" if way == EACH else way, seconds=own_s))
+    if way == ASYNC:
+        asyncio.run(Concurrent(function, answers, own_s).serve(requests, rows))
+        return 0
+    work = by_lists if way == BATCH else one_by_one
+    while rows or not requests.over:
+        work(function, [item for row in rows for item in _batches.decode(row)], answers)
+        rows = requests.read()
     return 0
+
+
+class Requests:
+    """Lines of the parent; `over` when it has closed the pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.over, self._rest = fd, False, b""
+
+    def read(self) -> list[bytes]:
+        """Those that one read completes, maybe none."""
+        data = os.read(self.fd, READ_BYTES)
+        self.over = not data
+        *found, self._rest = (self._rest + data).split(b"\n") if data else [b""]
+        return found
+
+
+def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int) -> None:
+    for item in items:
+        begun = time.monotonic()
+        outcome = judge(function, item)
+        outcome.seconds = time.monotonic() - begun
+        write(answers, outcome)
 
 
 def judge(function: RewardFunction, item: Item) -> Outcome:
     """What becomes of an item; user code may raise anything, SystemExit included."""
     try:
         record: dict[str, Any] = msgspec.json.decode(item.record_line)
-        value, parts = settle(function(record, item.completion, item.token_ids))
-    except (MalformedReward, msgspec.DecodeError) as problem:
-        return Outcome(item.key, error="malformed", text=str(problem)[-TEXT_LIMIT:])
+        return settled(item, function(record, item.completion, item.token_ids))
     except BaseException as problem:
-        # The cause stands first: messages that show one line show that.
-        trace = traceback.format_exc()[-TEXT_LIMIT:]
-        return Outcome(item.key, error="raised", text=f"{cause(problem)[:TEXT_LIMIT]}\n{trace}")
-    return Outcome(item.key, value, parts)
+        return failed(item, problem)
 
 
-def private_pipes() -> tuple[BinaryIO, int]:
+def settled(item: Item, result: Any) -> Outcome:
+    return Outcome(item.key, *settle(result))
+
+
+def failed(item: Item, problem: BaseException) -> Outcome:
+    """Call it where the exception is handled."""
+    if isinstance(problem, (MalformedReward, msgspec.DecodeError)):
+        return Outcome(item.key, error="malformed", text=str(problem)[-TEXT_LIMIT:])
+    # The cause stands first: messages that show one line show that.
+    trace = traceback.format_exc()[-TEXT_LIMIT:]
+    return Outcome(item.key, error="raised", text=f"{cause(problem)[:TEXT_LIMIT]}\n{trace}")
+
+
+# -- functions that judge many at a time ------------------
+
+
+def by_lists(function: Any, items: Sequence[Item], answers: int) -> None:
+    """Calls with at most AT_ONCE answers each. Where one raises, each answer of it is judged by a call of its own."""
+    for begin in range(0, len(items), AT_ONCE):
+        some, begun = items[begin : begin + AT_ONCE], time.monotonic()
+        outcomes = of_list(function, some)
+        if len(some) > 1 and all(one.error for one in outcomes):
+            outcomes = [outcome for item in some for outcome in of_list(function, [item])]
+        spent = time.monotonic() - begun
+        for outcome in outcomes:
+            outcome.seconds = spent / len(some)
+            write(answers, outcome)
+
+
+def of_list(function: Any, items: Sequence[Item]) -> list[Outcome]:
+    """The outcomes of one call."""
+    try:
+        records = [msgspec.json.decode(item.record_line) for item in items]
+        found = list(function(records, [item.completion for item in items], [item.token_ids for item in items]))
+        if len(found) != len(items):
+            raise MalformedReward(f"the function returned {len(found)} rewards for {len(items)} answers")
+    except BaseException as problem:
+        return [failed(item, problem) for item in items]
+    outcomes = []
+    for item, result in zip(items, found):
+        try:
+            outcomes.append(settled(item, result))
+        except MalformedReward as problem:
+            outcomes.append(failed(item, problem))
+    return outcomes
+
+
+class Concurrent:
+    """Calls of a coroutine function, at most `at_once` (an attribute of it, or AT_ONCE) at the same time; each may take
+    `longest_s`. Items begin and are answered in their order."""
+
+    def __init__(self, function: Any, answers: int, longest_s: float) -> None:
+        self.function, self.answers, self.longest_s = function, answers, longest_s
+        self.room = asyncio.Semaphore(getattr(function, "at_once", AT_ONCE))
+        self.tasks: deque[asyncio.Task[Outcome]] = deque()
+        self.arrived = asyncio.Event()
+
+    async def serve(self, requests: Requests, rows: Sequence[bytes]) -> None:
+        """Judge what has been read, and what comes, until the parent closes the pipe."""
+        os.set_blocking(requests.fd, False)
+        loop, last = asyncio.get_running_loop(), time.monotonic()
+        self._take(rows)
+        loop.add_reader(requests.fd, self._read, requests)
+        while self.tasks or not requests.over:
+            if not self.tasks:
+                self.arrived.clear()
+                await self.arrived.wait()
+                last = time.monotonic()
+                continue
+            outcome = await self.tasks[0]
+            self.tasks.popleft()
+            outcome.seconds, last = time.monotonic() - last, time.monotonic()  # of the wait, not of each call
+            write(self.answers, outcome)
+        if closes := getattr(self.function, "close", None):
+            await closes()
+
+    def _read(self, requests: Requests) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._take(requests.read())
+        if requests.over:
+            asyncio.get_running_loop().remove_reader(requests.fd)
+        self.arrived.set()
+
+    def _take(self, rows: Sequence[bytes]) -> None:
+        items = (item for row in rows for item in _batches.decode(row))
+        self.tasks.extend(asyncio.ensure_future(self._judge(item)) for item in items)
+
+    async def _judge(self, item: Item) -> Outcome:
+        async with self.room:
+            try:
+                record = msgspec.json.decode(item.record_line)
+                call = asyncio.ensure_future(self.function(record, item.completion, item.token_ids))
+                if not (await asyncio.wait({call}, timeout=self.longest_s))[0]:
+                    call.cancel()
+                    return Outcome(item.key, error="hung", text=f"no result after {self.longest_s:g} s (timeout_s)")
+                return settled(item, call.result())
+            except BaseException as problem:
+                return failed(item, problem)
+
+
+# -- the process ------------------------------------------
+
+
+def private_pipes() -> tuple[Requests, int]:
     """Move the two pipes away from descriptors 0 and 1, so that user code can neither read nor write them."""
-    requests = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
-    answers = os.dup(1)
+    requests, answers = Requests(os.dup(0)), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)

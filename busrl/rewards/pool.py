@@ -1,9 +1,11 @@
 """Judging completions with the user's reward function in child processes: the pool, and its children.
 
     parent -> child, lines of JSON: first a Setup, then batches: arrays of Item
-    child -> parent, lines of JSON: one Outcome when set up (key READY), then one per item, in order, each written
-                                    before the next begins
+    child -> parent, lines of JSON: one Outcome when set up (key READY; `text`: async or batch where it judges many at a
+                                    time, `seconds`: how long its own deadline is), then one per item, in order; where
+                                    it judges one at a time, each written before the next begins
 
+Each part of a reward has children of its own, so that a part that hangs or dies is named, and costs the others nothing.
 Talks to the operating system and to its children. Consumes items, produces outcomes. Knows nothing of slots, fates or
 the bus.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import signal
@@ -178,6 +181,7 @@ def _wait_unreaped(pid: int, timeout_s: float) -> None:
 
 
 MAX_FAILURES = 3
+OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
 
 
 class Lane:
@@ -185,9 +189,11 @@ class Lane:
     starting (until it is `serving`), as far as this process saw it.
 
     - Every sample comes out exactly once, as an outcome, whatever the child does.
-    - The child judges the head of `sent`: outcomes come in order, each before the next sample begins.
+    - The child judges the head of `sent`: outcomes come in order, each before the next sample begins, unless it judges
+      many at a time (`together`).
     - Over the deadline: the head is `hung`, at once. The child died: the head is judged again, alone; if the child dies
       on it again the head is `raised`. All others are sent to the next child.
+    - Of those that are judged together none can be blamed: each of them is judged again, alone.
     - A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
     """
 
@@ -199,7 +205,8 @@ class Lane:
         self.serving = False
         self.restarts = 0
         self.elapsed_s, self._seen = 0.0, now
-        self._suspect: Item | None = None
+        self.together = False
+        self._suspects = 0  # samples that are next, each of them alone
         self._failures = 0
         self._judged_s = 0.0  # spent in the function for samples that came out
         self._child = ChildProcess(setup, poller)
@@ -257,11 +264,11 @@ class Lane:
 
     def _send(self, now: float) -> None:
         """Give the child all that waits; a suspect is alone with it."""
-        if not self.serving or not self.waiting or (self._suspect and self.sent):
+        if not self.serving or not self.waiting or (self._suspects and self.sent):
             return
         if not self.sent:
             self.elapsed_s, self._seen = 0.0, now
-        count = 1 if self._suspect else len(self.waiting)
+        count = 1 if self._suspects else len(self.waiting)
         batch = [self.waiting.popleft() for _ in range(count)]
         self.sent.extend(batch)
         self._child.send(batch)
@@ -272,11 +279,13 @@ class Lane:
             if answer.key == READY:
                 if answer.error:
                     raise RewardNotLoaded(answer.text)
-                self.serving = True
+                self.serving, self.together = True, bool(answer.text)
+                if answer.seconds:
+                    self.timeout_s = answer.seconds + OWN_GRACE_S
                 continue
             if self.sent.popleft().key != answer.key:
                 raise RuntimeError(f"reward child {self.pid} answered {answer.key} out of order")
-            self._suspect, self._failures = None, 0
+            self._suspects, self._failures = max(0, self._suspects - 1), 0
             outcomes.append(answer)
         return outcomes
 
@@ -284,17 +293,22 @@ class Lane:
         how = self._child.close()
         if not self.sent:
             self._failed(f"ended before it judged anything ({how})")
-        elif self._suspect is self.sent[0]:
+        elif self._suspects:
             return self._blame("raised", f"the reward process died on this sample twice ({how})")
         else:
-            self._suspect = self.sent[0]
+            self._suspects = len(self.sent) if self.together else 1
         self._restart()
         return []
 
     def _overdue(self) -> list[Outcome]:
         self._child.close()
+        if self.serving and self.together and len(self.sent) > 1:
+            self._suspects = len(self.sent)
+            self._restart()
+            return []
         if self.serving:
-            return self._blame("hung", f"no result after {self.timeout_s:g} s (reward.timeout_s)")
+            key = f"{self._setup.place}.timeout_s" if self._setup.place == "reward" else "its timeout_s"
+            return self._blame("hung", f"no result after {self.timeout_s:g} s ({key})")
         self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function")
         self._restart()
         return []
@@ -302,15 +316,89 @@ class Lane:
     def _blame(self, error: str, text: str) -> list[Outcome]:
         head = self.sent.popleft()
         self._judged_s += self.elapsed_s
-        self._suspect, self._failures = None, 0
+        self._suspects, self._failures = max(0, self._suspects - 1), 0
         self._restart()
         return [Outcome(head.key, error=error, text=text)]
 
     def _failed(self, what: str) -> None:
         self._failures += 1
         if self._failures >= MAX_FAILURES:
-            runs = self._setup.function or self._setup.kind
-            raise RewardNotLoaded(f"reward {runs}: its process {what}, {self._failures} times in a row; see its log")
+            runs, times = self._setup.function or self._setup.kind, f"{self._failures} times in a row"
+            raise RewardNotLoaded(f"{self._setup.place} {runs}: its process {what}, {times}; see its log")
+
+
+# -- the parts of a reward --------------------------------
+
+
+ONE_CHILD = ("model", "judge")  # kinds that hold a model, or many requests at a time
+WITH_IDS = ("python",)  # kinds that look at token ids
+
+
+class Stage:
+    """The children of one part of a reward: `name` "" and weight 1 where the reward has no parts."""
+
+    def __init__(self, setup: Setup, name: str, weight: float, lanes: Sequence[Lane]) -> None:
+        self.name, self.weight, self.lanes = name, weight, lanes
+        self._ids = setup.kind in WITH_IDS
+
+    def submit(self, items: Sequence[Item], now: float) -> None:
+        """Hand items to the children, fewest waiting first."""
+        if not self._ids:
+            items = [Item(one.key, one.record_line, one.completion, []) for one in items]
+        share = -(-len(items) // len(self.lanes))
+        for number, lane in enumerate(sorted(self.lanes, key=len)):
+            lane.submit(items[number * share : (number + 1) * share], now)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in the function, per child."""
+        return sum(lane.busy_s for lane in self.lanes) / max(1, len(self.lanes))
+
+
+class Sum:
+    """The weighted sum of what the parts say of one item; done when all have answered. The first that fails decides."""
+
+    def __init__(self, stages: int) -> None:
+        self._left, self._failed = stages, False
+        self._found: dict[str, tuple[float, Outcome]] = {}
+
+    def add(self, stage: Stage, outcome: Outcome) -> Outcome | None:
+        """The outcome of the whole, once it is there."""
+        self._left -= 1
+        self._found[stage.name] = (stage.weight, outcome)
+        return None if self._left else self._whole(outcome.key)
+
+    def _whole(self, key: int) -> Outcome:
+        seconds = max(one.seconds for _, one in self._found.values())
+        for name, (_, one) in self._found.items():
+            if one.error:
+                return Outcome(key, error=one.error, text=f"part {name}: {one.text}", seconds=seconds)
+        value = sum(weight * one.value for weight, one in self._found.values())
+        if not math.isfinite(value):
+            text = f"the sum of the weighted parts is {value}: must be finite"
+            return Outcome(key, error="malformed", text=text, seconds=seconds)
+        return Outcome(key, value, self._parts(), seconds=seconds)
+
+    def _parts(self) -> dict[str, float]:
+        """What each part said, without its weight; what a part's function named stands below the part's name."""
+        parts: dict[str, float] = {}
+        for name, (_, one) in self._found.items():
+            parts[name] = one.value
+            parts |= {f"{name}/{inner}": value for inner, value in one.parts.items()}
+        return parts
+
+
+def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> list[tuple[Setup, str, float]]:
+    """What children are told, with name and weight, of each part; of a reward without parts, of itself."""
+    if not settings.part:
+        own = Setup(settings.kind, settings.function, settings.extract, settings.answer_key, base_dir)
+        return [(msgspec.structs.replace(own, timeout_s=settings.timeout_s, prompt_key=prompt_key), "", 1.0)]
+    found = []
+    for part in settings.part:
+        told = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)}
+        more = {"base_dir": base_dir, "place": f"reward.part {part.name!r}", "prompt_key": prompt_key, "device": device}
+        found.append((Setup(**{**told, **more}), part.name, part.weight))
+    return found
 
 
 # -- the pool ---------------------------------------------
@@ -322,34 +410,42 @@ LATENESS_S = 1.0
 class RewardPool:
     """Make it in the main thread: the children die with the thread that made them. `counts`: outcomes by `error`."""
 
-    def __init__(self, settings: Reward, *, base_dir: str | Path = ".", ready_s: float = 120.0) -> None:
-        base = str(Path(base_dir).resolve())
-        setup = Setup(settings.kind, settings.function, settings.extract, settings.answer_key, base)
+    def __init__(
+        self, settings: Reward, *, base_dir: str | Path = ".", ready_s: float = 120.0, prompt_key: str = "prompt",
+        device: str = "auto",
+    ) -> None:
         self.counts: Counter[str] = Counter()
+        self.stages: list[Stage] = []
         self.lanes: list[Lane] = []
         self._poller = select.epoll()
         self._outcomes: list[Outcome] = []
+        self._open: dict[int, Sum] = {}  # items without an outcome
         now = time.monotonic()
         try:
-            for _ in range(settings.workers):
-                self.lanes.append(Lane(setup, self._poller, settings.timeout_s, ready_s, now))
+            for setup, name, weight in setups(settings, str(Path(base_dir).resolve()), prompt_key, device):
+                own: list[Lane] = []
+                self.stages.append(Stage(setup, name, weight, own))
+                for _ in range(1 if setup.kind in ONE_CHILD else settings.workers):
+                    own.append(Lane(setup, self._poller, setup.timeout_s, ready_s, now))
+                    self.lanes.append(own[-1])
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
         """Items without an outcome."""
-        return sum(map(len, self.lanes))
+        return len(self._open)
 
     def fileno(self) -> int:
         """Readable when `poll` may have something; poll now and then in any case, for children that are overdue."""
         return self._poller.fileno()
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Hand items to the children, fewest waiting first. Never waits."""
-        now, share = time.monotonic(), -(-len(items) // len(self.lanes))
-        for number, lane in enumerate(sorted(self.lanes, key=len)):
-            lane.submit(items[number * share : (number + 1) * share], now)
+        """Hand items to the children of every part. Never waits."""
+        now = time.monotonic()
+        self._open.update((item.key, Sum(len(self.stages))) for item in items)
+        for stage in self.stages:
+            stage.submit(items, now)
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """Outcomes since the last call; waits at most `timeout_s` for the first one, not at all with nothing pending.
@@ -371,15 +467,16 @@ class RewardPool:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function, per child."""
-        return sum(lane.busy_s for lane in self.lanes) / max(1, len(self.lanes))
+        """Seconds in the function, per child, of the part that took most."""
+        return max((stage.busy_s for stage in self.stages), default=0.0)
 
     def close(self) -> None:
         """End the children; items without an outcome are forgotten. A second call does nothing."""
         for lane in self.lanes:
             lane.close()
-        self.lanes = []
+        self.lanes, self.stages = [], []
         self._outcomes.clear()
+        self._open.clear()
         self._poller.close()
 
     def __enter__(self) -> RewardPool:
@@ -402,8 +499,16 @@ class RewardPool:
     def _collect(self, at_most_s: float) -> float:
         """Gather what has come up; returns the clock value it was done at."""
         now = time.monotonic()
-        for lane in self.lanes:
-            for outcome in lane.collect(now, at_most_s):
-                self.counts[outcome.error] += 1
-                self._outcomes.append(outcome)
+        for stage in self.stages:
+            for lane in stage.lanes:
+                for outcome in lane.collect(now, at_most_s):
+                    self._answered(stage, outcome)
         return now
+
+    def _answered(self, stage: Stage, outcome: Outcome) -> None:
+        """A part has judged an item, as the last one or not."""
+        whole = outcome if not stage.name else self._open[outcome.key].add(stage, outcome)
+        if whole is not None:
+            del self._open[outcome.key]
+            self.counts[whole.error] += 1
+            self._outcomes.append(whole)

@@ -81,13 +81,16 @@ class Reward(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.DataGenerated,)
 
     def setup(self) -> None:
-        self.pool = RewardPool(self.topology.reward)
+        own, device = self.topology.reward, self.topology.device_of(self.name)
+        ready_s, prompt_key = self.topology.limits.ready_s, self.topology.data.prompt_key
+        self.pool = RewardPool(own, ready_s=ready_s, prompt_key=prompt_key, device=device)
         # Not ready before its function is: one that cannot be loaded ends the run instead of many restarts.
         with self.activity("load the reward function", self.topology.limits.ready_s):
             while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):
                 pass
         self.held: dict[int, int] = {}  # slot -> the word that we own it by
-        self.wants_ids = self.topology.reward.kind == "python"  # exact_match compares text
+        kinds = {part.kind for part in own.part} or {own.kind}
+        self.wants_ids = "python" in kinds  # all others look at the text
         self.bell = Doorbell()
         self.streaming = False
         self.rung, self.next_look = True, 0.0

@@ -28,7 +28,7 @@ import numpy as np
 
 from busrl.config import Topology
 from busrl.config.derive import checkpoint_may_follow, in_flight
-from busrl.data import JsonlStream, plain_text, trace
+from busrl.data import JsonlStream, plain_text, trace, training_stream
 from busrl.errors import CannotTrain, DiskFull
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -133,8 +133,7 @@ class Scheduler(Actor):
     def setup(self) -> None:
         data, derived, limits = self.topology.data, self.topology.derived, self.topology.derived.limits
         self.group_size = self.topology.groups.size
-        # The answer key is not checked here: a Python reward may need none.
-        self.stream = JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key)
+        self.stream = training_stream(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
         warn = partial(self.warn, "scheduler")

@@ -37,7 +37,7 @@ from busrl.errors import BadTensor
 from busrl.files import LineFile, json_lines
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.rewards.base import answer_finder
+from busrl.rewards.base import Answer
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
@@ -155,7 +155,7 @@ class Validator(Actor):
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.sets = [self._measured(asked) for asked in topology.sets]
         self.answers = topology.derived.val_samples
-        self.find = answer_finder(topology.reward)
+        self.find = None if topology.reward.compares is None else Answer(topology.reward.compares).find
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = topology.learner.trigger.n_min if batch_varies(topology) else 0
         self.keepers = {one.name for one in topology.processes() if one.spec.serves == "validation"}

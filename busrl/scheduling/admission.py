@@ -100,7 +100,7 @@ class Admission:
 
         `free`: FREE slots; `reserve`: those of them kept for other classes; `next_admission`: the index that the next
         group gets; `step`: the learner's finished steps; `unpublished`: groups trained, not published;
-        `wave_over`: see `scheduling.waves`.
+        `wave_over`: see `Waves`.
         """
         due = int(view.due.sum())
         blocker = view.oldest_unresolved()

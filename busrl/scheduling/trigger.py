@@ -190,7 +190,7 @@ class LearnerPlan:
         `claimed`: draws taken for the coming step, in the order taken; `step`: finished steps; `next_admission`: the
         header word (closes rounds in sync); `draining`: nothing will be admitted any more; `aside`: groups set aside
         since the last step, which matter where the trigger counts every ended group; `wave_over`: in rounds of
-        segments, whether the wave is over (`scheduling.waves`), which ends a step whatever is still unfinished.
+        segments, whether the wave is over (`admission.Waves`), which ends a step whatever is still unfinished.
         """
         asides, active = self._set_aside(view, claimed, step)
         counted = len(claimed) + (aside + len(asides) if self.trigger.count_ended else 0)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from busrl.config import Topology, recorded
 from busrl.config.schema import TINY, Simulate
-from busrl.data.prompts import JsonlStream, plain_text
+from busrl.data.prompts import JsonlStream, plain_text, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.ledger.trainlog import of_step
@@ -83,8 +83,9 @@ class Fitted:
     def answers(self, topology: Topology, seed: int) -> RecordedAnswers:
         """The recorded groups, for the draws of `topology`."""
         own, data = self.topology.data.train, topology.data
-        same = data.train == own or data.train.startswith(TINY)
-        stream = JsonlStream(own if same else data.train, topology.run.seed, data.shuffle, data.prompt_key)
+        same = data.train in (own, "") or data.train.startswith(TINY)  # "": made of sources, which a run has done
+        path, sections = own if same else data.train, self.topology.derived.sources if same else ()
+        stream = JsonlStream(path, topology.run.seed, data.shuffle, data.prompt_key, sections=sections)
 
         def text_of(draw: int) -> TracedPrompt:
             record = stream.record(stream.item(draw))
@@ -211,9 +212,8 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
     rows = _rows(paths.groups, GROUP_KEYS)
     if not rows:
         raise _missing(paths.groups, "no line in it: no step was made, or the run was made by an older busrl")
-    data = topology.data
     try:
-        with JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key) as stream:
+        with training_stream(topology) as stream:
             return tuple(
                 Recorded(born, stream.item(draw).index, tuple(lengths), tuple(rewards))
                 for row in rows

@@ -135,7 +135,8 @@ def try_loss(target: str) -> None:
         inputs = LossInputs(
             logprobs, recorded, logprobs.detach(), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.5, 0.5]), trained,
             samples=torch.tensor([0, 0, 1, 1, 2, 2]), policy_versions=torch.tensor([3, 3, 2, 3, 3, 3]),
-            ages=torch.tensor([0, 0, 1, 0, 0, 0]),
+            ages=torch.tensor([0, 0, 1, 0, 0, 0]), lengths=torch.tensor([2, 2 if trained is None else 1, 2]),
+            entropy=torch.tensor([0.4, 0.9, 1.1, 0.2, 1.5, 0.6], requires_grad=True),
         )
         found = losses.per_token(loss, inputs, LossSettings())
         found.sum().backward()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ Face model or its decoder. Knows nothing of losses.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,11 @@ class PaddedRows(Forward):
 
     def __init__(self, model: Any, head: Head | None = None) -> None:
         super().__init__(model)
-        self._head = head or Head.of(model.config)
+        self.head: Callable[..., Scores] = head or Head.of(model.config)
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         head: nn.Linear = self.model.get_output_embeddings()
-        return self._head(self._hidden(samples), head.weight, flat.targets, flat.temperature, head.bias)
+        return self.head(self._hidden(samples), head.weight, flat.targets, flat.temperature, head.bias)
 
     def _hidden(self, samples: Sequence[Sample]) -> Tensor:
         ids, rows, columns = self._padded(samples)

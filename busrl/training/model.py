@@ -13,6 +13,7 @@ is ever downloaded. Knows nothing of optimisers, versions or publication.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
@@ -149,6 +150,11 @@ class Adapter:
             for name, layer in self._layers.items()
             for side in ("A", "B")
         }
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the model is its base alone."""
+        found: contextlib.AbstractContextManager[None] = self._wrapped.disable_adapter()
+        return found
 
     def merged(self, model: Any) -> Mapping[str, Tensor]:
         """Base and adapter as one, by the names that the model has without an adapter, in the base's number type; each

@@ -3,8 +3,8 @@
 Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
 nothing of rings, groups that are still missing, checkpoints or the clock of the run.
 
-- The gradient is the sum of the losses of all trained tokens; it is divided once, by their number in the whole step.
-  So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
+- The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
+  step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
 - Weights change in `step` alone: every micro-batch of a step is computed with the same weights.
 - A step without tokens, or with a gradient that is not finite, leaves weights and optimiser as they were and names
   the culprit.
@@ -17,7 +17,7 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms import diagnostics, losses
+from busrl.algorithms import diagnostics, losses, terms
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch
+from busrl.training import batch, sharding
 from busrl.training.batch import Flat, Sample
+from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward
 from busrl.training.head import Head
@@ -54,6 +55,8 @@ class TrainerSettings(LossSettings):
     dmmpt: str = "off"
     dmmpt_tau: float = 0.99
     dmmpt_sigma: float = 0.2
+    newest_ratio: str = "recorded"  # "one": tokens drawn by the very weights that are trained have ratio 1
+    kl_in: str = "loss"
     ratio_one: bool = False  # segments.loss = "pois"
     compute_dtype: str = "float32"  # "bfloat16": of forward and backward; what is trained stays float32
     activation_checkpointing: str = "none"
@@ -87,6 +90,7 @@ class StepStats:
     partly: bool = False  # several updates, of which some were skipped and others made
     old_tokens: int = 0  # of `context_tokens`, those that were too old
     context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
+    cut_tokens: int = 0  # of answers that the limit cut, where these are not trained; not among `tokens`
     mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -116,6 +120,45 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
 ADDED = (
     "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
 )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank did for a step; norm and reason are the same on all ranks."""
+
+    norm: float
+    skipped: str
+    culprits: tuple[str, ...]
+    sums: tuple[float, ...]  # of the diagnostics
+    tokens: int
+    sequences: int
+    context: int
+    mastered: int
+    computed: int  # positions, padding included
+    real: int
+    micro_batches: int
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+def stats_of(shares: Sequence[Share], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+    """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
+    first = shares[0]
+    tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
+    sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
+    found = diagnostics.finish(sums)
+    return StepStats(
+        lr=lr, loss=found.loss / ((denominator or max(tokens, 1)) * scale), grad_norm=first.norm, tokens=tokens,
+        sequences=sum(share.sequences for share in shares),
+        micro_batches=sum(share.micro_batches for share in shares),
+        padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
+        diagnostics=found, skipped=first.skipped,
+        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
+        context_tokens=sum(share.context for share in shares), mastered_tokens=sum(share.mastered for share in shares),
+        forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
+        step_s=max(share.step_s for share in shares), sums=sums,
+    )
 
 
 # -- learning rate --------------------------------------------------------------
@@ -184,6 +227,25 @@ Floats = NDArray[np.float32]
 Versions = NDArray[np.uint32]
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the samples of a call are trained with: a number or a row for each; None where the default holds."""
+
+    advantages: Sequence[float]
+    weights: Sequence[float] | None = None
+    proximal: Sequence[Floats] | None = None
+    chosen: Sequence[NDArray[np.bool_]] | None = None
+
+    def rows(self) -> list[Sequence[Any]]:
+        """Those that are given."""
+        return [rows for rows in vars(self).values() if rows is not None]
+
+    def of(self, part: Sequence[int]) -> Given:
+        """Those of the samples at these positions."""
+        own: Any = {name: None if rows is None else [rows[i] for i in part] for name, rows in vars(self).items()}
+        return replace(self, **own)
+
+
 class Trainer:
     """One model, one optimiser, one accumulator (the parameters' `.grad`)."""
 
@@ -202,6 +264,7 @@ class Trainer:
         self.optimizer = _adamw(self.parameters, settings)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
+        self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self._clear()
 
@@ -215,67 +278,96 @@ class Trainer:
 
     def accumulate(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
-        version: int | None = None,
+        version: int | None = None, *, weights: Sequence[float] | None = None,
+        chosen: Sequence[NDArray[np.bool_]] | None = None,
     ) -> None:
         """Forward and backward of these samples, added to the step under way.
 
         `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
+        `weights` multiply the loss of each sample's tokens (left out: 1); `chosen` marks tokens for a loss that
+        chooses.
         """
-        if len(samples) != len(advantages) or (proximal is not None and len(proximal) != len(samples)):
-            got = f"{len(advantages)}" if proximal is None else f"{len(advantages)} and {len(proximal)}"
-            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {got}")
+        given = Given(advantages, weights, proximal, chosen)
+        self._check(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            self._micro_batch(
-                [samples[i] for i in part], [advantages[i] for i in part],
-                None if proximal is None else [proximal[i] for i in part], version,
-            )
+            self.micro_batch([samples[i] for i in part], given.of(part), version)
 
-    def _micro_batch(
-        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None,
-        version: int | None,
-    ) -> None:
+    def _check(self, samples: Sequence[Sample], given: Given) -> None:
+        if wrong := [len(rows) for rows in given.rows() if len(rows) != len(samples)]:
+            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {wrong[0]}")
+
+    def micro_batch(self, samples: Sequence[Sample], given: Given, version: int | None) -> None:
+        """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         logprobs, entropy = self._logprobs(samples, flat)
-        inputs = self._loss_inputs(flat, logprobs, advantages, proximal)
-        # Under pois the ratio is 1 everywhere; the diagnostics below are of the true one.
-        trained = replace(inputs, behaviour_logprobs=logprobs.detach()) if self.settings.ratio_one else inputs
-        loss = losses.per_token(self.loss, trained, self.settings)
+        inputs = self._loss_inputs(samples, flat, logprobs, entropy, given)
+        marks = self._of_these_weights(samples, flat, version)
+        in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
+        loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
         if self.skip_mastered:
             tau, sigma = self.settings.dmmpt_tau, self.settings.dmmpt_sigma
             rows = inputs.advantages, flat.rows, flat.lengths
             mastered = losses.mastered(logprobs, entropy, *rows, tau, sigma, flat.mask)
             loss = loss.masked_fill(mastered, 0)
             self._mastered += mastered.sum()
+        if given.weights is not None:
+            loss = loss * flat.per_token(given.weights, self._dtype)
         total = loss.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, flat, inputs, loss.detach(), entropy, version)
+        self._count(samples, flat, inputs, loss.detach(), marks)
         self.moved()
 
+    def idle(self) -> None:
+        """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
+        flat = batch.flatten([NOTHING], self._dtype, self._device)
+        logprobs, _ = self._logprobs([NOTHING], flat)
+        (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+        self.moved()
+
+    def _trained(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
+        """What the loss sees: a ratio of exactly 1 for all tokens (pois), or for those of the present weights. The
+        diagnostics are of the true ratio."""
+        if self.settings.ratio_one:
+            return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
+        if self.settings.newest_ratio == "one" and current is not None:
+            return terms.as_if_drawn_by(inputs, current)
+        return inputs
+
     def _loss_inputs(
-        self, flat: Flat, logprobs: Tensor, advantages: Sequence[float], proximal: Sequence[Floats] | None
+        self, samples: Sequence[Sample], flat: Flat, logprobs: Tensor, entropy: Tensor, given: Given
     ) -> losses.LossInputs:
         """What the loss gets of a micro-batch."""
-        before = logprobs.detach() if proximal is None else torch.from_numpy(np.concatenate(proximal)).to(logprobs)
+        before = logprobs.detach()
+        if given.proximal is not None:
+            before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
+        chosen = None if given.chosen is None else torch.from_numpy(np.concatenate(given.chosen)).to(self._device)
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
-            advantages=flat.per_token(advantages, self._dtype), mask=flat.mask, samples=flat.rows,
+            advantages=flat.per_token(given.advantages, self._dtype), mask=flat.mask, samples=flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
-            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
+            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device), lengths=flat.lengths,
+            entropy=entropy, reference_logprobs=self._referred(samples, flat), chosen=chosen,
         )
+
+    @torch.no_grad()
+    def _referred(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
+        """Log-probabilities under the reference, where there is one."""
+        return None if self.reference is None else self.reference(samples, flat)
 
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         return self.forward.score(samples, flat)
 
     def _count(
-        self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor, entropy: Tensor,
-        version: int | None,
+        self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
+        marks: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        current, begun = self._of_these_weights(samples, flat, version)
-        self._sums += diagnostics.sums(inputs, loss, entropy, current, self.settings, begun)
+        current, begun = marks
+        assert inputs.entropy is not None
+        self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
         context = sum(sample.context for sample in samples)
@@ -296,12 +388,27 @@ class Trainer:
         return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
 
     @torch.no_grad()
+    def refer(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Log-probabilities of the generated tokens under the reference, in the order of `samples`."""
+        return self._rows(samples, self._referred_parts(samples))
+
+    def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
+            chosen = [samples[i] for i in part]
+            yield part, self._referred(chosen, batch.flatten(chosen, self._dtype, self._device))
+            self.moved()
+
+    @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
+        return self._rows(samples, ((part, logprobs) for part, logprobs, _ in self._scored(samples)))
+
+    def _rows(self, samples: Sequence[Sample], parts: Iterable[tuple[list[int], Any]]) -> list[Floats]:
+        """The values of all tokens as a row per sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
-        for part, logprobs, _ in self._scored(samples):
+        for part, values in parts:
             ends = np.cumsum([len(samples[i].token_ids) for i in part])[:-1]
-            for index, row in zip(part, np.split(logprobs.float().cpu().numpy(), ends), strict=True):
+            for index, row in zip(part, np.split(values.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
         return found
 
@@ -316,22 +423,42 @@ class Trainer:
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            chosen = [samples[i] for i in part]
-            flat = batch.flatten(chosen, self._dtype, self._device)
-            yield part, *self._logprobs(chosen, flat)
+            yield part, *self.scored([samples[i] for i in part])
             self.moved()
+
+    @torch.no_grad()
+    def scored(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; of none, where a
+        rank without work has to make a forward like the others."""
+        chosen = list(samples) or [NOTHING]
+        logprobs, entropies = self._logprobs(chosen, batch.flatten(chosen, self._dtype, self._device))
+        return (logprobs, entropies) if samples else (logprobs[:0], entropies[:0])
+
+    @property
+    def counted(self) -> int:
+        """Trained tokens of the step under way."""
+        return self._tokens
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    def step(self, lr: float) -> StepStats:
-        """Divides, clips and updates with that learning rate; or skips, with the reason."""
+    def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+        """Divides, clips and updates with that learning rate; or skips, with the reason.
+
+        The gradient is divided by `denominator` (0: by the trained tokens) times `scale`, the number that the
+        advantages were not divided by.
+        """
+        return stats_of([self.update(lr, denominator, scale)], lr, denominator, scale)
+
+    def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> Share:
+        """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        if self._tokens == 0:
+        (tokens,) = sharding.added([self._tokens], self.parameters)
+        if not tokens:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self.parameters, self._tokens)
+            norm = normalised_norm(self.parameters, (denominator or tokens) * scale)
             if np.isfinite(norm):
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
@@ -340,9 +467,9 @@ class Trainer:
                 self._round()
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        stats = self._stats(lr, norm, reason, culprits, started)
+        share = self._share(norm, reason, culprits, started)
         self._clear()
-        return stats
+        return share
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame
@@ -350,22 +477,19 @@ class Trainer:
         if bad:
             return tuple(bad)
         named = self.trained_tensors().items()
-        return tuple(f"parameter {n}" for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all()))
+        own = ((name, sharding.local(one.grad)) for name, one in named if one.grad is not None)
+        return tuple(f"parameter {name}" for name, gradient in own if not bool(gradient.isfinite().all()))
 
-    def _stats(
-        self, lr: float, norm: float, reason: str, culprits: tuple[str, ...], started: float
-    ) -> StepStats:
-        sums = tuple(self._sums.tolist())  # the one time that the device is read
-        found = diagnostics.finish(sums)
-        return StepStats(
-            lr=lr, loss=found.loss / max(self._tokens, 1), grad_norm=norm, tokens=self._tokens,
-            sequences=self._sequences, micro_batches=len(self._blame),
-            padding=1.0 - self._real / self._computed if self._computed else 0.0,
-            diagnostics=found, skipped=reason, culprits=culprits, context_tokens=self._context,
-            mastered_tokens=int(self._mastered),
+    def _share(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> Share:
+        return Share(
+            norm=norm, skipped=reason, culprits=culprits,
+            sums=tuple(self._sums.tolist()),  # the one time that the device is read
+            tokens=self._tokens, sequences=self._sequences, context=self._context, mastered=int(self._mastered),
+            computed=self._computed, real=self._real, micro_batches=len(self._blame),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),
-            step_s=time.perf_counter() - started, sums=sums)
+            step_s=time.perf_counter() - started,
+        )
 
     # -- weights and state -----------------------------------------------------------------------------------------
 
@@ -373,10 +497,27 @@ class Trainer:
         """The weights to publish, by name, in the compute type; valid until the next step."""
         return self._named(self.model)
 
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights to publish one by one, whole, on every rank that the parameters are spread over; a collective
+        each. Cast before they are gathered: half of the bytes, and what a forward computes with."""
+        dtype = None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
+        return sharding.gathered(self._named(self.model).items(), dtype)
+
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
         return {**self.optimizer.state_dict(), **({MASTER: self.trained_tensors()} if self.rounded else {})}
+
+    def gather_state(self, keep: bool) -> dict[str, Any]:
+        """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
+        Without `keep` this rank only takes part, and gets nothing."""
+        state = Trainer.optimizer_state(self)
+        for name in ("state", MASTER):
+            state[name] = _whole(state.get(name, {}), keep)
+        if not self.rounded:
+            del state[MASTER]
+        self.moved()
+        return state if keep else {}
 
     @property
     def rounded(self) -> bool:
@@ -400,10 +541,11 @@ class Trainer:
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
         own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict({name: value for name, value in state.items() if name != MASTER})
+        parts = {name: self._spread(name, value) for name, value in state.items() if name != MASTER}
+        self.optimizer.load_state_dict(parts)
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
-                parameter.copy_(state[MASTER][name])
+                parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
         self._round()
         changed = []
         for mine, group in zip(own, self.optimizer.param_groups, strict=True):
@@ -414,22 +556,66 @@ class Trainer:
         self._clear()
         return list(dict.fromkeys(changed))
 
+    def _spread(self, name: str, value: Any) -> Any:
+        """This rank's part of an optimiser's state, which has the parameters by number."""
+        if name != "state":
+            return value
+        order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {
+            number: {key: sharding.spread_like(one, order[number]) if one.ndim else one for key, one in kept.items()}
+            for number, kept in value.items()
+        }
+
+    def restore(self, found: Checkpoint) -> list[str]:
+        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns."""
+        return self.load_optimizer_state(found.optimizer_state())
+
+
+NOTHING = Sample(
+    uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
+    behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
+)
+
+
+def _whole(tree: Any, keep: bool) -> Any:
+    """Dicts of tensors with each tensor whole and on the host, in an order that is the same on all ranks."""
+    if isinstance(tree, dict):
+        return {name: _whole(tree[name], keep) for name in sorted(tree)}
+    if not isinstance(tree, Tensor):
+        return tree
+    gathered = sharding.whole(tree)
+    return gathered.cpu() if keep else None
+
 
 LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of layers alone
 
 
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
-    """How the model computes, and the masters of its parameters where it computes in fewer bits."""
-    head = Head.of(model.config, settings.head_rows, torch.float32 if settings.head_dtype == "float32" else None)
+    """How the model computes, and the masters of its parameters where it computes in fewer bits. Spread over ranks it
+    has its masters in the shards, and its way was chosen before."""
+    if isinstance(forward, sharding.Sharded):
+        return forward, None
     found = forward
     if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
-        found = choose_forward(model, head, settings.attention)
+        found = way_of(model, settings)
     masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
-    found = found or choose_forward(model, head, settings.attention)
-    large = model.device.type != "cpu" and sum(parameter.numel() for parameter in model.parameters()) >= LARGE
-    if settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large):
-        checkpoint_layers(found)
+    found = found or way_of(model, settings)
+    checkpoint_if_asked(found, settings)
     return found, masters
+
+
+def way_of(model: Any, settings: TrainerSettings) -> Forward:
+    """The cheapest way of the model with these settings."""
+    head = Head.of(model.config, settings.head_rows, torch.float32 if settings.head_dtype == "float32" else None)
+    return choose_forward(model, head, settings.attention)
+
+
+def checkpoint_if_asked(way: Forward, settings: TrainerSettings, device: str = "") -> None:
+    """Let the way's layers be computed again in backward, where the settings say so for a model on that device."""
+    kind, count = device or way.model.device.type, sum(parameter.numel() for parameter in way.model.parameters())
+    large = kind != "cpu" and count >= LARGE
+    if settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large):
+        checkpoint_layers(way)
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:
@@ -452,15 +638,21 @@ def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.opt
     return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-def normalised_norm(parameters: Sequence[Tensor], count: int) -> float:
-    """Divides the accumulated gradient by the trained tokens of the step, in place, and returns its norm."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_div_(gradients, float(count))
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
+    """Divides the accumulated gradient by a number of the step, in place, and returns its norm: that of all
+    ranks together where the parameters are spread over some, which is a collective then."""
+    gradients = _gradients(parameters)
+    torch._foreach_div_(gradients, divisor)
+    norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(1)
+    return math.sqrt(sharding.added([float(norms.square().sum())], parameters)[0])
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
     """Scales the gradient down to the limit if its norm is above."""
     if norm > limit:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        torch._foreach_mul_(_gradients(parameters), limit / (norm + 1e-6))
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of them; views."""
+    return [sharding.local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -67,14 +67,18 @@ def test_the_files_of_the_reference_hold_every_key_once_with_its_default(tmp_pat
     overrides = []
     for part in parsed:
         part.pop("process", None)
-        part.get("validation", {}).pop("set", None)  # an example of an entry, as processes are
-        overrides += [f"{key}={show(value)}" for key, value in leaves(part)]
+        overrides += [f"{key}={show(value)}" for key, value in leaves(part) if not is_example(value)]
     short = tmp_path / "short.toml"
     short.write_text('[model]\npath = "tiny:sort"\n[data]\ntrain = "tiny:sort"\n[learner]\nlr = 2e-4\n')
     all_given, default = load(short, overrides), load(short)
     for field in dataclasses.fields(Topology):
         if field.name not in ("source", "derived", "overrides"):
             assert getattr(all_given, field.name) == getattr(default, field.name), field.name
+
+
+def is_example(value: Any) -> bool:
+    """Whether it is an array of tables, which is empty by default."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def leaves(table: Any, name: str = "") -> Iterator[tuple[str, Any]]:

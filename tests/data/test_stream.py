@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from busrl.data import JsonlStream, prompt_of, scan
-from busrl.data.prompts import BOM
+from busrl.data.prompts import BLOCK, BOM, shares
 from busrl.errors import DataError
+from busrl.ledger.audit.snapshot import Prompts
 
 
 def write(path: Path, records: list[object]) -> Path:
@@ -127,6 +129,8 @@ class Plain:
     prompt_key = "q"
     template = "none"
     system = ""
+    tools_key = ""
+    template_arguments: dict[str, object] = {}  # noqa: RUF012 - never changed
 
 
 class Chat(Plain):
@@ -203,8 +207,6 @@ def test_files_are_read_as_people_write_them(tmp_path: Path) -> None:
 
 
 def test_the_audit_reads_the_same_lines_by_itself(tmp_path: Path) -> None:
-    from busrl.ledger.audit.snapshot import Prompts
-
     path = written_by_people(tmp_path / "p.jsonl")
     stream, prompts = JsonlStream(path, 3, True, "q"), Prompts(path, 3, True)
     assert len(prompts) == 4
@@ -228,3 +230,82 @@ def test_broken_lines_beyond_the_first_few_are_counted_by_what_is_wrong(tmp_path
         "must be a string, or a list of messages": 1, "the key 'prompt' is missing": 9, "not JSON": 3,
         "every line must be a JSON object": 1,
     }
+
+
+# -- mixtures --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    start: int
+    count: int
+    share: int
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> list[Part]:
+    counts = draw(st.lists(st.integers(1, 40), min_size=2, max_size=5))
+    weights = draw(st.lists(st.floats(0.05, 10), min_size=len(counts), max_size=len(counts)))
+    starts = [sum(counts[:at]) for at in range(len(counts))]
+    return [Part(*one) for one in zip(starts, counts, shares(weights))]
+
+
+def mixed(parts: list[Part], seed: int, shuffle: bool = True) -> JsonlStream:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.writelines(f'{{"prompt": "p{n}"}}\n' for n in range(sum(part.count for part in parts)))
+        file.flush()
+        return JsonlStream(file.name, seed, shuffle, sections=parts)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12))
+def test_shares_fill_a_block_and_none_is_off_by_a_whole_draw(weights: list[float]) -> None:
+    found = shares(weights)
+    assert sum(found) == BLOCK
+    assert all(abs(share - weight / sum(weights) * BLOCK) < 1 for share, weight in zip(found, weights))
+
+
+@given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs(
+    parts: list[Part], seed: int, block: int, shuffle: bool
+) -> None:
+    with mixed(parts, seed, shuffle) as stream:
+        lines = [stream.item(draw).index for draw in range(block * BLOCK, (block + 2) * BLOCK)]
+    for part in parts:
+        own = [line - part.start for line in lines if part.start <= line < part.start + part.count]
+        firsts = sum(part.start <= line < part.start + part.count for line in lines[:BLOCK])
+        assert (firsts, len(own)) == (part.share, 2 * part.share)
+        begun = -(block * part.share) % part.count  # the first of these draws that begins an epoch
+        for start in range(begun, len(own) - part.count + 1, part.count):
+            assert sorted(own[start : start + part.count]) == list(range(part.count))
+            assert shuffle or own[start : start + part.count] == list(range(part.count))
+
+
+@given(mixtures(), st.integers(0, 2**31 - 1), st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
+@settings(max_examples=25, deadline=None)
+def test_a_draw_of_a_mixture_is_the_same_item_after_any_restart_and_for_the_audit(
+    parts: list[Part], seed: int, draws: list[int]
+) -> None:
+    with mixed(parts, seed) as one, mixed(parts, seed) as other:
+        found = [one.item(draw) for draw in draws]
+        assert found == [other.item(draw) for draw in reversed(draws)][::-1]
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.writelines(f'{{"prompt": "p{n}"}}\n' for n in range(sum(part.count for part in parts)))
+        file.flush()
+        audited = Prompts(Path(file.name), seed, True, [(part.start, part.count, part.share) for part in parts])
+        assert audited.crcs(np.array(draws)).tolist() == [item.crc for item in found]
+
+
+def test_one_source_is_drawn_like_a_file() -> None:
+    with mixed([Part(0, 7, BLOCK)], 3) as one:
+        order = np.random.Generator(np.random.PCG64([3, 1])).permutation(7)
+        assert [one.item(7 + n).index for n in range(7)] == order.tolist()
+
+
+def test_a_file_with_fewer_lines_than_its_sources_is_refused() -> None:
+    parts = [Part(0, 3, 500), Part(3, 4, 500)]
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write('{"prompt": "a"}\n')
+        file.flush()
+        with pytest.raises(DataError, match="fewer lines than its sources"):
+            JsonlStream(file.name, 0, True, sections=parts)

@@ -205,3 +205,13 @@ def test_the_program_says_so_with_its_exit_code(
 def test_the_oracle_shares_no_code_with_the_run() -> None:
     for path in (ROOT / "tools" / "oracle").glob("*.py"):
         assert "import busrl" not in path.read_text() and "from busrl" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(("key", "value"), [("loss", "gspo"), ("kl", "k3"), ("aggregation", "prompt-mean")])
+def test_a_run_of_an_algorithm_that_is_not_recomputed_is_refused_by_name(key: str, value: str) -> None:
+    from oracle.check import _only_what_is_known
+
+    topology = {"learner": {"loss": "ppo_clip", "advantage": "group_std", key: value}}
+    with pytest.raises(ValueError, match=f"learner.{key} = '{value}'"):
+        _only_what_is_known(topology)
+    _only_what_is_known({"learner": {"loss": "decoupled", "advantage": "group_mean"}})

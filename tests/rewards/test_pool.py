@@ -54,6 +54,7 @@ class Settings:
     answer_key: str = "answer"
     timeout_s: float = 60.0
     workers: int = 1
+    part: tuple = ()
 
 
 MakePool = Callable[..., RewardPool]
@@ -251,7 +252,8 @@ import time
 sys.path.insert(0, {root!r})
 from types import SimpleNamespace
 from busrl.rewards.pool import Item, RewardPool
-s = SimpleNamespace(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1)
+own = dict(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1, part=())
+s = SimpleNamespace(**own)
 pool = RewardPool(s, base_dir={base!r})
 pool.wait_ready(60)
 pool.submit([Item(0, b"{{}}", "hang", [])])

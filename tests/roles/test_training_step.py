@@ -16,9 +16,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from busrl.algorithms import catalog
 from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.data import JsonlStream
+from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.files import json_lines
 from busrl.ledger.trained import TrainedSet
@@ -80,6 +82,110 @@ def test_a_step_streamed_in_parts_equals_the_step_at_once(topology: Topology) ->
     parts.accumulate(batch[:8], 0)
     parts.finish(4)
     assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
+
+
+def with_keys(topology: Topology, **keys: object) -> Topology:
+    return dataclasses.replace(topology, learner=dataclasses.replace(topology.learner, **keys))  # type: ignore[arg-type]
+
+
+def varied(step: int) -> list[SampleRecord]:
+    """Rewards of many sizes, and no group that is flat."""
+    chance = np.random.default_rng(step + 77)
+    return [
+        msgspec.structs.replace(one, reward=float(chance.random()), versions=chance.integers(
+            0, 2, len(one.versions) // 4).astype("<u4").tobytes())
+        for one in records(step)
+    ]
+
+
+class Watched(TrainingStep):
+    """Keeps the gradients that the optimiser got, before clipping scales them, of weights moved off the reference."""
+
+    def __init__(self, topology: Topology, shifted: float = 1.05) -> None:
+        super().__init__(with_keys(topology, max_grad_norm=1e6))
+        self.gradients: list[torch.Tensor] = []
+        with torch.no_grad():
+            for parameter in self.trainer.parameters:
+                parameter.mul_(shifted)
+        self.trainer.optimizer.register_step_pre_hook(lambda *_: self.gradients.append(self._gradient()))
+
+    def _gradient(self) -> torch.Tensor:
+        return torch.cat([parameter.grad.flatten().double() for parameter in self.trainer.parameters])
+
+
+def apart(one: Watched, other: Watched) -> float:
+    """The largest difference of the updates' gradients, as a share of their length."""
+    pairs = zip(one.gradients, other.gradients, strict=True)
+    return max(float((a - b).norm() / a.norm()) for a, b in pairs)
+
+
+COMBINATIONS: dict[str, dict[str, object]] = {
+    **{name: {"loss": name} for name, facts in catalog.LOSSES.items() if not facts.chooses},
+    **{name: {"advantage": name} for name, made in catalog.ADVANTAGES.items() if made == catalog.GROUP},
+    **{name: {"aggregation": name, "length_norm": 7} for name in catalog.AGGREGATIONS},
+    **{f"batch_std, {name}": {"advantage": "batch_std", "loss": name} for name, facts in catalog.LOSSES.items()
+       if facts.homogeneous and not facts.chooses},
+    **{f"{name}, reinforce": {"correction": name, "loss": "reinforce"} for name in catalog.CORRECTIONS},
+    **{f"{name} in the loss": {"kl": name, "kl_coef": 0.3} for name in catalog.KL_TERMS},
+    "geo_rs, reinforce": {"correction": "geo_rs", "loss": "reinforce", "correction_low": 0.9, "correction_high": 1.1},
+    "k3_rs, reinforce": {"correction": "k3_rs", "loss": "reinforce", "correction_high": 0.1},
+    "opsm": {"loss": "opsm", "opsm_delta": 0.05}, "two_sided": {"loss": "two_sided", "two_sided_delta": 1.1},
+    "kl in the reward": {"kl": "k1", "kl_coef": 0.3, "kl_in": "reward"},
+    "entropy": {"entropy_coef": 0.2}, "newest": {"newest_ratio": "one"},
+}
+OTHERWISE_THE_SAME = {"group_std", "ppo_clip", "token-mean", "none in the loss"}
+
+
+@pytest.mark.parametrize("name", sorted(COMBINATIONS))
+def test_streamed_at_once_and_from_the_log_every_algorithm_makes_the_same_step(topology: Topology, name: str) -> None:
+    chosen = with_keys(topology, **COMBINATIONS[name])
+    assert catalog.held_back(chosen.learner) == ""
+    batch = varied(1)
+    parts, whole, again = (Watched(chosen) for _ in range(3))
+    parts.accumulate(batch[12:], 0)
+    parts.accumulate(batch[:8], 0)
+    parts.accumulate(batch[8:12], 0)
+    streamed = parts.finish(4)
+    at_once = whole.train(batch, 4, version=0)
+    record = Record(step=1, version=0, cause="count", groups=[100, 101, 102, 103], samples=batch)
+    again.replay(msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record))
+    assert streamed.loss == pytest.approx(at_once.loss, rel=1e-6, abs=1e-9)
+    assert at_once.grad_norm > 1e-3
+    assert apart(whole, parts) < 1e-6 and apart(whole, again) < 1e-6
+    if name not in OTHERWISE_THE_SAME:
+        plain = Watched(topology)
+        plain.train(batch, 4, version=0)
+        assert apart(whole, plain) > 1e-4, "the keys have no effect"
+
+
+@pytest.mark.parametrize(
+    "keys", [{"loss": "m2po"}, {"loss": "clip_cov", "clip_cov_range": (0.0, 5.0), "cov_share": 0.2},
+             {"loss": "kl_cov", "cov_share": 0.2}, {"advantage": "batch_whiten"},
+             {"advantage": "batch_std", "entropy_coef": 0.1}, {"loss": "dppo", "advantage": "batch_std"}],
+    ids=str,
+)
+def test_what_needs_the_whole_step_is_held_back_and_the_same_from_the_log_in_any_cut(
+    topology: Topology, keys: dict[str, object]
+) -> None:
+    chosen, batch = with_keys(topology, **keys), varied(2)
+    assert catalog.held_back(chosen.learner)
+    live, again = Watched(chosen), Watched(with_keys(chosen, micro_batch_tokens=40))
+    one = live.train(batch, 4, version=0)
+    record = Record(step=1, version=0, cause="count", groups=[0, 1, 2, 3], samples=batch)
+    other = again.replay(record)
+    assert other.micro_batches > one.micro_batches
+    assert apart(live, again) < 1e-6 and one.grad_norm > 1e-3
+
+
+@pytest.mark.parametrize("loss", ["gspo", "m2po", "kl_cov", "decoupled"])
+def test_two_updates_per_batch_are_against_the_weights_before_the_first(topology: Topology, loss: str) -> None:
+    batch = varied(3)
+    for ratio in ("proximal", "behaviour"):
+        chosen = with_keys(topology, loss=loss, ratio=ratio, updates_per_batch=2, lr=1e-2, advantage="batch_std")
+        live, again = Watched(chosen), Watched(with_keys(chosen, micro_batch_tokens=40))
+        live.train(batch, 4, version=0)
+        again.replay(Record(step=1, version=0, cause="count", groups=[0, 1, 2, 3], samples=batch))
+        assert len(live.gradients) == 2 and apart(live, again) < 1e-4, "the second is at weights of float32 updates"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -345,6 +451,22 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
 
+def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage(topology: Topology) -> None:
+    batch = records(4, groups=2)
+    batch[3].finish = LENGTH
+    own = dataclasses.replace(topology.reward, truncated="mask")
+    masks = dataclasses.replace(topology, reward=own)
+    step, again, other = TrainingStep(masks), TrainingStep(masks), TrainingStep(topology)
+    stats, replayed = step.train(batch, 2, 5), again.train(batch, 2, 5)
+    assert stats.sequences == 7 and stats.cut_tokens == len(batch[3].versions) // 4 == replayed.cut_tokens
+    kept = [place for place in range(8) if place != 3]
+    advantages = other._advantages(batch)
+    samples = [to_sample(batch[place]) for place in kept]
+    other.trainer.accumulate(samples, [advantages[place] for place in kept], None, 5)
+    other.finish(2)
+    assert torch.allclose(weights(step), weights(other), atol=1e-7) and step.finish(0).cut_tokens == 0
+
+
 def run_to(topology: Topology, paths: RunPaths, last: int, every: int) -> TrainingStep:
     """Steps up to `last` with a checkpoint every so many; the learner is then gone."""
     living, history = TrainingStep(topology), History(paths, topology)
@@ -540,3 +662,29 @@ def test_a_damaged_train_log_is_written_again_from_checkpoint_and_log(
     successor.load(TrainingStep(topology), lambda meta, folder: None)
     assert bool(successor.warnings) == (living and damage is garbage_at_the_end)  # lines were written behind it
     successor.close()
+
+
+def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_all_the_same(topology: Topology) -> None:
+    chosen = with_lora(with_keys(topology, kl="k3", kl_coef=0.5, lr=1e-2))
+    step, batch = TrainingStep(chosen), varied(1)
+    first = step.train(batch, 4, version=0)
+    assert first.diagnostics.kl == pytest.approx(0.0, abs=1e-9), "an adapter begins as nothing"
+    second = step.train(batch, 4, version=None)
+    assert second.grad_norm > 1e-3 and second.diagnostics.kl is not None and second.diagnostics.kl > 1e-8
+    samples = [to_sample(one) for one in batch]
+    base = TrainingStep(topology).trainer.score(samples)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.refer(samples), base, strict=True))
+    assert not all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score(samples), base, strict=True))
+    plain = TrainingStep(with_lora(with_keys(topology, lr=1e-2)))
+    assert plain.train(batch, 4, version=0).grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+
+
+def test_a_reference_of_another_vocabulary_ends_the_start_by_name(topology: Topology, tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    model = dataclasses.replace(topology.model, reference=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="17 tokens"):
+        TrainingStep(dataclasses.replace(with_keys(topology, kl="k3", kl_coef=0.1), model=model))

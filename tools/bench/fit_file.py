@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
-from busrl.data.prompts import JsonlStream
+from busrl.data.prompts import training_stream
 from busrl.paths import RunPaths
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "quickstart.fit.jsonl"
@@ -39,7 +39,7 @@ def groups_of(run: Path) -> list[tuple[int, str, list[int], str]]:
     """Step, prompt, lengths and rewards of the groups that are kept."""
     paths = RunPaths.of(run)
     topology = Topology.from_json(paths.topology.read_text())
-    stream = JsonlStream(topology.data.train, topology.run.seed, topology.data.shuffle, topology.data.prompt_key)
+    stream = training_stream(topology)
     by_step: dict[int, list[tuple[int, str, list[int], str]]] = {}
     for line in paths.groups.read_bytes().splitlines():
         row = msgspec.json.decode(line)

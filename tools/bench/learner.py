@@ -5,7 +5,8 @@ log-softmax, each in a process of its own, and reports peak memory above the hid
 gradients are apart. `learner.py packing` trains long-tailed samples (log-normal lengths, median 300, sigma 0.7) both
 ways and reports tokens per second and the share of computed positions that were padding. `learner.py saved` counts the
 bytes that a forward saves for its backward, per token, with and without activation checkpointing, at the widths of a
-real model in a few of its layers. One thread each.
+real model in a few of its layers. `learner.py peak` makes true optimiser steps of a model with random weights in a
+process of its own and reports its peak of resident memory beside what `busrl check` says. One thread each.
 """
 
 from __future__ import annotations
@@ -169,6 +170,17 @@ SHAPES: dict[str, dict[str, Any]] = {  # what config.json of these models says o
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256,
         "tie_word_embeddings": True},
 }
+# Name, layers, words (0: the model's own), tokens per micro-batch, length of a sample, checkpointing, type, lora.rank
+PEAKS = [
+    ("qwen2.5-0.5b", 24, 0, 4096, 1024, "full", "float32", 0),  # the whole model, 494 M parameters
+    ("qwen2.5-0.5b", 2, 0, 1024, 512, "none", "float32", 0),
+    ("qwen3-0.6b", 6, 32_000, 2048, 200, "none", "float32", 0),
+    ("llama-3.2-1b", 4, 32_000, 2048, 1024, "full", "float32", 0),
+    ("qwen2.5-0.5b", 6, 32_000, 1024, 512, "none", "bfloat16", 0),
+    ("qwen2.5-7b", 1, 32_000, 512, 512, "none", "bfloat16", 16),
+    ("qwen2.5-7b", 1, 32_000, 1024, 1024, "none", "float32", 0),
+]
+
 
 def described(name: str, layers: int, words: int) -> dict[str, Any]:
     """config.json of so many layers of it."""
@@ -245,6 +257,43 @@ def saved(names: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def peak_once(place: int) -> dict[str, Any]:
+    """A short first step, after which gradient and optimiser are whole, and then one of a full micro-batch; bytes."""
+    from busrl.config import memory
+
+    name, layers, words, tokens, length, checkpointing, dtype, rank = PEAKS[place]
+    config = described(name, layers, words)
+    said = memory.learner_sum(config, memory.Work(
+        tokens=tokens, dtype=dtype, checkpointing=checkpointing == "full", lora_rank=rank))
+    import torch
+
+    from busrl.training.model import Adapter, LoraSettings
+    from busrl.training.trainer import Trainer, TrainerSettings, keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    model = made_model(name, layers, words)
+    if rank and dtype == "bfloat16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    parameters = sum(one.numel() for one in model.parameters())
+    named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
+    settings = TrainerSettings(
+        micro_batch_tokens=tokens, compute_dtype=dtype, activation_checkpointing=checkpointing)
+    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
+    Path("/proc/self/clear_refs").write_text("5")
+    begun = time.process_time()
+    for samples in (made_samples(64, 64, config["vocab_size"]), made_samples(tokens, length, config["vocab_size"])):
+        trainer.accumulate(samples, [1.0, -1.0, 1.0, -1.0, *[0.5] * len(samples)][: len(samples)])
+        stats = trainer.step(1e-6)
+    return {
+        "way": name, "layers": layers, "words": words, "tokens": tokens, "length": length, "dtype": dtype,
+        "checkpointing": checkpointing, "lora_rank": rank, "parameters": parameters, "peak": peak(),
+        "said": sum(said.values()), "ratio": sum(said.values()) / peak(), "parts": said, "loss": stats.loss,
+        "micro_batches": stats.micro_batches, "cpu_s": time.process_time() - begun,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -260,10 +309,12 @@ def main() -> None:
     three = verbs.add_parser("saved")
     three.add_argument("--names", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-7b"], choices=SHAPES)
     three.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    for verb in (one, two, three):
+    four = verbs.add_parser("peak")
+    four.add_argument("--places", type=int, nargs="+", default=list(range(len(PEAKS))), help="of the configurations")
+    for verb in (one, two, three, four):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
-    for name, kinds in (("head-once", 3), ("packing-once", 5), ("saved-once", 3)):
+    for name, kinds in (("head-once", 3), ("packing-once", 5), ("saved-once", 3), ("peak-once", 1)):
         verbs.add_parser(name).add_argument("values", nargs=kinds)
     options = parser.parse_args()
     if options.verb.endswith("-once"):
@@ -279,6 +330,8 @@ def main() -> None:
 def once(verb: str, values: list[str]) -> dict[str, Any]:
     if verb == "saved-once":
         return saved_once(values[1], values[0], values[2])
+    if verb == "peak-once":
+        return peak_once(*map(int, values))
     way, *numbers = values
     return (head_once if verb == "head-once" else packing_once)(way, *map(int, numbers))
 
@@ -288,6 +341,8 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         return head(options.rows, options.words, options.whole_up_to, options.rounds)
     if options.verb == "saved":
         return saved(options.names, options.dtypes)
+    if options.verb == "peak":
+        return [child("peak-once", str(place)) for place in options.places]
     return packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)
 
 

@@ -19,7 +19,11 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, and absolute below 1 (default 1e-5)")
     parser.add_argument("--float32", action="store_true", help="load models as float32: quicker, less exact")
     given = parser.parse_args()
-    found = check(given.run_dir, tolerance=given.tolerance, dtype="float32" if given.float32 else "float64")
+    try:
+        found = check(given.run_dir, tolerance=given.tolerance, dtype="float32" if given.float32 else "float64")
+    except ValueError as problem:
+        print(f"oracle: {problem}", file=sys.stderr)
+        return 2
     print(found.text())
     return 1 if found.wrong else 0
 

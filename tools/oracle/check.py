@@ -77,10 +77,30 @@ def check(root: Path, tolerance: float = 1e-5, dtype: str = "float64") -> Found:
     return _Check(read(Path(root)), tolerance, dtype).all()
 
 
+# What the formulas of `maths` are of: dotted key -> the values that they know.
+KNOWN = {
+    "learner.loss": ("ppo_clip", "decoupled"), "learner.advantage": ("group_std", "group_mean"),
+    "learner.aggregation": ("token-mean",), "learner.ratio": ("behaviour",), "learner.newest_ratio": ("recorded",),
+    "learner.correction": ("none",), "learner.kl": ("none",), "learner.entropy_coef": (0.0,),
+}
+
+
+def _only_what_is_known(topology: dict[str, Any]) -> None:
+    """A ValueError for a run of an algorithm that is not recomputed here; a key of a later busrl may be missing."""
+    for key, values in KNOWN.items():
+        table, name = key.split(".")
+        if (value := topology[table].get(name, values[0])) not in values:
+            raise ValueError(
+                f"{key} = {value!r}: the oracle recomputes runs with {', '.join(map(repr, values))} alone; the "
+                "formulas of the others are tested against vectors (tests/algorithms)"
+            )
+
+
 class _Check:
     def __init__(self, files: RunFiles, tolerance: float, dtype: str) -> None:
         self.files, self.tolerance = files, tolerance
         topology = files.topology
+        _only_what_is_known(topology)
         self.learner, self.run, self.segments = topology["learner"], topology["run"], topology["segments"]
         self.generation, self.weights_ = topology["generation"], topology["weights"]
         self.experiments, self.worth = topology["experiments"], topology["reward"]
@@ -479,10 +499,13 @@ class _Check:
     def validation(self) -> None:
         """Each validated answer is drawn again at the validation temperature, and judged; then the means."""
         for row in self.files.rounds:
-            own = [one for one in self.files.validation if one["round"] == row["round"]]
+            name = row.get("set", "")
+            own = [
+                one for one in self.files.validation if one["round"] == row["round"] and one.get("set", "") == name
+            ]
             spread = sorted({one["version"] for one in own} | {one["oldest"] for one in own})
             self.found.done["validation rounds"] += 1
-            name = f"round {row['round']}"
+            name = f"round {row['round']}{f' of {name}' if name else ''}"
             if own and abs(row["val/reward"] - self.mean_of_prompts(own)) > 1e-9:
                 self.found.error("validation", f"{name}: {row['val/reward']} is not the mean of its prompts' means")
             if bool(row["mixed"]) != (len(spread) > 1):
@@ -502,7 +525,10 @@ class _Check:
         if weights is None or line is None or self.lora:
             return
         prompt = self.prompts.ids(line)
-        tokens, near = self.again(weights, prompt, one["uid"], self.files.topology["validation"]["temperature"])
+        asked, _ = asked_set(one, self.files.topology)
+        if asked["top_p"] < 1 or asked["max_new_tokens"] < self.files.topology["generation"]["max_new_tokens"]:
+            return
+        tokens, near = self.again(weights, prompt, one["uid"], asked["temperature"])
         if near:
             return
         finish = EOS if tokens[-1] in self.model.ends else LENGTH
@@ -591,6 +617,7 @@ class _Prompts:
         self.topology, self.data, self.settings = topology, topology["data"], topology["reward"]
         self.train = _read_lines(Path(self.data["train"]))
         self.held_out = _read_lines(Path(topology["validation"]["data"] or self.data["train"]))
+        self.of_set: dict[str, list[bytes]] = {}
         self.by_crc = {zlib.crc32(line): line for line in (*self.train, *self.held_out)}
         self.tokenizer = AutoTokenizer.from_pretrained(topology["model"]["path"], local_files_only=True)
 
@@ -625,12 +652,28 @@ class _Prompts:
         """The prompt of a validated sample; None where a template would have to be applied to it."""
         if self.data["template"] != "none":
             return None
-        samples, lines = topology["derived"]["val_samples"], len(self.held_out)
-        place = (one["uid"] - VALIDATE) % samples
+        asked, place = asked_set(one, topology)
+        name, held_out = asked["name"], self.held_out
+        if name:
+            held_out = self.of_set[name] = self.of_set.get(name) or _read_lines(Path(asked["data"]))
+        samples, lines = asked["prompts"], len(held_out)
+        place //= asked["k"]
         if samples >= lines:
-            return self.held_out[place % lines]
+            return held_out[place % lines]
         edges = np.arange(samples + 1) * lines // samples  # one line of each of so many equal stretches
-        return self.held_out[int(np.random.Generator(np.random.PCG64(0)).integers(edges[:-1], edges[1:])[place])]
+        return held_out[int(np.random.Generator(np.random.PCG64(0)).integers(edges[:-1], edges[1:])[place])]
+
+
+def asked_set(one: dict[str, Any], topology: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The set of validation that a sample is of, and its place in a round of it."""
+    answers, own = topology["derived"]["val_samples"], topology["validation"]
+    only = {
+        "name": "", "prompts": answers, "k": 1, "first": 0, "temperature": own["temperature"], "top_p": 1.0,
+        "max_new_tokens": topology["generation"]["max_new_tokens"],
+    }
+    place = (one["uid"] - VALIDATE) % answers
+    asked = [one for one in topology["derived"].get("sets") or [only] if one["first"] <= place][-1]
+    return asked, place - asked["first"]
 
 
 def _read_lines(path: Path) -> list[bytes]:

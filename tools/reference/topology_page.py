@@ -42,7 +42,7 @@ MIDDLE = """\
 EXAMPLES = {
     "validation.set.name": "math", "validation.set.data": "math.jsonl",
     "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
-    "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
+    "reward.part.kind": "math", "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }
 PROCESS = """\
 # A process that is to be more than one, another engine or another program; an entry stands for its role, or for the
@@ -59,10 +59,9 @@ def text() -> str:
             lines += [f"[{name}]", *keys]
     lines += [MIDDLE.format(apart=", ".join(f"reference-{name}.toml" for name in APART))]
     for name, cls in found:
-        if rest := list(_rest(name, cls, first)):
+        rows = [line for item in items(cls).values() if item.row for line in _row(f"{name}.{item.name}", item.row)]
+        if rest := [*_rest(name, cls, first), *rows]:
             lines += [*rest, ""]
-        rows = ((f"{name}.{item.name}", item.row) for item in items(cls).values() if item.row)
-        lines += [line for key, row in rows for line in (*_row(key, row), "")]
     lines += [PROCESS, "#[[process]]", *(f"#{line}" for _, line in _lines("process", schema.Process))]
     return "\n".join(lines) + "\n"
 

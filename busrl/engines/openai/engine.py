@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from busrl.config.machine import vocabulary_size
+from busrl.data.chat import parts_of
 from busrl.engines.base import (
     ABORTED,
     EOS,
@@ -47,8 +48,11 @@ if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.config.schema import Openai
     from busrl.data import Prompt
+    from busrl.data.prompts import Chat
     from busrl.weights.base import Receiver
     from busrl.weights.factory import Settings
+
+    Asked = list[dict[str, Any]] | Chat
 
 log = logging.getLogger("busrl")
 MOMENT_S = 0.02  # a step without messages waits this long: the role looks for new slots after it
@@ -78,7 +82,7 @@ class ServedEngine(Engine):
         self._tools = tools_of(settings)
         self._client = Client(settings, vocabulary, eos_ids)
         self._running: dict[int, PartialAnswer] = {}
-        self._chats: OrderedDict[bytes, Prompt] = OrderedDict()  # by chat: the messages of a prompt's ids
+        self._chats: OrderedDict[bytes, Asked] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # those that the next step is about
         self._loaded: tuple[int, Path, bool] | None = None  # version, path, adapter: what the server loaded last
         self._restore: threading.Thread | None = None  # gives a server that went away its version again
@@ -177,7 +181,7 @@ class ServedEngine(Engine):
     def encode(self, prompt: Prompt) -> list[int]:
         ids = super().encode(prompt)
         if self._chat:
-            chat: Prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            chat: Asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self._chats[np.asarray(ids, np.int32).tobytes()] = chat
             if len(self._chats) > PROMPTS_KEPT:
                 self._chats.popitem(last=False)
@@ -204,8 +208,10 @@ class ServedEngine(Engine):
         chat = self._chats.get(request.prompt_ids.astype(np.int32).tobytes())
         if chat is None or len(request.prefix_ids):
             raise ValueError(f"request {request.key}: by chat a prompt is a chat, and an answer is made in one go")
-        body |= {"messages": chat, "logprobs": True, "stream_options": {"include_usage": True}}
-        return body | ({"tools": self._tools} if self._tools else {})
+        messages, tools, arguments = parts_of(chat)
+        body |= {"messages": messages, "logprobs": True, "stream_options": {"include_usage": True}}
+        body |= {"chat_template_kwargs": arguments} if arguments else {}  # as vLLM and SGLang call them
+        return body | ({"tools": tools or self._tools} if tools or self._tools else {})
 
     def _receive(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -35,6 +35,7 @@ import os
 import struct
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha1
@@ -183,13 +184,16 @@ def _read_slots(segment: mmap.mmap, uuid: bytes, n_slots: int, line_off: int) ->
 
 
 UNREAD = -1  # no crc yet
+DRAWS_MIXED = 1000  # draws in which each source has its share
 
 
 class Prompts:
-    """Lines of the prompt file in the order of a run."""
+    """Lines of the prompt file in the order of a run; `sources`: first line, lines and share of each, where several
+    are mixed."""
 
-    def __init__(self, path: Path, seed: int, shuffle: bool) -> None:
+    def __init__(self, path: Path, seed: int, shuffle: bool, sources: Sequence[tuple[int, int, int]] = ()) -> None:
         self.seed, self.shuffle = seed, shuffle
+        self.sources = tuple(sources) if len(sources) > 1 else ()
         starts, ends = array("q"), array("q")  # a file may have millions of lines
         self._path = path
         offset = last = 0
@@ -216,13 +220,40 @@ class Prompts:
         return self._crcs[items][back]
 
     def _items(self, draws: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Line numbers of ascending draws, epoch by epoch."""
-        epochs, items = np.divmod(draws, len(self))
+        """Line numbers of ascending draws."""
+        if not self.sources:
+            return self._epochs(draws, len(self))
+        lines = np.zeros_like(draws)
+        blocks, places = np.divmod(draws, DRAWS_MIXED)
+        kinds, order_in_source = self._mixed(blocks, places)
+        for kind, (first, count, share) in enumerate(self.sources):
+            mine = kinds == kind
+            lines[mine] = first + self._epochs(blocks[mine] * share + order_in_source[mine], count, kind + 1)
+        return lines
+
+    def _mixed(
+        self, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The source of each draw, and how many draws of its block went to that source before it."""
+        kinds, before = np.zeros_like(blocks), np.zeros_like(blocks)
+        labels = np.repeat(np.arange(len(self.sources)), [share for _, _, share in self.sources])
+        for block in np.unique(blocks):
+            row = labels[np.random.Generator(np.random.PCG64([self.seed, int(block)])).permutation(DRAWS_MIXED)]
+            rank = np.zeros(DRAWS_MIXED, np.int64)
+            for kind in range(len(self.sources)):
+                rank[row == kind] = np.arange(np.count_nonzero(row == kind))
+            here = blocks == block
+            kinds[here], before[here] = row[places[here]], rank[places[here]]
+        return kinds, before
+
+    def _epochs(self, draws: npt.NDArray[np.int64], size: int, *words: int) -> npt.NDArray[np.int64]:
+        """Which of `size` lines each of ascending draws takes, epoch by epoch."""
+        epochs, items = np.divmod(draws, size)
         if self.shuffle and draws.size:
             starts = np.append(0, np.flatnonzero(np.diff(epochs)) + 1)
             for start, end in zip(starts, [*starts[1:], draws.size]):
-                generator = np.random.Generator(np.random.PCG64([self.seed, int(epochs[start])]))
-                items[start:end] = generator.permutation(len(self))[items[start:end]]
+                generator = np.random.Generator(np.random.PCG64([self.seed, int(epochs[start]), *words]))
+                items[start:end] = generator.permutation(size)[items[start:end]]
         return items
 
     def _read(self, items: npt.NDArray[np.int64]) -> None:
@@ -250,6 +281,7 @@ class Terms:
     shuffle: bool
     wal: str
     train: str
+    sources: tuple[tuple[int, int, int], ...] = ()  # first line, lines and share of 1000 draws of each
     bound: int | None = None  # steps that a trained group may be old; None = nothing is promised
     masks_old: bool = False  # a group above the bound is trained without its tokens that are too old
     last_segment: bool = False  # only the last segment of an answer is trained
@@ -368,6 +400,10 @@ def read_terms(run_dir: Path) -> Terms:
             shuffle=bool(data["shuffle"]),
             wal=str(topology["learner"]["wal"]),
             train=str(data["train"]),
+            sources=tuple(
+                (int(one["start"]), int(one["count"]), int(one["share"]))
+                for one in topology.get("derived", {}).get("sources", ())
+            ),
             **_age_terms(topology),
         )
     except (KeyError, TypeError, ValueError) as exc:
@@ -409,8 +445,10 @@ def _slots(run_dir: Path, found: list[Finding]) -> tuple[Slots | None, bool]:
 
 def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: list[Finding]) -> Prompts | None:
     path = given or Path(str(readers.read_json(run_dir / "run.json").get("prompts") or terms.train))
+    if terms.sources:  # made for the run, and wherever its directory is now
+        path = run_dir / "data" / path.name
     try:
-        prompts = Prompts(path, terms.seed, terms.shuffle)
+        prompts = Prompts(path, terms.seed, terms.shuffle, terms.sources)
     except OSError as exc:
         found.append(note("prompts_unchecked", [str(path)], f"no prompt file, so prompts were not checked: {exc}"))
         return None

@@ -41,6 +41,7 @@ from busrl.states import Fate, SampleClass
 
 if TYPE_CHECKING:
     from busrl.config import Topology
+    from busrl.config.schema import Reward
 
 # -- claims --------------------------------------------------------------------
 
@@ -162,21 +163,32 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     return found
 
 
-def shaped(lines: Lines, truncated: float | str = "reward", penalty: float = 0.0) -> Lines:
-    """Change, in place, the rewards of training answers that the limit cut: to the number `truncated`, or ("reward")
-    less a penalty.
+def shaped(lines: Lines, reward: Reward, limit: int) -> Lines:
+    """Change, in place, the rewards of training answers: of those that the limit (in tokens) cut, to the number
+    reward.truncated, or less a penalty; of those that come near it, less the soft overlong punishment.
 
     The learner applies it to its copy of the ring's lines, so it holds for every kind of reward worker, and the slot
     keeps the original. Validation is not touched: it measures the task itself.
     """
-    if isinstance(truncated, str) and not penalty:
+    truncated, penalty = reward.truncated, reward.truncated_penalty
+    if isinstance(truncated, str) and not penalty and not reward.overlong_tokens:
         return lines
     state = lines["state"]
-    whole = (state == State.REWARDED) | (state == State.TRAINING)
-    cut = whole & (lines["cls"] == SampleClass.TRAIN) & (lines["finish"] == LENGTH)
+    whole = ((state == State.REWARDED) | (state == State.TRAINING)) & (lines["cls"] == SampleClass.TRAIN)
+    if reward.overlong_tokens:
+        lengths = lines["response_tokens"].astype(np.int64)
+        lines["reward"] += np.where(whole, overlong(lengths, limit, reward.overlong_tokens, reward.overlong_penalty), 0)
+    cut = whole & (lines["finish"] == LENGTH)
     worth = lines["reward"] - penalty if isinstance(truncated, str) else truncated
     lines["reward"] = np.where(cut, worth, lines["reward"])
     return lines
+
+
+def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: float) -> npt.NDArray[np.float64]:
+    """What is added to the reward of answers of these lengths: 0 up to `limit - buffer` tokens, -penalty at the limit,
+    on a straight line between them (soft overlong punishment, DAPO, arXiv 2503.14476, equation 13)."""
+    over = np.clip(lengths - (limit - buffer), 0, buffer)
+    return -(penalty * over / buffer)
 
 
 # -- samples.jsonl -------------------------------------------------------------

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
-from busrl.data import JsonlStream
+from busrl.data import training_stream
 from busrl.errors import DiskFull, UserError, WriteFailed
 from busrl.files import LineFile
 from busrl.ledger.trained import (
@@ -128,9 +128,9 @@ class History:
 
     def _mend_train_log(self) -> None:
         """Rare, and it reads the whole file: the prompts are opened for it alone."""
-        data, width = self.topology.data, 2 * self.topology.groups.size
+        width = 2 * self.topology.groups.size
         records = self.wal.records() if self.wal is not None else ()
-        with JsonlStream(data.train, self.topology.run.seed, data.shuffle, data.prompt_key) as stream:
+        with training_stream(self.topology) as stream:
             self.warnings.append(
                 mend_train_log(
                     self.paths.train_log, self.step, self.trained, records,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from busrl.algorithms import catalog
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import CannotTrain, DiskFull, FateRefused, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
@@ -56,7 +57,7 @@ class Learner(Actor):
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = self.topology.derived.limits
-        streaming = self.config.updates_per_batch == 1 and not self.config.deterministic
+        streaming = not catalog.held_back(self.config) and not self.config.deterministic
         self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = Waves.of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
@@ -165,8 +166,7 @@ class Learner(Actor):
 
     def _shaped_lines(self) -> npt.NDArray[Any]:
         """A copy of the ring's lines in which cut answers have the rewards that [reward] gives them."""
-        reward = self.topology.reward
-        return shaped(self.ring.lines(), reward.truncated, reward.truncated_penalty)
+        return shaped(self.ring.lines(), self.topology.reward, self.topology.generation.max_new_tokens)
 
     def _is_over(self) -> bool:
         run = self.topology.run

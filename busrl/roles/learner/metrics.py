@@ -302,11 +302,13 @@ def _line_of(record: Record) -> GroupsLine:
 
 def _training(stats: StepStats) -> dict[str, Any]:
     earlier = stats.context_tokens - stats.old_tokens
-    masked = stats.context_tokens + stats.mastered_tokens
+    whole = stats.context_tokens + stats.cut_tokens
+    masked = {"earlier_segments": earlier, "too_old": stats.old_tokens, "mastered": stats.mastered_tokens}
     return {
         "tokens": stats.tokens,
-        "masked": {"earlier_segments": earlier, "too_old": stats.old_tokens, "mastered": stats.mastered_tokens},
-        "never_trained": masked / max(1, stats.tokens + stats.context_tokens),  # of the tokens of the step's samples
+        "masked": {**masked, **({"cut": stats.cut_tokens} if stats.cut_tokens else {})},
+        # Of the tokens of the step's samples.
+        "never_trained": (whole + stats.mastered_tokens) / max(1, stats.tokens + whole),
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,

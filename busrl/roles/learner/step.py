@@ -9,6 +9,7 @@ Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring, the
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -21,23 +22,26 @@ import torch
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms.advantages import advantages as group_advantages
-from busrl.algorithms.losses import WITHOUT_PROXIMAL
+from busrl.algorithms import advantages as formulas
+from busrl.algorithms import catalog, losses, terms
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
+from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.training import checkpoint
-from busrl.training.batch import Sample, first_fault
+from busrl.training.batch import Flat, Sample, first_fault
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_estimator
-from busrl.training.forward import AUTO
+from busrl.training.forward import AUTO, Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
 from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
+ONCE = [name for name, made in catalog.ADVANTAGES.items() if made == catalog.SCALE]
+UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
 KEPT = 256  # versions whose step is remembered; older ones count as at most as old as the oldest of these
 
 
@@ -106,10 +110,15 @@ class TrainingStep:
         self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
         self.groups = 0
+        self._denominator = 0.0  # of the update under way
+        self._centred: list[float] = []  # advantages that were not divided by the number of the step
+        self.seed = topology.run.seed
         weights = topology.weights
         self.late = experiments.forced_age > 0  # a version has older weights than those of its step
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
         self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
+        self.masks_cut = topology.reward.truncated == "mask"
+        self.cut_tokens = 0  # of answers that were not trained, in the step under way
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch and each part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
@@ -119,6 +128,8 @@ class TrainingStep:
         own = topology.lora
         self.lora = LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
         self.gives_adapters = weights.transport in ADAPTERS
+        self.referred = Path(topology.model.reference) if topology.model.reference else None
+        self._reference: Forward | None = None
         self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
@@ -126,16 +137,41 @@ class TrainingStep:
     def _trainer(self, folder: Path) -> Trainer:
         """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
         model: it is not trained."""
-        named = "" if self.settings.attention == AUTO else self.settings.attention
-        dtype = torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
-        model = load(folder, dtype, self.device, named)
+        model = self._loaded(
+            folder, torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
+        )
         if self.lora is None:
             return Trainer(model, self.settings)
         self.adapter = Adapter(model, self.lora)
         return Trainer(model, self.settings, named=self.adapter.merged)
 
+    def _loaded(self, folder: Path, dtype: torch.dtype) -> Any:
+        return load(folder, dtype, self.device, "" if self.settings.attention == AUTO else self.settings.attention)
+
+    def _refer(self, trainer: Trainer) -> Callable[[Sequence[Sample], Flat], Tensor] | None:
+        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        if self.config.kl == "none":
+            return None
+        if (adapter := self.adapter) is not None and self.referred is None:
+            def without(samples: Sequence[Sample], flat: Flat) -> Tensor:
+                with adapter.off():
+                    return trainer.forward.score(samples, flat)[0]
+
+            return without
+        if self._reference is None:
+            model = self._loaded(self.referred or self.source, getattr(torch, self.settings.compute_dtype))
+            if vocabulary(model) != (own := vocabulary(trainer.model)):
+                raise UserError(
+                    f"model.reference = {self.referred}: its vocabulary has {vocabulary(model)} tokens, that of the "
+                    f"trained model {own}; give an earlier version of the model, or none"
+                )
+            self._reference = choose_forward(model.requires_grad_(False), attention=self.settings.attention)
+        forward = self._reference
+        return lambda samples, flat: forward.score(samples, flat)[0]
+
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        trainer.reference = self._refer(trainer)
         trainer.moved = lambda: self.moved()
         trainer.ages_of = self.stale.ages
 
@@ -150,44 +186,116 @@ class TrainingStep:
         step and, for a loss that reads them, against the log-probabilities that the weights gave before the first."""
         updates = min(self.config.updates_per_batch, groups)
         if updates == 1:
-            self.accumulate(records, version)
+            self._add(records, self._advantages(records), version)
             return self.finish(groups)
         rate = self.schedule(self.groups, groups)
-        proximal = None if self.config.loss in WITHOUT_PROXIMAL else self.trainer.score(self._samples(records))
+        advantages = self._advantages(records)
+        proximal = self.trainer.score(self._samples(records)) if catalog.needs_proximal(self.config) else None
         made = []
         for number, part in enumerate(_split(records, updates)):
             share = [records[i] for i in part]
             before = None if proximal is None else [proximal[i] for i in part]
-            self.accumulate(share, None if number else version, before)
+            self._add(share, [advantages[i] for i in part], None if number else version, before, number)
             made.append(self._update(rate))
         return self._ended(made, groups)
 
-    def accumulate(
-        self, records: Sequence[SampleRecord], version: int | None, proximal: Logprobs | None = None
-    ) -> None:
+    def accumulate(self, records: Sequence[SampleRecord], version: int | None) -> None:
         """Forward and backward of whole groups, added to the step under way.
 
-        Leading tokens that are too old are context, and a sample of which nothing else is left is not trained.
-        `version` is that of the present weights; None where no version has them: after the first update of several.
+        `version` is that of the present weights; None where no version has them.
         """
+        if self.config.advantage in ONCE:  # divided by what the whole step gives
+            centred = self._group_advantages(records)
+            self._centred += centred
+            self._add(records, centred, version)
+        else:
+            self._add(records, self._advantages(records), version)
+
+    def _add(
+        self, records: Sequence[SampleRecord], advantages: Sequence[float], version: int | None,
+        proximal: Logprobs | None = None, number: int = 0,
+    ) -> None:
+        """Leading tokens that are too old are context, and a sample of which nothing else is left is not trained; nor
+        is one that the limit cut, under reward.truncated = "mask". Their rewards count in their groups' advantages.
+        `version` is None after the first update of several; `number` counts these."""
         if not records:
             return
-        begun, advantages = time.monotonic(), self._advantages(records)
+        begun = time.monotonic()
         skipped = [self.stale.leading(record) for record in records]
-        kept = [i for i, record in enumerate(records) if skipped[i] < len(record.versions) // 4]
+        kept = [i for i, one in enumerate(records) if skipped[i] < len(one.versions) // 4 and not self._cut(one)]
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
+        own = [advantages[i] for i in kept]
         rows = None if proximal is None else [proximal[i] for i in kept]
-        self.trainer.accumulate(samples, [advantages[i] for i in kept], rows, version)
+        tokens = [len(sample.token_ids) - sample.context for sample in samples]
+        weights, denominator = formulas.weights(
+            self.config.aggregation, tokens, [sample.group for sample in samples], self.config.length_norm
+        )
+        self._denominator += denominator
+        plain = self.config.aggregation in UNWEIGHTED
+        self.trainer.accumulate(
+            samples, own, rows, version, weights=None if plain else weights,
+            chosen=self._chosen(samples, own, rows, number),
+        )
         if self.pace is not None:
             self.pace(begun, sum(len(record.versions) // 4 for record in records))
 
+    def _cut(self, record: SampleRecord) -> bool:
+        """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
+        if not self.masks_cut or record.finish != LENGTH:
+            return False
+        self.cut_tokens += len(record.versions) // 4
+        return True
+
+    def _chosen(
+        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Logprobs | None, number: int
+    ) -> list[npt.NDArray[np.bool_]] | None:
+        """Of a loss that chooses among all tokens of an update: those that it chose, a row per sample. The draw depends
+        on the seed, the step and the update alone."""
+        if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
+            return None
+        now = self.trainer.score(samples)
+        counts = [len(sample.token_ids) for sample in samples]
+        drawn = [sample.behaviour_logprobs for sample in samples]
+        trained = [np.arange(len(sample.token_ids)) >= sample.context for sample in samples]
+        inputs = losses.LossInputs(
+            _flat(now), _flat(drawn), _flat(now if proximal is None else proximal),
+            torch.from_numpy(np.repeat(np.array(advantages, np.float64), counts)),
+            torch.from_numpy(np.concatenate(trained)),
+        )
+        random = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {self.stale.now} {number}".encode()))
+        return np.split(choice(inputs, self.settings, random).numpy(), np.cumsum(counts)[:-1])
+
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
-        found: list[float] = []
+        """Of whole groups, all that a step has where its advantages depend on the others."""
+        if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
+            return formulas.advantages(self.estimator, self._rewards(records), _lengths(records))
+        found = self._group_advantages(records)
+        if self.config.advantage in ONCE:
+            scale = formulas.batch_scale(found)
+            return [value / scale for value in found]
+        return found
+
+    def _group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
+        rewards, found, begin = self._rewards(records), [], 0  # type: list[float], list[float], int
         for _, members in groupby(records, key=lambda record: record.group):
             own = list(members)
-            lengths = [len(record.token_ids) // 4 for record in own]
-            found += group_advantages(self.estimator, [record.reward for record in own], lengths)
+            end = begin + len(own)
+            found += formulas.advantages(self.estimator, rewards[begin:end], _lengths(own))
+            begin = end
         return found
+
+    def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
+        """What advantages are made of: the reward, with kl_in = "reward" less the KL of the answer to the reference."""
+        rewards = [record.reward for record in records]
+        if self.config.kl == "none" or self.config.kl_in == "loss":
+            return rewards
+        estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
+        referred = self.trainer.refer(self._samples(records))
+        drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
+        return [
+            reward - coefficient * float(estimator(own, torch.from_numpy(row.astype(np.float64))).sum())
+            for reward, own, row in zip(rewards, drawn, referred, strict=True)
+        ]
 
     def finish(self, groups: int) -> StepStats:
         """The one update of a step of `groups` groups, for all that was accumulated."""
@@ -195,13 +303,16 @@ class TrainingStep:
 
     def _update(self, rate: float) -> StepStats:
         self.before_update()
-        stats = self.trainer.step(rate)
+        scale = formulas.batch_scale(self._centred) if self._centred else 1.0
+        stats = self.trainer.step(rate, self._denominator, scale)
+        self._denominator, self._centred = 0.0, []
         self.moved()
         return stats
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
         """The end of a step: its updates as one."""
-        stats = replace(combined(updates), old_tokens=self.stale.taken())
+        stats = replace(combined(updates), old_tokens=self.stale.taken(), cut_tokens=self.cut_tokens)
+        self.cut_tokens = 0
         self.groups += groups
         if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
@@ -258,7 +369,7 @@ class TrainingStep:
         found = checkpoint.latest(root, torn)
         if found is not None:
             self._load_model(found)
-            self.changed = self.trainer.load_optimizer_state(found.optimizer_state())
+            self.changed = self.trainer.restore(found)
             found.restore_random(self.device)
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
@@ -314,6 +425,15 @@ def _schedule(topology: Topology) -> Schedule:
     total = run.max_groups or run.max_steps * config.trigger.n_min
     falls = config.decay_groups or max(1, total - config.warmup_groups)
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
+
+
+def _flat(rows: Logprobs) -> Tensor:
+    """The values of all samples one after the other, in float64."""
+    return torch.from_numpy(np.concatenate(rows).astype(np.float64))
+
+
+def _lengths(records: Sequence[SampleRecord]) -> list[int]:
+    return [len(record.token_ids) // 4 for record in records]
 
 
 def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:

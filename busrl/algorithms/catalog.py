@@ -1,0 +1,120 @@
+"""What there is to choose from in [learner]: losses, advantages, aggregations, corrections, KL terms and recipes, with
+their properties and the settings of their papers.
+
+Read by the configuration, which parses without torch, and by the learner. The formulas themselves are in the other
+modules of this package, under the same names. Imports nothing.
+
+- A recipe and a loss set keys that a topology leaves out; a key that is written down always wins.
+- `held_back` says why the gradient of a sample needs more than its own group: such a step is computed at once, when it
+  fires, and not streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NO_DUAL = 1000.0  # the largest value of learner.dual_clip: as good as none
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What is true of a loss; `settings` are its paper's, by dotted key."""
+
+    source: str
+    ratio: bool = True  # clips or weights with a ratio to what learner.ratio names
+    proximal: bool = False  # reads the proximal log-probabilities whatever learner.ratio says
+    homogeneous: bool = True  # k times the advantages give k times the loss, for every k > 0
+    chooses: bool = False  # among all tokens of an update
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+LOSSES: dict[str, LossFacts] = {
+    "ppo_clip": LossFacts("1707.06347"),
+    "decoupled": LossFacts("2110.00641, 2505.24298", ratio=False, proximal=True),
+    "gspo": LossFacts("2507.18071", settings={
+        "learner.clip_low": 3e-4, "learner.clip_high": 4e-4, "learner.aggregation": "seq-mean-token-mean"}),
+    "cispo": LossFacts("2506.13585"),
+    "sapo": LossFacts("2511.20347", settings={"learner.aggregation": "seq-mean-token-mean"}),
+    "gmpo": LossFacts("2507.20673", settings={
+        "learner.clip_low": 0.4, "learner.clip_high": 0.4, "learner.aggregation": "seq-mean-token-mean"}),
+    "two_sided": LossFacts("2505.07291", settings={
+        "learner.clip_high": 0.2, "learner.aggregation": "seq-mean-token-mean"}),
+    "dppo": LossFacts("prime-rl's default loss", ratio=False, homogeneous=False),
+    "opsm": LossFacts("2512.02556"),
+    "reinforce": LossFacts("Williams 1992", ratio=False),
+    "m2po": LossFacts("2510.01161", proximal=True, chooses=True),
+    "clip_cov": LossFacts("2505.22617", chooses=True, settings={"learner.clip_high": 0.2}),
+    "kl_cov": LossFacts("2505.22617", homogeneous=False, chooses=True),
+}
+
+GROUP, SCALE, BATCH = "of its group", "of its group, divided by a number of the step", "of the whole step"
+ADVANTAGES: dict[str, str] = {  # name -> what an advantage is made of
+    "group_std": GROUP, "group_mean": GROUP, "leave_one_out": GROUP, "mean_normalised": GROUP, "batch_std": SCALE,
+    "batch_whiten": BATCH,
+}
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
+# name -> (low, high) where learner.correction_low and correction_high are 0
+CORRECTIONS: dict[str, tuple[float, float]] = {
+    "none": (0.0, 0.0), "token_tis": (0.0, 2.0), "seq_tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mis": (0.5, 2.0),
+    "geo_rs": (0.999, 1.001), "k3_rs": (0.0, 0.01),
+}
+KL_TERMS = ("none", "k1", "k2", "k3", "k3_is")
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "learner.loss": "ppo_clip", "learner.advantage": "group_std", "learner.aggregation": "seq-mean-token-mean",
+        "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL, "learner.kl": "k3", "learner.kl_coef": 0.04,
+    },
+    "dr_grpo": {
+        "learner.loss": "ppo_clip", "learner.advantage": "group_mean",
+        "learner.aggregation": "seq-mean-token-sum-norm", "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
+    },
+    "dapo": {
+        "learner.loss": "ppo_clip", "learner.advantage": "group_std", "learner.aggregation": "token-mean",
+        "learner.clip_high": 0.28, "learner.dual_clip": NO_DUAL,
+    },
+    "gspo": {"learner.loss": "gspo", "learner.advantage": "group_std"},
+    "cispo": {"learner.loss": "cispo", "learner.advantage": "group_std", "learner.aggregation": "token-mean"},
+    "scalerl": {"learner.loss": "cispo", "learner.advantage": "batch_std", "learner.aggregation": "prompt-mean"},
+    "rloo": {
+        "learner.loss": "reinforce", "learner.advantage": "leave_one_out",
+        "learner.aggregation": "seq-mean-token-sum", "learner.correction": "token_tis",
+    },
+    "reinforce_pp": {
+        "learner.loss": "ppo_clip", "learner.advantage": "batch_whiten", "learner.aggregation": "token-mean",
+        "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
+    },
+    **{name: {"learner.loss": name, "learner.advantage": "group_std"} for name in (
+        "sapo", "gmpo", "two_sided", "dppo", "opsm", "m2po", "clip_cov", "kl_cov")},
+}
+
+
+def held_back(learner: Any) -> str:
+    """Why a step with these [learner] keys is computed at once, "" where it may be streamed."""
+    facts, advantage = LOSSES.get(learner.loss), ADVANTAGES.get(learner.advantage, GROUP)
+    if learner.updates_per_batch > 1:
+        return "several updates per batch"
+    if facts is not None and facts.chooses:
+        return f"{learner.loss} chooses among all tokens of the step"
+    if advantage == BATCH:
+        return f"{learner.advantage} compares all samples of the step"
+    if advantage == SCALE and not scales(learner):
+        return f"{learner.advantage} divides by a number of the step, and not all of the loss scales with it"
+    return ""
+
+
+def scales(learner: Any) -> bool:
+    """Whether the whole loss is proportional to the advantages, so that they may be divided after the gradient."""
+    facts = LOSSES.get(learner.loss)
+    in_loss = learner.kl != "none" and learner.kl_in == "loss"
+    return facts is not None and facts.homogeneous and not in_loss and not learner.entropy_coef
+
+
+def needs_proximal(learner: Any) -> bool:
+    """Whether the log-probabilities before the first of several updates are read."""
+    facts = LOSSES.get(learner.loss)
+    if facts is None or facts.proximal or learner.correction != "none":  # a loss of the user's may read them
+        return True
+    return facts.ratio and learner.ratio == "proximal"

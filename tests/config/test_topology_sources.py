@@ -1,0 +1,131 @@
+"""[[data.source]] in a topology: what is made of it, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl.config import Topology, load
+from busrl.config.explain import report
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+MODEL = '[model]\npath = "model"\n'
+
+
+def sources(*tables: str) -> str:
+    return MODEL + "".join(f"[[data.source]]\n{table}\n" for table in tables)
+
+
+@pytest.fixture
+def two(here: Path) -> Path:
+    """`easy.jsonl` with 30 prompts and `hard.jsonl` with 10."""
+    for name, count in (("easy", 30), ("hard", 10)):
+        rows = [{"prompt": f"{name} {n}", "answer": str(n), "rate": n / 10} for n in range(count)]
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return here
+
+
+def test_several_sources_become_one_file_with_a_share_of_the_draws_each(two: Path, loaded: Loaded) -> None:
+    text = sources('path = "easy.jsonl"\nweight = 3', 'path = "hard.jsonl"\nwhere = "rate >= 0.5"\ntag = "h"')
+    topology = loaded(base=text)
+    rows = [(one.name, one.start, one.count, one.share) for one in topology.derived.sources]
+    assert rows == [("easy", 0, 30, 750), ("h", 30, 5, 250)] and topology.derived.train_prompts == 35
+    made = Path(topology.data.train).read_text().splitlines()
+    assert json.loads(made[30]) == {"answer": "5", "prompt": "hard 5", "rate": 0.5, "tag": "h"}
+    page = report(topology)
+    assert "h: 25 % of the draws, 5 of 10 rows, 5 left out by where" in page
+    assert Topology.from_json(topology.to_json()) == topology
+    again = loaded(base=text)
+    assert Path(again.data.train).name == Path(topology.data.train).name
+    assert again.derived.sources_key == topology.derived.sources_key
+
+
+def test_functions_are_relative_to_the_topology_and_run_in_another_process(two: Path, loaded: Loaded) -> None:
+    (two / "mine.py").write_text(
+        "import os\nPID = os.getpid()\n"
+        "def rows():\n    print('hello')\n    for n in range(9):\n"
+        "        yield {'prompt': f'{PID} {n}', 'answer': '1'}\n"
+        "def odd(record):\n    return record['prompt'][-1] in '13579'\n"
+    )
+    topology = loaded(base=sources('function = "mine.py:rows"\nfilter = "mine.py:odd"'))
+    (one,) = topology.derived.sources
+    assert (one.name, one.count, one.text) == ("rows", 4, "4 of 9 rows, 5 left out by filter")
+
+
+REFUSED = {
+    'path = "none.jsonl"': 'data.source.0.path = .*none.jsonl": no such file or folder; give a path',
+    'path = "easy.jsonl"\nfunction = "a.py:b"': "a source of format function has function, and this one has path and",
+    "weight = 2": "a source of format jsonl has path, and this one has neither path, function nor tasks",
+    "tasks = { countdown = 1 }": "data.source.0.size = 0: tasks are made: say how many; for example size = 10000",
+    'path = "easy.jsonl"\nwhere = "__import__(\'os\')"': "is not understood: conditions are COLUMN",
+    'path = "easy.jsonl"\nfilter = "odd"': "expected package.module:function or file.py:function",
+    'path = "easy.jsonl"\nfilter = "gone.py:odd"': "there is no file .*gone.py; a file is relative to the topology",
+    'path = "easy.jsonl"\ntoo_long = "truncate_left"': "nothing is too long without max_prompt_tokens",
+    'path = "easy.jsonl"\nwhere = "level > 1"': "easy.jsonl:1: no column 'level'; the columns are answer, prompt, rate",
+    'path = "easy.jsonl"\nwhere = "rate > 9"': "none of its 30 rows is left: 30 by where",
+    'path = "easy.jsonl"\nanswer_key = "right"': "no column 'right'; the columns are answer, prompt, rate",
+    'path = "."\nsplit = "train"': "no Parquet file|.*of split 'train'|easy.jsonl:1",
+    'path = "easy.jsonl"\nweigth = 2': r"unknown key in \[\[data.source\]\].*; did you mean weight\?",
+}
+
+
+@pytest.mark.parametrize("table", REFUSED)
+def test_what_is_wrong_with_a_source_is_told_at_its_line(two: Path, refused: Refused, table: str) -> None:
+    if table.startswith('path = "."'):
+        for path in two.glob("*.jsonl"):
+            path.rename(path.with_suffix(".txt"))
+    found = refused(base=sources(table))
+    assert any(re.search(REFUSED[table], one, re.DOTALL) for one in found), found
+
+
+def test_one_file_and_sources_exclude_each_other_and_a_tiny_share_is_refused(two: Path, refused: Refused) -> None:
+    (found,) = refused(base=sources('path = "easy.jsonl"') + '[data]\ntrain = "train.jsonl"\n')
+    assert "prompts come from one file, or from sources; remove it" in found
+    (found,) = refused(base=sources('path = "easy.jsonl"\nweight = 1e5', 'path = "hard.jsonl"'))
+    assert "less than 1 in 1000: no prompt of it would be drawn" in found
+    (found,) = refused(base=MODEL + '[data.source]\npath = "easy.jsonl"\n')
+    assert "is an array of tables; write [[data.source]], twice bracketed" in found
+
+
+def test_a_function_that_hangs_is_named_with_the_row_before(
+    two: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from busrl.config import sources as making
+
+    monkeypatch.setattr(making, "SILENT_S", 2.0)
+    (two / "slow.py").write_text("import time\ndef odd(record):\n    time.sleep(60)\n")
+    (found,) = refused(base=sources('path = "easy.jsonl"\nfilter = "slow.py:odd"'))
+    assert "no row for 2 s at easy: opening it: it hangs" in found
+
+
+def test_tools_and_arguments_of_the_template_are_plain_values(loaded: Loaded, refused: Refused) -> None:
+    chat = '[data]\ntrain = "train.jsonl"\ntemplate_arguments = '
+    (found,) = refused(base=MODEL + chat + '{ enable_thinking = [1] }\n')
+    assert "expected a table of strings, numbers, true and false" in found
+    (found,) = refused(base=MODEL + chat + "{ enable_thinking = false }\n")
+    assert "a prompt as plain text has no template" in found
+    (found,) = refused(base=MODEL + chat.replace("template_arguments", "chat_template_kwargs") + "{}\n")
+    assert "data.template_arguments" in found
+
+
+def test_what_a_run_has_made_is_not_made_again_unless_a_file_or_a_key_changed(two: Path) -> None:
+    text = sources('path = "easy.jsonl"\ntag = "a"') + "[learner]\nlr = 1e-4\n"
+    (two / "t.toml").write_text(text)
+    first = load(two / "t.toml")
+    run = two / "run"
+    (run / "data").mkdir(parents=True)
+    place = run / "data" / Path(first.data.train).name
+    place.write_bytes(Path(first.data.train).read_bytes())
+    (run / "topology.json").write_text(first.to_json())
+    assert load(two / "t.toml", run_dir=run).data.train == str(place)
+    damaged = place.read_bytes()
+    place.write_bytes(damaged[:-9])
+    assert load(two / "t.toml", run_dir=run).data.train != str(place), "a damaged file is made anew"
+    place.write_bytes(damaged)
+    (two / "t.toml").write_text(text.replace('"a"', '"b"'))
+    assert load(two / "t.toml", run_dir=run).data.train != str(place)

@@ -1,0 +1,109 @@
+"""Kinds of rewards without code of a user, each on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.errors import RewardNotLoaded
+from busrl.rewards.base import Setup, build
+from busrl.rewards.kinds import as_math, last_number
+
+
+def judged(kind: str, completion: str, record: dict[str, Any], **more: Any) -> Any:
+    return build(Setup(kind, place="reward.part 'p'", **more))(record, completion, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 42.", 42.0), ("1,234,567 in all", 1234567.0), ("1,23", 23.0), ("from 3 to -4.5", -4.5), ("5-3", 3.0),
+        ("x = \u22127", -7.0), (".5", 0.5), ("2e3", 2000.0), ("#### 72", 72.0), ("nothing", None), ("", None),
+        ("(3)-1", 1.0), ("7%", 7.0), ("$18", 18.0),
+    ],
+)
+def test_the_last_number_of_a_text_is_found(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.text(alphabet="abc =:\n", max_size=20))
+def test_a_number_is_read_as_it_was_written(number: float, words: str) -> None:
+    assert last_number(f"1 {words} {number!r}") == number
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("so it is 42", 42, 1.0), ("42.0000001", 42, 1.0), ("42.1", 42, 0.0), ("none", 42, 0.0),
+        ("72", "work\n#### 72", 1.0), ("1e999", 42, 0.0), ("9" * 5000, 1, 0.0),
+    ],
+)
+def test_numeric_compares_last_numbers_within_the_tolerance(completion: str, answer: object, value: float) -> None:
+    assert judged("numeric", completion, {"a": answer}, answer_key="a", tolerance=1e-6) == value
+
+
+def test_numeric_takes_what_extract_finds() -> None:
+    told = {"answer_key": "a", "extract": r"Answer:\s*(.*)"}
+    assert judged("numeric", "Answer: 3\n7", {"a": 3}, **told) == 1.0
+    assert judged("numeric", "3", {"a": 3}, **told) == 0.0
+
+
+def test_a_record_without_a_number_is_an_error_and_no_zero() -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        judged("numeric", "3", {"answer": "three"})
+
+
+def test_regex_is_one_where_the_pattern_is_found() -> None:
+    pattern = r"(?s)^<think>.*</think>"
+    assert judged("regex", "<think>a\nb</think> 3", {}, pattern=pattern) == 1.0
+    assert judged("regex", "3", {}, pattern=pattern) == 0.0
+    with pytest.raises(RewardNotLoaded, match=r"reward.part 'p'.pattern = '\(': not a regular expression"):
+        judged("regex", "", {}, pattern="(")
+
+
+def test_there_is_no_unknown_kind() -> None:
+    with pytest.raises(RewardNotLoaded, match="there is no such kind"):
+        build(Setup("oracle"))
+
+
+def test_a_plain_reference_is_put_between_dollars_and_one_in_latex_stays() -> None:
+    assert as_math("(1,2)") == "$(1,2)$"
+    for text in ("$3$", r"\boxed{3}", r"\(3\)", r"\[3\]"):
+        assert as_math(text) == text
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0), ("the answer is 3/4", r"\frac{3}{4}", 1.0),
+        (r"\boxed{(1,2)}", "(1,2)", 1.0), (r"\boxed{(2,1)}", "(1,2)", 0.0), (r"$x^2+2x+1$", "(x+1)^2", 1.0),
+        ("7", 7, 1.0), ("7", 7.0, 1.0), ("8", 7, 0.0), ("no idea", "7", 0.0), ("", "7", 0.0),
+    ],
+)
+def test_math_finds_equal_what_is_equal(completion: str, answer: object, value: float) -> None:
+    pytest.importorskip("math_verify")
+    assert judged("math", completion, {"answer": answer}) == value
+
+
+def test_math_says_so_where_the_reference_cannot_be_read() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        judged("math", "7", {"answer": ""})
+
+
+def test_gym_gives_what_the_task_s_own_score_gives() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    own = build(Setup("gym", answer_key="answer"))
+    for task in ("spell_backward", "countdown", "chain_sum"):
+        for entry in gym.create_dataset(task, size=3, seed=1):
+            record = {"prompt": entry["question"], **entry}
+            right = str(entry["answer"])
+            wanted = gym.get_score_answer_fn(task)
+            for text, answer in ((right, right), (f"well <answer>{right}</answer>", right), ("no", "no"), ("", "")):
+                assert own(record, text, []) == wanted(answer, entry), (task, text)
+    assert own(record, f"<answer>{right}</answer>", []) == 1.0
+    with pytest.raises(ValueError, match=r"metadata\.source_dataset"):
+        own({"answer": "1"}, "1", [])

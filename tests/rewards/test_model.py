@@ -1,0 +1,92 @@
+"""A reward model in its child: what transformers gives for one text alone, whatever it is computed beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.config.schema import Reward, RewardPart
+from busrl.errors import RewardNotLoaded
+from busrl.rewards.pool import Item, Outcome, RewardPool
+
+transformers = pytest.importorskip("transformers")
+TEXTS = [("ab" * (3 * n % 17 + 1))[: 1 + 5 * n % 23] for n in range(24)]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def write(folder: Path, template: str = "", context: int = 128) -> Path:
+    """A tiny classifier of random weights with a tokenizer of letters, as a Hugging Face folder."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz<>"]
+    core = Tokenizer(models.WordLevel({one: number for number, one in enumerate(letters)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=template or None
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=len(letters), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=context, num_labels=1, pad_token_id=0,
+    )
+    transformers.LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def judged(folder: Path, texts: list[str], **more: Any) -> list[Outcome]:
+    part = RewardPart("model", "model", path=str(folder), timeout_s=120.0, **more)
+    with RewardPool(Reward(part=(part,)), device="cpu") as pool:
+        pool.submit([Item(key, b'{"prompt": "abc"}', text, []) for key, text in enumerate(texts)])
+        found: dict[int, Outcome] = {}
+        while len(found) < len(texts):
+            found |= {outcome.key: outcome for outcome in pool.poll(10.0)}
+    return [found[key] for key in range(len(texts))]
+
+
+def alone(folder: Path, text: str) -> float:
+    """What transformers itself gives."""
+    import torch
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        return float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0])
+
+
+def test_a_score_is_that_of_the_text_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    found = judged(folder, TEXTS, batch_tokens=64)
+    assert all(one.error == "" for one in found)
+    assert [one.value for one in found] == pytest.approx([alone(folder, f"abc{text}") for text in TEXTS], abs=1e-5)
+    assert len({round(one.value, 6) for one in found}) > 10
+
+
+@pytest.mark.slow
+def test_a_chat_template_writes_both_turns_and_the_end_of_a_long_text_is_seen(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", TEMPLATE, context=40)
+    short, long = judged(folder, ["xyz", "k" * 300 + "m"])
+    assert short.value == pytest.approx(alone(folder, "<user>abc<assistant>xyz"), abs=1e-5)
+    assert long.value == pytest.approx(alone(folder, "k" * 39 + "m"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    headless = transformers.AutoModel.from_pretrained(folder)
+    headless.save_pretrained(folder)
+    with pytest.raises(RewardNotLoaded, match=r"reward.part 'model'.path = .*it has no weights score.weight"):
+        judged(folder, ["a"])
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
+def test_batches_hold_every_row_once_and_keep_to_their_tokens(lengths: list[int], tokens: int) -> None:
+    batches = pytest.importorskip("busrl.rewards.model").batches
+    found = list(batches(lengths, tokens))
+    assert sorted(place for own in found for place in own) == list(range(len(lengths)))
+    assert all(len(own) == 1 or max(lengths[place] for place in own) * len(own) <= tokens for own in found)

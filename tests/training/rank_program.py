@@ -1,0 +1,127 @@
+"""One rank of the tests of several: trains tiny random models of real architectures on shares of the same samples.
+
+`python rank_program.py RANK WORLD PORT FOLDER STEPS FAMILY...` joins the others through the store at PORT and writes
+losses, norms and weights of each family to FOLDER. `alone` computes the same on one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from busrl.training import sharding
+from busrl.training.batch import Sample
+from busrl.training.forward import choose_forward
+from busrl.training.trainer import Given, Share, Trainer, TrainerSettings, stats_of
+
+WORDS = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False, "pad_token_id": 0,
+}
+GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 8, "head_dim": 8, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "llama": ("LlamaConfig", {}),
+    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma3": ("Gemma3TextConfig", GEMMA),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "qwen3moe": ("Qwen3MoeConfig", EXPERTS),
+}
+SETTINGS = TrainerSettings(weight_decay=0.01, max_grad_norm=0.5)
+RATE = 1e-3
+
+
+def build(family: str) -> Any:
+    """The same random model in every process."""
+    import transformers as hf
+
+    name, more = FAMILIES[family]
+    torch.manual_seed(3)
+    model = hf.AutoModelForCausalLM.from_config(getattr(hf, name)(**{**SIZES, **more})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def sample(random: Any, uid: int) -> Sample:
+    prompt, count = random.integers(1, 12), int(random.integers(1, 30))
+    return Sample(
+        uid, uid, 0, random.integers(0, WORDS, prompt).astype(np.int32),
+        random.integers(0, WORDS, count).astype(np.int32), (-random.random(count) * 4 - 0.1).astype(np.float32),
+        np.zeros(count, np.uint32),
+    )
+
+
+def micro_batches(step: int) -> list[tuple[list[Sample], list[float]]]:
+    """One to five, of uneven lengths."""
+    random, count = np.random.default_rng(step), 1 + step % 5
+    samples = [sample(random, uid) for uid in range(7)]
+    worth = random.normal(size=7).tolist()
+    return [(samples[i::count], worth[i::count]) for i in range(count)]
+
+
+def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[Share]:
+    """A round is a micro-batch on every rank; a rank for which none is left has nothing to do in the last one."""
+    shares = []
+    for step in range(steps):
+        parts = micro_batches(step)
+        for start in range(0, len(parts), world):
+            if start + rank < len(parts):
+                samples, worth = parts[start + rank]
+                trainer.micro_batch(samples, Given(worth), None)
+            else:
+                trainer.idle()
+        shares.append(trainer.update(RATE))
+    return shares
+
+
+def alone(family: str, steps: int, kind: str = "float32") -> dict[str, Any]:
+    trainer = Trainer(build(family), replace(SETTINGS, compute_dtype=kind))
+    return result(trainer, train(trainer, 0, 1, steps))
+
+
+def spread(family: str, mesh: Any, kind: str) -> Trainer:
+    model = build(family)
+    way = choose_forward(model)
+    sharding.shard(model, mesh, None if kind == "float32" else getattr(torch, kind))
+    return Trainer(model, replace(SETTINGS, compute_dtype=kind), forward=sharding.Sharded(way))
+
+
+def result(trainer: Trainer, shares: list[Share]) -> dict[str, Any]:
+    stats = [stats_of([share], RATE) for share in shares]
+    return {
+        "way": trainer.forward.name, "losses": [share.sums for share in shares],
+        "norms": [one.grad_norm for one in stats],
+        "tokens": [one.tokens for one in stats],
+        "weights": {name: one.numpy() for name, one in sharding.gathered(trainer.trained_tensors().items())},
+    }
+
+
+def main(rank: int, world: int, port: int, folder: Path, steps: int, families: list[str]) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    mesh = sharding.join(sharding.find_store(port, world, 60), "tests", rank, world, device, 60)
+    for family in families:
+        name, _, kind = family.partition(":")
+        trainer = spread(name, mesh, kind or "float32")
+        found = result(trainer, train(trainer, rank, world, steps))
+        weights = found.pop("weights")
+        if not rank:
+            np.savez(folder / f"{family}.npz", **weights)
+        (folder / f"{family}.{rank}.json").write_text(json.dumps(found))
+    sharding.leave()
+
+
+if __name__ == "__main__":
+    rank, world, port, folder, steps, *families = sys.argv[1:]
+    main(int(rank), int(world), int(port), Path(folder), int(steps), families)

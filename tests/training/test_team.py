@@ -1,0 +1,188 @@
+"""Rank 0 and followers as processes: any samples, one result; a failure is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.errors import RankLost
+from busrl.training import checkpoint
+from busrl.training.model import load
+from busrl.training.team import Leader, Team, TeamSettings, facts, rounds_of, samples_of, work_of
+from busrl.training.trainer import Given, Trainer, TrainerSettings
+from tests.training import follower_program
+
+SETTINGS: dict[str, Any] = {"micro_batch_tokens": 40, "max_grad_norm": 1.0, "weight_decay": 0.01}
+LENGTHS = st.lists(st.integers(2, 60), max_size=40)
+
+
+# -- rounds --------------------------------------------------------------------------------------------------------
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 80), st.sampled_from([0.0, 0.01]))
+def test_every_sample_is_in_one_share_within_the_budget(
+    lengths: list[int], ranks: int, budget: int, quadratic: float
+) -> None:
+    rounds = rounds_of(lengths, ranks, budget, quadratic)
+    assert sorted(at for shares in rounds for share in shares for at in share) == list(range(len(lengths)))
+    for shares in rounds:
+        assert len(shares) == ranks and any(shares)
+        for share in shares:
+            assert len(share) == 1 or sum(lengths[at] for at in share) <= budget
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_a_round_differs_between_ranks_by_at_most_its_longest_sample(lengths: list[int], ranks: int) -> None:
+    for shares in rounds_of(lengths, ranks, 10**6):
+        loads = [sum(lengths[at] for at in share) for share in shares]
+        assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
+    samples, trainer = lab.samples(), lab.trainer(double=False)
+    trainer.ages_of = lambda versions: 7 - versions.astype(np.int64)
+    work = work_of(trainer, samples, Given(lab.advantages(len(samples))))
+    for before, after in zip(samples, samples_of(work), strict=True):
+        for name in ("uid", "group", "member", "reward", "temperature", "finish", "context"):
+            assert getattr(before, name) == getattr(after, name)
+        for name in ("prompt_ids", "token_ids", "behaviour_logprobs", "policy_versions"):
+            np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+            assert getattr(before, name).dtype == getattr(after, name).dtype
+    assert len(work.prompts) == 3, "the prompt of a group is sent once"
+    assert work.ages == {3: 4, 4: 3, 5: 2}
+
+
+# -- a team --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def team_of(folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", **settings: Any) -> Iterator[Any]:
+    """A team of this process and others; its followers' processes are in `processes`."""
+    file, values = folder / "team.sock", {**SETTINGS, **settings}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WRONG": wrong}
+    program = [sys.executable, follower_program.__file__]
+    processes = [
+        subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), json.dumps(values)],
+                         env=environment, stderr=subprocess.PIPE)
+        for rank in range(1, ranks)
+    ]
+    known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s)
+    team = None
+    try:
+        team = Team.gathered(known)
+        team.processes = processes  # type: ignore[attr-defined]
+        yield team
+    finally:
+        if team is not None:
+            team.close()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20 if team is not None else 0.1)
+            process.kill()
+            print(process.communicate()[1].decode()[-2000:])  # shown with a failure
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One for the tests after which it is whole."""
+    with team_of(tmp_path_factory.mktemp("team")) as made:
+        yield made
+
+
+def a_step(trainer: Trainer, lab: Any, seed: int, version: int | None = None) -> Any:
+    samples = lab.samples(groups=2 + seed % 3, seed=seed)
+    worth = lab.advantages(len(samples), seed)
+    half = len(samples) // 2  # as they arrive
+    for part in (slice(0, half), slice(half, None)):
+        trainer.accumulate(
+            samples[part], worth[part], None, version, weights=[1 / len(one.token_ids) for one in samples[part]]
+        )
+    return trainer.step(1e-2, denominator=len(samples), scale=1.5)
+
+
+def assert_same_steps(found: list[Any], expected: list[Any]) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.tokens, mine.sequences, mine.skipped) == (other.tokens, other.sequences, other.skipped)
+        np.testing.assert_allclose([mine.loss, mine.grad_norm], [other.loss, other.grad_norm], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mine.sums, other.sums, rtol=1e-4, atol=1e-4)
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, team: Any, tmp_path: Path) -> None:
+    source = lab.folder("qwen3")
+    one, trainer = lab.trainer("qwen3", double=False, **SETTINGS), team.trainer(source, TrainerSettings(**SETTINGS))
+    assert_same_steps([a_step(trainer, lab, seed, 4) for seed in range(4)],
+                      [a_step(one, lab, seed, 4) for seed in range(4)])
+    probe = lab.samples(seed=9)
+    for mine, other in zip(trainer.score(probe), one.score(probe), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    assert trainer.entropy(probe) == pytest.approx(one.entropy(probe), rel=1e-5)
+    assert_same_weights(trainer.named_weights(), one.named_weights())
+    saved = checkpoint.save(
+        tmp_path / "checkpoints", 4, model=trainer.model, optimizer_state=trainer.optimizer_state(), meta={},
+        named=trainer.named_weights(), source=source,
+    )
+    after = [a_step(trainer, lab, seed) for seed in range(4, 7)]
+    assert_same_steps(after, [a_step(one, lab, seed) for seed in range(4, 7)])
+    again: Leader = team.trainer(saved.model, TrainerSettings(**SETTINGS))
+    assert again.restore(saved) == []
+    assert_same_steps([a_step(again, lab, seed) for seed in range(4, 7)], after)
+    alone = Trainer(load(saved.model), TrainerSettings(**SETTINGS))
+    alone.restore(saved)
+    assert_same_steps([a_step(alone, lab, seed) for seed in range(4, 7)], after)
+
+
+def test_an_update_with_the_old_log_probabilities_is_that_of_one_rank(lab: Any, team: Any) -> None:
+    samples, stats = lab.samples(seed=3), []
+    worth = lab.advantages(len(samples))
+    one = lab.trainer("qwen3", double=False, **SETTINGS)
+    for each in (team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS)), one):
+        before = each.score(samples)
+        each.accumulate(samples, worth, before, 4)
+        each.step(1e-2)
+        each.accumulate(samples, worth, before, None)
+        stats.append(each.step(1e-2))
+    assert_same_steps(stats[:1], stats[1:])
+
+
+def test_a_sample_that_is_not_finite_is_named_whatever_rank_had_it(lab: Any, team: Any) -> None:
+    trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
+    before = {name: value.clone() for name, value in trainer.named_weights().items()}
+    samples = lab.samples()
+    worth, bad = lab.advantages(len(samples)), {3, 8}
+    for uid in bad:
+        worth[uid] = float("nan")
+    trainer.accumulate(samples, worth)
+    stats = trainer.step(1e-2)
+    assert set(stats.culprits) == {f"sample {uid}" for uid in bad} and "norm is nan" in stats.skipped
+    assert_same_weights(trainer.named_weights(), before)
+    assert trainer.step(1e-2).skipped == "no trained token"
+
+
+def test_a_rank_that_is_killed_is_named_at_once(lab: Any, team: Any) -> None:
+    trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))  # the last test: the team ends here
+    (process,) = team.processes
+    process.kill()
+    process.wait()
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match=rf"rank 1 \(pid {process.pid}\)"):
+        a_step(trainer, lab, 1)
+    assert time.monotonic() - begun < team.settings.collective_s / 2
