@@ -54,7 +54,7 @@ _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
 
 class Refused(Exception):
-    """A request breaks a rule, or the ledger has no room for it: the code of the answer, and what to change."""
+    """A request breaks a rule, or the ledger has no room. `code` goes into the answer; the text says what to change."""
 
     def __init__(self, text: str, code: str = "refused") -> None:
         super().__init__(text)

@@ -19,6 +19,13 @@ NO_DUAL = 1000.0  # the largest value of learner.dual_clip: as good as none
 
 
 @dataclass(frozen=True)
+class OfLimit:
+    """A value of a recipe: the limit of an answer in tokens over `parts`."""
+
+    parts: int
+
+
+@dataclass(frozen=True)
 class LossFacts:
     """What is true of a loss; `settings` are its paper's, by dotted key."""
 
@@ -70,10 +77,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dr_grpo": {
         "learner.loss": "ppo_clip", "learner.advantage": "group_mean",
         "learner.aggregation": "seq-mean-token-sum-norm", "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
+        "learner.length_norm": OfLimit(1),
     },
     "dapo": {
         "learner.loss": "ppo_clip", "learner.advantage": "group_std", "learner.aggregation": "token-mean",
-        "learner.clip_high": 0.28, "learner.dual_clip": NO_DUAL,
+        "learner.clip_high": 0.28, "learner.dual_clip": NO_DUAL, "reward.overlong_tokens": OfLimit(5),
     },
     "gspo": {"learner.loss": "gspo", "learner.advantage": "group_std"},
     "cispo": {"learner.loss": "cispo", "learner.advantage": "group_std", "learner.aggregation": "token-mean"},

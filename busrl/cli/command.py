@@ -129,6 +129,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    _add_init(verbs)
     _add_runs(verbs)
     _add_evaluate(verbs)
     _add_ring(_group(verbs, "ring", "look at or remove shared-memory rings of this user"))
@@ -159,6 +160,17 @@ def _verb(verbs: Verbs, name: str, function: str, text: str, more: str = "") -> 
 
 def _set(add: Add, text: str) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+
+
+def _add_init(verbs: Verbs) -> None:
+    text = "write a folder to begin with: prompts, a reward and a topology for your model"
+    more = "Questions come from reasoning-gym (gsm_symbolic), or from a file of yours; nothing is downloaded."
+    add = _verb(verbs, "init", "init:init", text, more)
+    add("name", choices=("gsm8k",), help="the task: word problems with a number as answer")
+    add("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model folder")
+    add("--out", type=Path, metavar="FOLDER", help="where to write (default: a folder of the task's name)")
+    text = "a JSONL or Parquet file, or a data set's folder, with question (or prompt, problem) and answer"
+    add("--data", type=Path, metavar="FILE", help=text)
 
 
 def _add_runs(verbs: Verbs) -> None:

@@ -289,7 +289,10 @@ class _Inspection:
         return trial
 
     def _functions(self) -> None:
-        if self._sound("learner.loss", "learner.advantage", "learner.metrics", "process"):
+        if self.t.learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            self._add("learner.optimizer", "8-bit states need the package bitsandbytes", "pip install 'busrl[adam8]'")
+        keys = ("loss", "advantage", "metrics", "optimizer", "options", "betas", "eps", "weight_decay")
+        if self._sound(*(f"learner.{key}" for key in keys), "process"):
             for key, fault in try_functions(self.t):
                 remedy = "correct it: no step could be made with it (docs/extending.md)"
                 self._add(key, f"cannot be used: {fault}", remedy)

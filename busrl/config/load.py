@@ -154,6 +154,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     learner = dataclasses.replace(
         draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
         advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
+        optimizer=_function_path(draft.learner.optimizer, source, ("learner", "optimizer")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
     origins = tuple(
@@ -194,8 +195,7 @@ def _with_algorithm(draft: Topology, source: Source) -> Topology:
     for key, value in () if facts is None else facts.settings.items():
         draft = _set_unless_written(draft, source, key, value, f'loss "{draft.learner.loss}"', told)
     if draft.learner.aggregation == "seq-mean-token-sum-norm" and not draft.learner.length_norm:
-        limit = _generation(draft, source).max_new_tokens
-        draft = _set_unless_written(draft, source, "learner.length_norm", limit, "the limit of an answer", told)
+        draft = _set_unless_written(draft, source, "learner.length_norm", catalog.OfLimit(1), "the aggregation", told)
     return dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, algorithm=tuple(told)))
 
 
@@ -204,6 +204,8 @@ def _set_unless_written(
 ) -> Topology:
     section, name = key.split(".")
     table: Any = getattr(draft, section)
+    if isinstance(value, catalog.OfLimit):
+        value = _generation(draft, source).max_new_tokens // value.parts
     if _written(source, section, name) and getattr(table, name) != 0:
         if getattr(table, name) != value:
             told.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")

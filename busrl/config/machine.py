@@ -351,7 +351,8 @@ def estimate(config: dict[str, Any]) -> int:
     width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
     heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")
-    attention = 2 * width * width * (1 + (shared / heads if heads and shared else 1))
+    queries = heads * whole(text, "head_dim") or width
+    attention = 2 * width * queries * (1 + (shared / heads if heads and shared else 1))
     feed = (3 if "intermediate_size" in text else 2) * width * inner
     embeddings = whole(text, "vocab_size") * width * (1 if config.get("tie_word_embeddings", True) else 2)
     return int(embeddings + layers * (attention + feed))
@@ -364,6 +365,18 @@ def rate_advice(t: Topology) -> str:
         return "usual are 1e-06 for all weights of a model of some billion parameters, 1e-05 for a LoRA adapter"
     middle = usual_rate(size, t.lora.on)
     return f"for {what} {shown_size(size)} parameters {middle:.0e} is usual, from a third of it to three times that"
+
+
+FRESH = 2  # steps of age that the usual learning rates bear (docs/losses.md)
+
+
+def stale_rate_advice(t: Topology) -> Iterator[str]:
+    """What old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
+    if t.weights.mode == "fully-async":
+        yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
+    elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH and t.learner.lr is not None:
+        age, careful = t.weights.max_staleness, t.learner.lr / math.sqrt(t.weights.max_staleness / FRESH)
+        yield f"  with samples up to {age} steps old a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
 
 
 def shown_size(size: int) -> str:

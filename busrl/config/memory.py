@@ -23,7 +23,7 @@ from busrl.errors import UserError
 FLOAT = 4
 ADAMW = 8  # two float32 moments per trained parameter
 LARGE = 10**9  # parameters from which on "auto" computes layers again on an accelerator
-LIBRARIES = 450 << 20  # resident bytes of Python, torch and transformers on a CPU
+LIBRARIES = 350 << 20  # resident bytes of Python, torch and transformers on a CPU
 LOGITS = {"cpu": 1 << 26}  # bytes of one buffer of logits, and of one on an accelerator
 LOGITS_ELSEWHERE = 1 << 28
 BUFFERS = 3  # of logits, in backward
@@ -59,6 +59,7 @@ class Widths:
     words: int
     tied: bool
     normed: bool  # queries and keys have a norm of their own
+    norms: int  # pairs of norms around attention and feed-forward
     parameters: int
 
     @classmethod
@@ -68,13 +69,13 @@ class Widths:
         hidden, heads = machine.whole(text, "hidden_size", "n_embd", "d_model"), _heads(text)
         size = machine.whole(text, "head_dim") or hidden // heads
         keys = (machine.whole(text, "num_key_value_heads") or heads) * size
-        experts = machine.whole(text, "num_experts_per_tok")
+        experts, kind = machine.whole(text, "num_experts_per_tok"), str(text.get("model_type", ""))
         inner = experts * machine.whole(text, "moe_intermediate_size", "intermediate_size")
         return cls(
             hidden, inner or machine.whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
             machine.whole(text, *machine.LAYERS), heads * size, keys, machine.whole(text, "vocab_size"),
             bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
-            str(text.get("model_type", "")).startswith(("qwen3", "gemma3")),
+            kind.startswith(("qwen3", "gemma3")), 2 if kind.startswith(("gemma2", "gemma3")) else 1,
             parameters or machine.estimate(dict(config)),
         )
 
@@ -89,10 +90,10 @@ class Widths:
 
     def layer(self, work: Work) -> int:
         """Bytes that one layer keeps of one token for its backward."""
-        norms = 6 * self.hidden if work.width == FLOAT else 8 * self.hidden  # computed in float32 either way
-        inside = (3 if work.width == FLOAT else 4) * (self.queries + self.keys) if self.normed else 0
-        attention = 5 * self.queries + 3 * self.keys
-        return work.width * (norms + inside + attention + 4 * self.inner)
+        norms = (6 if work.width == FLOAT else 8) * self.hidden  # computed in float32 either way
+        inside = 3 * (self.queries + self.keys) // 2 if self.normed else 0
+        attention = 5 * self.queries + 2 * self.keys
+        return work.width * (norms * self.norms + inside + attention + 4 * self.inner)
 
 
 def _heads(text: Mapping[str, Any]) -> int:
@@ -108,7 +109,7 @@ def learner_sum(config: Mapping[str, Any], work: Work, parameters: int = 0) -> d
     kept = work.tokens * widths.layer(work)
     inputs = work.tokens * widths.hidden * work.width
     again = inputs * widths.layers + kept
-    return {
+    found = {
         "weights": (frozen + trained) * work.width + masters,
         "gradient": trained * FLOAT,
         "optimiser (AdamW)": trained * ADAMW,
@@ -118,6 +119,16 @@ def learner_sum(config: Mapping[str, Any], work: Work, parameters: int = 0) -> d
         "logits": _logits(widths, work),
         "libraries": LIBRARIES if work.kind == "cpu" else 0,
     }
+    step = sum(size for name, size in found.items() if name not in ("weights", "libraries"))
+    return {**found, "probe at the start, beyond a step": max(0, _probe(widths, work) - step)}
+
+
+def _probe(widths: Widths, work: Work) -> int:
+    """A base in few bits has float32 copies of its first layer, embedding and head for the probe, and given up then."""
+    if not work.lora_rank or work.width == FLOAT:
+        return 0
+    tables = widths.words * widths.hidden * (1 if widths.tied else 2)
+    return FLOAT * (tables + (widths.parameters - tables) // max(1, widths.layers))
 
 
 def _head(widths: Widths, work: Work) -> int:

@@ -29,10 +29,11 @@ from busrl.config.schema import (
     SINGLE_ROLES,
     TINY,
     BusFault,
+    Learner,
     Process,
     Topology,
 )
-from busrl.config.values import FUNCTION
+from busrl.config.values import FUNCTION, items
 from busrl.faults import plan
 from busrl.states import CRASH_POINTS
 
@@ -265,6 +266,21 @@ def _training(t: Topology) -> Iterator[Finding]:
         if not FUNCTION.fullmatch(path):
             rule = f"{path!r} names no function"
             yield Finding(("learner.metrics",), rule, 'for example metrics = ["metrics.py:measure"]')
+    yield from _optimizer(t)
+
+
+def _optimizer(t: Topology) -> Iterator[Finding]:
+    own, name = t.learner, "learner.optimizer"
+    if own.optimizer.startswith("adamw"):
+        if own.options:
+            rule = f"{own.optimizer} takes none: its settings are learner.betas, eps and weight_decay"
+            yield Finding(("learner.options", name), rule, "remove [learner.options]")
+        return
+    taken = ("weight_decay",) if own.optimizer == "adafactor" else ()
+    for key, item in items(Learner).items():
+        if key in ("betas", "eps", "weight_decay") and key not in taken and getattr(own, key) != item.default:
+            rule = f"it is AdamW's, and {own.optimizer} does not read it"
+            yield Finding((f"learner.{key}", name), rule, "arguments stand in [learner.options]", warning=True)
 
 
 def bounds_of(t: Topology) -> tuple[float, float]:

@@ -236,6 +236,9 @@ class Memory:
                                  "name, over rows of whole samples", choices=("auto", *ATTENTIONS))
 
 
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
+
+
 @dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
@@ -265,6 +268,10 @@ class Learner:
     entropy_coef: float = key(0.0, "this times the entropy of each token is taken from its loss", low=0, high=100)
     metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
                                    "package.module:name or file.py:name (docs/extending.md)")
+    optimizer: str = key("adamw", "what turns gradients into updates; adamw8bit has states of 8 bits (busrl[adam8])",
+                         choices=OPTIMIZERS, function=True)
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        "arguments of adafactor, or of an optimiser class of your own")})
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
     weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
     eps: float = key(1e-8, "AdamW epsilon", above=0, high=1)

@@ -500,18 +500,23 @@ def last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
     return f"{code}, {rows[-1]}" if rows else code
 
 
-# -- a loss, an advantage estimator and metrics by import path -----
+# -- a loss, an advantage estimator, metrics and an optimiser by import path -----
 
 
 def try_functions(t: Topology) -> list[tuple[str, str]]:
-    """(key, what is wrong) of each function that [learner] names by import path, tried in a process of its own."""
+    """(key, what is wrong) of each function that [learner] names by import path and of an optimiser with options, tried
+    in a process of its own."""
     own = t.learner
     named = [("learner.loss", own.loss), ("learner.advantage", own.advantage)]
     named += [("learner.metrics", path) for path in own.metrics]
     asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
+    arguments = [text for pair in asked for text in pair]
+    if FUNCTION.fullmatch(own.optimizer) or (own.options and own.optimizer == "adafactor"):
+        asked.append(("learner.optimizer", own.optimizer))
+        adam = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay}
+        arguments += "learner.optimizer", json.dumps({"target": own.optimizer, "options": own.options, **adam})
     if not asked:
         return []
-    arguments = (text for pair in asked for text in pair)
     with foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
         try:
             faults = json.loads(child.communicate(timeout=LOAD_S)[0])

@@ -216,10 +216,17 @@ def _environment(value: Any) -> dict[str, str]:
 
 def _table(kind: Any, rule: Rule, value: Any) -> dict[str, Any]:
     """A table of numbers, or of whatever plain values it has."""
-    noun = "numbers" if kind is float else "strings, numbers, true and false"
-    if not isinstance(value, dict) or not all(isinstance(item, (str, int, float)) for item in value.values()):
+    noun = "numbers" if kind is float else "strings, numbers, true and false, or lists of these"
+    if not isinstance(value, dict) or not all(map(_simple, value.values())):
         raise Wrong(f"expected a table of {noun}", rule.doc)
     return {name: _number(float, Rule("", above=0), item) if kind is float else item for name, item in value.items()}
+
+
+def _simple(value: Any) -> bool:
+    """Whether JSON has it."""
+    if isinstance(value, list):
+        return all(map(_simple, value))
+    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 # -- topology.json -----

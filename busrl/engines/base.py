@@ -188,7 +188,7 @@ class Engine(ABC):
         """Take requests; they join at the next step. At most `capacity - active` of them, else ValueError."""
         free = self.capacity - self.active
         if len(requests) > free:
-            raise ValueError(f"{len(requests)} requests for {free} free rows; look at capacity")
+            raise ValueError(f"{len(requests)} requests, but {free} rows are free; submit at most capacity - active")
         starting, cut = [], []
         for request in requests:
             room = min(request.max_new_tokens, self.max_length - len(request.prompt_ids) - len(request.prefix_ids))

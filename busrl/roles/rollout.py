@@ -186,11 +186,11 @@ class ClaimedSlot(NamedTuple):
 
     word: int
     uid: int
-    version: int  # at its admission,
-    step: int  # and the learner's step then
+    version: int  # policy version when the sample was admitted
+    step: int  # the learner's step when it was admitted
     prompt_tokens: int = 0
-    earlier: int = 0  # tokens of the segments before,
-    tokens: int = 0  # and those of this one, at most
+    earlier: int = 0  # tokens of the segments before
+    tokens: int = 0  # the most that this segment may have
     last: bool = True  # the answer has to end with this segment
 
 
@@ -386,7 +386,8 @@ class Rollout(Actor):
         self._behind_since = min(self._behind_since, time.monotonic())
         if time.monotonic() - self._behind_since > LEFT_BEHIND_S:
             newest, _ = self.receiver.newest()
-            text = f"starts nothing: published is version {self.ring.header('version')}, what reaches it is {newest}"
+            published = self.ring.header(HeaderWord.VERSION)
+            text = f"takes no new prompts: version {published} is published, but only {newest} has reached this worker"
             self.warn("rollout", text, kind="left behind")
         return True
 

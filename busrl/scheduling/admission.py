@@ -6,7 +6,8 @@ Takes a view of the groups, the free slots, header words and clock values. Knows
   and one whole group more; a member of an open group may always be dispatched. Else the ring fills with partial ones.
 - In flight = unfinished groups + groups trained but not yet published; at most B of them. A learner counts its groups
   as unpublished *before* it frees their slots, so they are never missing from both counts.
-- sync: round r has the admission indices [r x n_min, (r + 1) x n_min). It begins with nothing in flight, unrefilled.
+- sync: round r has the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in
+  flight, and is not refilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
   No part of it may be claimed before all of it is admitted (`Waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.

@@ -577,7 +577,7 @@ class Adaptive(Ordered):
         if not 0 <= tail_share <= MOST_TAIL:
             raise ValueError(f"tail_share = {tail_share}: must be between 0 and {MOST_TAIL}")
         if round_groups > horizon:
-            raise ValueError(f"horizon = {horizon}: must be >= the {round_groups} groups of a round")
+            raise ValueError(f"horizon = {horizon}: must be >= the {round_groups} groups of a round; or set 0")
         self.tail_share, self.round_groups = tail_share, round_groups
         self.rows = 0
         self._offered: deque[float] = deque(maxlen=OFFERS_KEPT)

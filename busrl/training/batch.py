@@ -46,7 +46,7 @@ class Sample:
         return len(self.prompt_ids) + len(self.token_ids)
 
     def fault(self) -> str:
-        """Why its shape or its numbers must not be trained; mostly ""."""
+        """What is wrong with its shape or its numbers; "" for a sound sample."""
         if len(self.prompt_ids) < 1 or len(self.token_ids) < 1:
             return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
         counts = len(self.token_ids), len(self.behaviour_logprobs), len(self.policy_versions)

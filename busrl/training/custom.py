@@ -1,4 +1,4 @@
-"""A loss, an advantage estimator and metrics of the user's, named in [learner] by import path (docs/extending.md).
+"""A loss, advantages, metrics and an optimiser of the user's, named in [learner] by import path (docs/extending.md).
 
 Used by the trainer, the training step and the learner's metrics; `busrl check` runs `python -m busrl.training.custom`,
 which loads each of them and tries it once on small inputs. Knows nothing of the ring, the bus or topologies.
@@ -29,6 +29,7 @@ from busrl.algorithms.advantages import AdvantageEstimator
 from busrl.algorithms.losses import LossFunction, LossInputs, LossSettings
 from busrl.errors import FunctionRefused, cause
 from busrl.ledger.wal import SampleRecord
+from busrl.training import optimizers
 
 LOSS, ADVANTAGE, METRICS = "learner.loss", "learner.advantage", "learner.metrics"
 TRIAL_S = 90  # to load and try all of them; the process that asked has given up before
@@ -173,7 +174,16 @@ def _sample(member: int, length: int) -> SampleRecord:
     )
 
 
-TRIALS: dict[str, Callable[[str], None]] = {LOSS: try_loss, ADVANTAGE: try_estimator, METRICS: try_metric}
+def try_optimizer(asked: str) -> None:
+    """FunctionRefused if the optimiser described by a JSON map (`target`, `options`, and the keys of AdamW) cannot be
+    used; `optimizers.try_optimizer` says what is tried."""
+    own = json.loads(asked)
+    optimizers.try_optimizer(own.pop("target"), own, own.pop("options"))
+
+
+TRIALS: dict[str, Callable[[str], None]] = {
+    LOSS: try_loss, ADVANTAGE: try_estimator, METRICS: try_metric, optimizers.KEY: try_optimizer,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

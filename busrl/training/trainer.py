@@ -1,7 +1,7 @@
 """The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
-Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and AdamW; knows
-nothing of rings, groups that are still missing, checkpoints or the clock of the run.
+Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and the optimiser;
+knows nothing of rings, groups that are still missing, checkpoints or the clock of the run.
 
 - The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
   step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
@@ -18,7 +18,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from busrl import device
 from busrl.algorithms import diagnostics, losses, terms
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch, sharding
+from busrl.training import batch, optimizers, sharding
 from busrl.training.batch import Flat, Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_loss
@@ -47,6 +47,8 @@ class TrainerSettings(LossSettings):
     """Numbers by the names of the topology's [learner] keys; the learning rate comes with each step."""
 
     loss: str = "ppo_clip"
+    optimizer: str = optimizers.ADAMW
+    options: Mapping[str, Any] = field(default_factory=dict)  # of Adafactor or an optimiser of the user's
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -67,7 +69,7 @@ class TrainerSettings(LossSettings):
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
-        names = {field.name for field in fields(cls)} - {"compute_dtype", "ratio_one"}
+        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one"}
         places = (topology.learner.memory, topology.learner, topology.experiments)
         values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
         return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
@@ -206,15 +208,17 @@ class Schedule:
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 LARGEST = (1 << 31) - 1
+LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
 
 
 def keep_freed_memory(slack: int = 1 << 26) -> bool:
     """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
 
     A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
-    zeroed again: thousands of page faults, about a tenth of the time of a small model's step.
+    zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
+    back all the same: between smaller ones it would leave holes that nothing else fits into.
     """
-    settings = ((MMAP_THRESHOLD, 1 << 30), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
+    settings = ((MMAP_THRESHOLD, LARGE_BLOCK), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
@@ -261,7 +265,8 @@ class Trainer:
         self._device = self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        self.optimizer = _adamw(self.parameters, settings)
+        adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
+        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
         self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
@@ -506,7 +511,8 @@ class Trainer:
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
-        return {**self.optimizer.state_dict(), **({MASTER: self.trained_tensors()} if self.rounded else {})}
+        masters = {MASTER: self.trained_tensors()} if self.rounded else {}
+        return {**self.optimizer.state_dict(), optimizers.KIND: self.settings.optimizer, **masters}
 
     def gather_state(self, keep: bool) -> dict[str, Any]:
         """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
@@ -540,21 +546,15 @@ class Trainer:
 
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
-        own = [{name: group[name] for name in OPTIMISER_KEYS} for group in self.optimizer.param_groups]
-        parts = {name: self._spread(name, value) for name, value in state.items() if name != MASTER}
-        self.optimizer.load_state_dict(parts)
+        parts = {name: self._spread(name, state[name]) for name in ("state", "param_groups")}
+        names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
+        changed = optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(parts))
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
                 parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
         self._round()
-        changed = []
-        for mine, group in zip(own, self.optimizer.param_groups, strict=True):
-            for name, value in mine.items():
-                if _plain(group[name]) != _plain(value):
-                    changed.append(f"learner.{name} = {_plain(value)} (before: {_plain(group[name])})")
-                group[name] = value
         self._clear()
-        return list(dict.fromkeys(changed))
+        return changed
 
     def _spread(self, name: str, value: Any) -> Any:
         """This rank's part of an optimiser's state, which has the parameters by number."""
@@ -562,13 +562,19 @@ class Trainer:
             return value
         order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return {
-            number: {key: sharding.spread_like(one, order[number]) if one.ndim else one for key, one in kept.items()}
+            number: {
+                key: sharding.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
+                for key, one in kept.items()
+            }
             for number, kept in value.items()
         }
 
     def restore(self, found: Checkpoint) -> list[str]:
-        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns."""
-        return self.load_optimizer_state(found.optimizer_state())
+        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns.
+        UserError if it is another one than this trainer has."""
+        state = found.optimizer_state()
+        optimizers.require_same(state, self.settings.optimizer, str(found.path), str(found.model))
+        return self.load_optimizer_state(state)
 
 
 NOTHING = Sample(
@@ -623,19 +629,6 @@ def _no_age(versions: Versions) -> NDArray[np.int64]:
 
 
 MASTER = "master"
-OPTIMISER_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (list, tuple)) else value
-
-
-def _adamw(parameters: Sequence[Tensor], settings: TrainerSettings) -> torch.optim.AdamW:
-    # Norms and biases are not decayed: they set a scale, they do not overfit.
-    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
-    used = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(used, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:

@@ -27,6 +27,12 @@ GIB = 1 << 30
 def test_parameters_are_those_of_the_models() -> None:
     assert Widths.of(HALF_BILLION).parameters == pytest.approx(0.494e9, rel=0.01)
     assert Widths.of(SEVEN_BILLION).parameters == pytest.approx(7.616e9, rel=0.01)
+    wide = {  # Qwen3-0.6B, whose heads together are twice as wide as the model
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    }
+    assert Widths.of(wide).parameters == pytest.approx(0.596e9, rel=0.01)
 
 
 def test_weights_gradient_and_optimiser_are_16_bytes_a_parameter_and_18_in_bfloat16() -> None:

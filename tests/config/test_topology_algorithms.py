@@ -21,6 +21,8 @@ def test_a_recipe_is_accepted_as_it_is_and_check_prints_all_that_it_set(loaded: 
     page, plain = report(topology), loaded()
     for key, value in {**facts.settings, **catalog.RECIPES[recipe]}.items():
         section, name = key.split(".")
+        if isinstance(value, catalog.OfLimit):
+            value = topology.generation.max_new_tokens // value.parts
         assert getattr(getattr(topology, section), name) == value
         if getattr(getattr(plain, section), name) != value:
             assert f"  {key} = " in page
@@ -88,3 +90,9 @@ def test_a_reference_is_looked_at_before_a_start(refused: Refused) -> None:
 def test_check_says_why_a_step_is_not_streamed(loaded: Loaded, keys: tuple[str, ...], why: str) -> None:
     page = report(loaded("", *(f"learner.{key}" for key in keys)))
     assert ("computed at once" in page) == bool(why) and why in page
+
+
+def test_check_tells_what_old_samples_ask_of_the_learning_rate(loaded: Loaded) -> None:
+    assert "careful start" not in report(loaded())
+    assert "up to 8 steps old a careful start is 1.5e-04" in report(loaded("", "weights.max_staleness=8"))
+    assert "samples of any age" in report(loaded("", "weights.mode=fully-async"))

@@ -1,4 +1,4 @@
-"""The loss, the estimator and the metric of examples/extending: in a step, in a run, and refused by `check`."""
+"""The loss, estimator, metric and optimiser of examples/extending: in a step, in a run, and refused by `check`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from busrl.training import custom
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "examples" / "extending"
 LOSS, ADVANTAGE = f"{OWN}/loss.py:cispo", f"{OWN}/advantage.py:leave_one_out"
-METRIC = f"{OWN}/metric.py:diversity"
+METRIC, OPTIMIZER = f"{OWN}/metric.py:diversity", f"{OWN}/optimizer.py:Lion"
 
 
 def module(name: str) -> ModuleType:
@@ -94,13 +94,14 @@ def test_check_names_the_key_the_line_and_the_cause(tmp_path: Path) -> None:
     assert "returned shape ()" in texts[0] and "returned None" in texts[1] and "has no 'gone'" in texts[2]
 
 
-def test_a_run_trains_with_all_three_and_writes_the_numbers_of_the_metric(
+def test_a_run_trains_with_all_four_and_writes_the_numbers_of_the_metric(
     quickstart: None, tmp_path: Path
 ) -> None:
     from checks import check_end
     from harness import Run, running
 
-    settings = (f"learner.loss={LOSS}", f"learner.advantage={ADVANTAGE}", f'learner.metrics=["{METRIC}"]')
+    settings = (f"learner.loss={LOSS}", f"learner.advantage={ADVANTAGE}", f'learner.metrics=["{METRIC}"]',
+                f"learner.optimizer={OPTIMIZER}", "learner.options.weight_decay=0.1")
     run = Run(tmp_path / "run", *settings, steps=4)
     with running(run):
         check_end(run, run.wait())

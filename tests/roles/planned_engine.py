@@ -50,7 +50,7 @@ class PlannedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self.active + len(requests) > self._capacity:
-            raise ValueError(f"{len(requests)} requests for {self._capacity - self.active} free rows; look at capacity")
+            raise ValueError(f"{len(requests)} requests, but {self._capacity - self.active} rows are free")
         for request in requests:
             room = self._max_length - len(request.prompt_ids) - len(request.prefix_ids)
             self._running[request.key] = _Running(request, self._script(request), min(request.max_new_tokens, room))

@@ -48,7 +48,7 @@ def test_a_worker_that_stays_behind_names_both_versions_after_a_while(clock: Sim
     assert worker._left_behind() and worker.said == []
     clock.now += rollout.LEFT_BEHIND_S + 1
     assert worker._left_behind()
-    assert worker.said == ["starts nothing: published is version 5, what reaches it is 3"]
+    assert worker.said == ["takes no new prompts: version 5 is published, but only 3 has reached this worker"]
 
 
 def test_the_time_begins_anew_when_the_weights_have_come(clock: SimpleNamespace) -> None:

@@ -113,6 +113,6 @@ def test_statistics_count_tokens_steps_and_the_cache(scene: Scene) -> None:
 
 
 def test_more_requests_than_rows_are_refused(scene: Scene) -> None:
-    with pytest.raises(ValueError, match="look at capacity"):
+    with pytest.raises(ValueError, match="submit at most capacity"):
         scene.engine.submit([request(k, [5, 6]) for k in range(20, 29)])
     assert scene.engine.active == 0

@@ -174,7 +174,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # what config.json of these models says o
 PEAKS = [
     ("qwen2.5-0.5b", 24, 0, 4096, 1024, "full", "float32", 0),  # the whole model, 494 M parameters
     ("qwen2.5-0.5b", 2, 0, 1024, 512, "none", "float32", 0),
-    ("qwen3-0.6b", 6, 32_000, 2048, 200, "none", "float32", 0),
+    ("qwen3-0.6b", 6, 32_000, 2048, 512, "none", "float32", 0),
     ("llama-3.2-1b", 4, 32_000, 2048, 1024, "full", "float32", 0),
     ("qwen2.5-0.5b", 6, 32_000, 1024, 512, "none", "bfloat16", 0),
     ("qwen2.5-7b", 1, 32_000, 512, 512, "none", "bfloat16", 16),
@@ -188,10 +188,12 @@ def described(name: str, layers: int, words: int) -> dict[str, Any]:
     return {**SHAPES[name], **own, "max_position_embeddings": 8192}
 
 
-def made_model(name: str, layers: int, words: int) -> Any:
+def made_model(name: str, layers: int, words: int, dtype: str = "float32") -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**described(name, layers, words))).eval()
+    config = AutoConfig.for_model(**described(name, layers, words))
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
 def made_samples(tokens: int, length: int, words: int) -> list[Any]:
@@ -272,16 +274,13 @@ def peak_once(place: int) -> dict[str, Any]:
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    model = made_model(name, layers, words)
-    if rank and dtype == "bfloat16":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+    model = made_model(name, layers, words, dtype if rank else "float32")
     parameters = sum(one.numel() for one in model.parameters())
     named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
     settings = TrainerSettings(
         micro_batch_tokens=tokens, compute_dtype=dtype, activation_checkpointing=checkpointing)
-    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
     Path("/proc/self/clear_refs").write_text("5")
+    trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
     begun = time.process_time()
     for samples in (made_samples(64, 64, config["vocab_size"]), made_samples(tokens, length, config["vocab_size"])):
         trainer.accumulate(samples, [1.0, -1.0, 1.0, -1.0, *[0.5] * len(samples)][: len(samples)])

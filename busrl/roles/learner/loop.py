@@ -214,9 +214,9 @@ class Learner(Actor):
         return bool((self.fates.view()[draw * width : (draw + 1) * width] == ord(fate)).any())
 
     def _look_at_idling(self) -> None:
-        """Groups end and none can be trained: a line of metrics.jsonl at each quarter of the patience, a warning at the
-        first (the third of a solved task), and the end of the run at the last: a failure, or the goal of a solved
-        task."""
+        """While groups end but none can be trained: write a line of metrics.jsonl at each quarter of the patience, warn
+        at the first (at the third if the task looks solved), and end the run at the last: as finished if the task is
+        solved, else as failed."""
         quarters = self.idling.quarters()
         if not quarters:
             return

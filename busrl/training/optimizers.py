@@ -1,0 +1,192 @@
+"""The optimiser of [learner]: AdamW, AdamW with 8-bit states, Adafactor, or a class of the user's by import path.
+
+Used by the trainer; `busrl check` tries a class of the user's through `busrl.training.custom`. Talks to torch and, for
+8-bit states, to bitsandbytes. Knows nothing of models, losses, schedules or files.
+
+- The learning rate is set before every update, in every parameter group: an optimiser that moves at a rate of 0 is
+  refused.
+- Weight decay acts on matrices alone: norms and biases set a scale, they do not overfit.
+- What a checkpoint holds continues to the bit; that of another optimiser is refused, never read as something else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from busrl import imports
+from busrl.errors import FunctionRefused, ModelNotLoaded, UserError, cause
+
+KEY = "learner.optimizer"
+ADAMW, ADAMW8, ADAFACTOR = "adamw", "adamw8bit", "adafactor"
+ADAM_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step
+SMALL = 4096  # values of a tensor below which adamw8bit keeps float32 states
+KIND = "optimizer"  # name in the state of a checkpoint; one without it is of AdamW
+Optimizer = torch.optim.Optimizer
+Settings = Mapping[str, Any]
+
+
+def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Optimizer:
+    """The optimiser over these parameters, its rate 0 until it is set. `adam`: betas, eps and weight_decay of
+    [learner]; `options`: [learner.options], which Adafactor and a class of the user's take."""
+    if name != ADAMW and any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        raise UserError(f'{KEY} = "{name}": parameters spread over ranks are updated by "adamw" alone; set it to that')
+    if name == ADAMW:
+        return torch.optim.AdamW(_groups(parameters, adam), lr=0.0, betas=adam["betas"], eps=adam["eps"], fused=True)
+    if name == ADAMW8:
+        more = {"betas": adam["betas"], "eps": adam["eps"], "min_8bit_size": SMALL}
+        made: Optimizer = _bitsandbytes().AdamW8bit(_groups(parameters, adam), lr=0.0, **more)
+        return made
+    if name == ADAFACTOR:
+        given = {"weight_decay": adam["weight_decay"], **options}
+        return _built(name, torch.optim.Adafactor, parameters, given)
+    return _built(name, _own(name), parameters, options)
+
+
+def _groups(parameters: Sequence[Tensor], settings: Settings) -> list[dict[str, Any]]:
+    """Matrices, and all others without weight decay; one group where there is none."""
+    if "weight_decay" not in settings:
+        return [{"params": list(parameters)}]
+    groups = [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings["weight_decay"]},
+              {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _bitsandbytes() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes").optim  # only here: it takes seconds, and is an extra
+    except ImportError as problem:
+        raise ModelNotLoaded(f'{KEY} = "{ADAMW8}": {problem}; pip install \'busrl[adam8]\'') from problem
+
+
+def _own(target: str) -> Callable[..., Any]:
+    found = imports.load(KEY, target, FunctionRefused)
+    if not (inspect.isclass(found) and issubclass(found, Optimizer)):
+        raise FunctionRefused(f"{KEY} = {target!r}: it is no class of torch.optim.Optimizer; name a subclass of that")
+    return found
+
+
+def _built(name: str, make_one: Callable[..., Any], parameters: Sequence[Tensor], options: Settings) -> Optimizer:
+    try:
+        made: Optimizer = make_one(_groups(parameters, options), lr=0.0, **{n: _paired(v) for n, v in options.items()})
+    except Exception as problem:
+        given = dict(options)
+        raise FunctionRefused(
+            f"{KEY} = {name!r}: with lr = 0.0 and the options {given} it raised {cause(problem)}; correct "
+            "[learner.options], or the class: it has to take lr = 0.0, as the rate is set before every update"
+        ) from problem
+    return made
+
+
+def _paired(value: Any) -> Any:
+    """Tuples, as optimisers take them and TOML has none."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+# -- what a checkpoint holds -----------------------------------------------------
+
+
+def require_same(state: Settings, name: str, folder: str, model: str) -> None:
+    """UserError if the state in the checkpoint at `folder`, whose weights are at `model`, is of another optimiser."""
+    before = state.get(KIND, ADAMW)
+    if before != name:
+        raise UserError(
+            f"{folder} was trained with {KEY} = {before!r}, the topology says {name!r}, which cannot read its states; "
+            f"set it back to {before!r}, or start a new run with model.path = {model}"
+        )
+
+
+def settings_of(name: str, options: Settings) -> list[str]:
+    """The keys of [learner] that this optimiser reads, but the rate."""
+    keys = ADAM_KEYS if name in (ADAMW, ADAMW8) else ("weight_decay",) if name == ADAFACTOR else ()
+    return [*keys, *(f"options.{option}" for option in options)]
+
+
+def keep_settings(optimizer: Optimizer, named: Sequence[str], load: Callable[[], None]) -> list[str]:
+    """`load` a state; the settings `named` (as in the topology, "eps" or "options.momentum") stay those of now. Returns
+    as text which of them were others before."""
+    names = {name: name.rpartition(".")[2] for name in named}
+    now = [{own: group[own] for own in names.values() if own in group} for group in optimizer.param_groups]
+    load()
+    changed = []
+    for mine, group in zip(now, optimizer.param_groups, strict=True):
+        for key, own in names.items():
+            if own in mine and _plain(group.get(own)) != _plain(mine[own]):
+                changed.append(f"learner.{key} = {_plain(mine[own])} (before: {_plain(group.get(own))})")
+        group.update(mine)
+    return list(dict.fromkeys(changed))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+# -- the trial of `busrl check` -----------------------------------------------
+
+TRIED_RATE = 1e-2
+
+
+def try_optimizer(target: str, adam: Settings, options: Settings) -> None:
+    """FunctionRefused if it cannot be made, moves at a rate of 0, does not move at another one, gives a value that is
+    not finite, or does not continue from its state as a checkpoint keeps it."""
+    one, two = _tried(target, adam, options), _tried(target, adam, options)
+    _update(target, one, 0.0, 1)
+    if not all(torch.equal(mine, fresh) for mine, fresh in zip(one[0], two[0], strict=True)):
+        raise _refused(target, "moved the parameters at a learning rate of 0", 'read it from param_groups[i]["lr"]')
+    before = [parameter.clone() for parameter in one[0]]
+    for seed in (2, 3):
+        _update(target, one, TRIED_RATE, seed)
+    if all(torch.equal(mine, old) for mine, old in zip(one[0], before, strict=True)):
+        raise _refused(target, f"did not move the parameters at a learning rate of {TRIED_RATE}", "correct its step()")
+    if not all(bool(parameter.isfinite().all()) for parameter in one[0]):
+        raise _refused(target, "made a parameter that is not finite", "correct its step(), or the options")
+    _try_to_continue(target, one, two)
+
+
+def _try_to_continue(target: str, one: _Tried, two: _Tried) -> None:
+    try:
+        file = io.BytesIO()
+        torch.save(one[1].state_dict(), file)
+        file.seek(0)
+        two[1].load_state_dict(torch.load(file, weights_only=True))
+    except Exception as problem:
+        what = f"cannot be saved and loaded again: {cause(problem)}"
+        raise _refused(target, what, "keep tensors, numbers, strings, lists and dicts in its state") from problem
+    for old, new in zip(one[0], two[0], strict=True):
+        new.copy_(old)
+    for tried in (one, two):
+        _update(target, tried, TRIED_RATE, 4)
+    if not all(torch.equal(mine, other) for mine, other in zip(one[0], two[0], strict=True)):
+        what = "made another update after its state was saved and loaded"
+        raise _refused(target, what, "keep all that an update reads in `state` or `param_groups`")
+
+
+_Tried = tuple[list[Tensor], Optimizer]
+
+
+def _tried(target: str, adam: Settings, options: Settings) -> _Tried:
+    random = torch.Generator().manual_seed(0)
+    parameters = [torch.randn(80, 64, generator=random), torch.randn(8, generator=random)]
+    return parameters, make(target, parameters, adam, options)
+
+
+def _update(target: str, tried: _Tried, rate: float, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for parameter in tried[0]:
+        parameter.grad = torch.randn(parameter.shape, generator=random)
+    for group in tried[1].param_groups:
+        group["lr"] = rate
+    try:
+        tried[1].step()
+    except Exception as problem:
+        raise _refused(target, f"raised {cause(problem)} in step()", "it is called without a closure") from problem
+
+
+def _refused(target: str, what: str, remedy: str) -> FunctionRefused:
+    return FunctionRefused(f"{KEY} = {target!r}: it {what}; {remedy}")
