@@ -57,6 +57,7 @@ DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
 HEAD = "busrl/training/head.py"
+OPTIMIZERS, OPTIMISER_TESTS = "busrl/training/optimizers.py", ("tests/training/test_optimizers.py",)
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
@@ -223,12 +224,17 @@ MUTANTS = (
     Mutant("the logits are taken one position late", "busrl/training/batch.py",
            "+ prompts[rows] - 1\n", "+ prompts[rows]\n", ("tests/training/test_trainer_gradient.py",)),
     # -- the update
-    Mutant("no weight decay", TRAINER,
-           '"weight_decay": settings.weight_decay}', '"weight_decay": 0.0}', PPO),
-    Mutant("norms are decayed", TRAINER,
-           'if p.ndim < 2], "weight_decay": 0.0}', 'if p.ndim < 2], "weight_decay": settings.weight_decay}', PPO),
-    Mutant("the betas are swapped", TRAINER, "betas=settings.betas", "betas=settings.betas[::-1]", TWO),
-    Mutant("the topology's eps is not used", TRAINER, "eps=settings.eps", "eps=1e-8", THREE),
+    Mutant("no weight decay", OPTIMIZERS,
+           '"weight_decay": settings["weight_decay"]}', '"weight_decay": 0.0}', PPO),
+    Mutant("norms are decayed", OPTIMIZERS,
+           'if p.ndim < 2], "weight_decay": 0.0}', 'if p.ndim < 2], "weight_decay": settings["weight_decay"]}', PPO),
+    Mutant("the betas are swapped", OPTIMIZERS, 'betas=adam["betas"]', 'betas=adam["betas"][::-1]', TWO),
+    Mutant("the topology's eps is not used", OPTIMIZERS, 'eps=adam["eps"]', "eps=1e-8", THREE),
+    Mutant("the states of another optimiser are read", OPTIMIZERS, "if before != name:", "if False:", OPTIMISER_TESTS),
+    Mutant("the optimiser's settings of the checkpoint win", OPTIMIZERS,
+           "group.update(mine)", "pass", OPTIMISER_TESTS),
+    Mutant("an optimiser that ignores the rate is taken", OPTIMIZERS,
+           "_update(target, one, 0.0, 1)", "pass", OPTIMISER_TESTS),
     Mutant("only the first part of the parameters gets the learning rate", TRAINER,
            "for group in self.optimizer.param_groups:\n                    group[\"lr\"] = lr",
            "for group in self.optimizer.param_groups[:1]:\n                    group[\"lr\"] = lr", PPO),

@@ -1,7 +1,7 @@
 """The command `busrl`: its verbs, each imported when it is used, and how errors reach a person.
 
-Only argparse and `busrl.errors` are loaded for `busrl --help`; no verb here loads torch. Knows nothing of what the
-verbs do.
+Only argparse and `busrl.errors` are loaded for `busrl --help`; `evaluate` and `export` alone load torch. Knows nothing
+of what the verbs do.
 
 - An error that is the user's, another process's or the machine's is one message on stderr and exit code 2.
 - A bug of busrl keeps its traceback and ends with 70.

@@ -63,7 +63,7 @@ A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
 Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
-Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME
+Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME    busrl export runs/NAME --out FOLDER
 """
 
 
@@ -222,6 +222,16 @@ def _add_evaluate(verbs: Verbs) -> None:
     add("--free", action="store_true", help="hold nothing: answers may be of several versions, which is said")
     add("--wait", type=positive, default=600.0, metavar="S", help="give up waiting after this long (default 600)")
     add("--json", action="store_true", help="print the lines of validation.jsonl")
+
+
+    text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"
+    more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
+    add = _verb(verbs, "export", "evaluate:export", text, more)
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    text = "number type of the weights (default: as in the checkpoint)"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
 
 
 def _add_ring(verbs: Verbs) -> None:

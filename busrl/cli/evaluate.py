@@ -1,5 +1,5 @@
 """`busrl evaluate`: the figures of a model folder or a checkpoint on held-out prompts, without a run; `busrl validate`:
-a round of validation of a run that is running.
+a round of a run that is running; `busrl export`: the model of a checkpoint as a folder that stands alone.
 
 Finds out what is meant (a topology or a run directory, a step or a folder), hands it to `busrl.evaluate`, or by a file
 in the run directory to the validator, and prints the figures. Changes nothing but the file of rows and that request.
@@ -131,6 +131,28 @@ def _told(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def export(options: argparse.Namespace) -> int:
+    """Write the model folder and say what it holds; UserError where there is no such checkpoint, or a damaged one."""
+    from busrl.training.checkpoint import MODEL, copy_model, fault_of
+
+    paths, out = RunPaths.of(options.run_dir), options.out.absolute()
+    if not paths.topology.is_file():
+        raise UserError(f"{options.run_dir}: no topology.json in it; give the directory of a run")
+    step, folder = _of_run(paths, recorded(paths.topology), str(options.step or ""), "--step")
+    if not step:
+        raise UserError(f"{paths.checkpoints}: no checkpoint yet; learner.checkpoint_every says when there is one")
+    if fault := fault_of(Path(folder)):
+        raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --step")
+    if os.path.lexists(out):
+        raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
+    copy_model(Path(folder) / MODEL, out, options.dtype or "")
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{out}: the model of step {step}, {size / 1e6:.1f} MB")
+    return 0
+
+
 @contextlib.contextmanager
 def _writing(out: Path) -> Iterator[None]:
     try:
@@ -157,7 +179,9 @@ def find(named: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, 
     return topology, step, folder, paths.root / "evaluated" / f"step_{step}.jsonl"
 
 
-def _of_run(paths: RunPaths, topology: Topology, checkpoint: str) -> tuple[int, str]:
+def _of_run(
+    paths: RunPaths, topology: Topology, checkpoint: str, option: str = "--checkpoint"
+) -> tuple[int, str]:
     """Step and model folder: 0 is what the run began with, nothing the newest checkpoint."""
     if checkpoint == "0":
         return 0, topology.model.path
@@ -167,7 +191,7 @@ def _of_run(paths: RunPaths, topology: Topology, checkpoint: str) -> tuple[int, 
     wanted = int(checkpoint) if checkpoint else steps[-1] if steps else 0
     if wanted not in (*steps, 0):
         known = f"it has those of steps {', '.join(map(str, [0, *steps]))} (0 is the model that it began with)"
-        raise UserError(f"--checkpoint {checkpoint}: {paths.checkpoints} has no such step; {known}")
+        raise UserError(f"{option} {checkpoint}: {paths.checkpoints} has no such step; {known}")
     return (wanted, str(paths.checkpoints / f"global_step_{wanted}")) if wanted else (0, topology.model.path)
 
 

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,13 +198,52 @@ def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, An
             shutil.copyfile(path, folder / path.name)
 
 
+def copy_model(model: Path, out: Path, dtype: str = "") -> None:
+    """The files of a Hugging Face folder in a new one, which is there whole or not at all; nothing is overwritten.
+
+    `dtype`: torch's name of what its weights become, a file at a time; empty: they stay as they are.
+    """
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        for path in sorted(path for path in model.iterdir() if path.is_file()):
+            if path.suffix == ".safetensors" and dtype:
+                _cast(path, temporary / path.name, getattr(torch, dtype))
+            else:
+                shutil.copyfile(path, temporary / path.name)
+        if dtype:
+            _write_type(temporary / "config.json", dtype)
+        temporary.chmod(0o777 & ~_umask())
+        sync_tree(temporary)
+        os.rename(temporary, out)
+        sync(out.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise DiskFull(f"{out}: {error.strerror} while it was written; nothing of it is left; make room") from error
+        raise
+
+
+def _umask() -> int:
+    os.umask(found := os.umask(0o022))
+    return found
+
+
+def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
+    from safetensors.torch import load_file, save
+
+    tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in load_file(source).items()}
+    target.write_bytes(save(tensors, {"format": "pt"}))  # its own file writer hides the error of a full disk
+
+
 def _name_type(config: Path, named: Mapping[str, Any]) -> None:
     """The folder's config has the number type of the model that is trained; its weights may have fewer bits."""
     types = {str(tensor.dtype).removeprefix("torch.") for tensor in named.values() if tensor.is_floating_point()}
-    if len(types) != 1:
-        return
+    if len(types) == 1:
+        _write_type(config, *types)
+
+
+def _write_type(config: Path, name: str) -> None:
     described = json.loads(config.read_text())
-    (name,) = types
     for key in {"dtype", "torch_dtype"} & described.keys():
         described[key] = name
     config.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")

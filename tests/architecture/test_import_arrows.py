@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "evaluate",
+        "data", "simulate", "roles", "evaluate", "training",
     },
 }
 BY_ALL = {"states"}
