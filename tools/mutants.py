@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS, ANSWERS = "tests/oracle/test_oracle_steps.py", "tests/oracle/test_oracle_answers.py"
 WHOLE_RUN = "tests/run/test_oracle_run.py::test_every_number_of_a_run_is_what_its_log_and_its_weights_give"
 PLANTED = "tests/ledger/test_ledger_audit_planted.py"
+PARTS = "tests/rewards/test_parts.py"
 LIMIT_S = 400.0
 
 
@@ -315,6 +316,24 @@ MUTANTS = (
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("an answer of two versions is not mixed", VALIDATOR,
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),
+    # -- rewards of parts
+    Mutant("a part counts without its weight", "busrl/rewards/pool.py",
+           "value = sum(weight * one.value for", "value = sum(one.value for", (f"{PARTS}::test_the_reward_is_the_weighted_sum_and_each_part_is_told_without_its_weight",)),
+    Mutant("a judge that fails says 0", "busrl/rewards/judge.py",
+           'raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")', "return 0.0", ("tests/rewards/test_judge.py",)),
+    Mutant("an answer fills in a placeholder", "busrl/rewards/judge.py",
+           'values["completion"] = completion', 'values["completion"] = PLACE.sub(lambda found: values.get(found[1], found[0]), completion)',
+           ("tests/rewards/test_judge.py::test_an_answer_cannot_fill_in_a_placeholder",)),
+    Mutant("a reward model is padded at the left", "busrl/rewards/model.py",
+           "[*row, *[self.pad] * (width - len(row))]", "[*[self.pad] * (width - len(row)), *row]",
+           ("tests/rewards/test_model.py::test_a_score_is_that_of_the_text_alone",)),
+    Mutant("all that were judged together are blamed for one", "busrl/rewards/pool.py",
+           "self._suspects = len(self.sent) if self.together else 1", "self._suspects = 1",
+           (f"{PARTS}::test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside_it",)),
+    Mutant("long answers are paid for", GROUPS,
+           "return -(penalty * over / buffer)", "return penalty * over / buffer", ("tests/roles/test_overlong_shaping.py",)),
+    Mutant("cut answers are trained", STEP, " and not self._cut(one)", "",
+           ("tests/roles/test_training_step.py::test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage",)),
 )
 
 

@@ -36,7 +36,7 @@ ALIGN = 64  # every tensor begins at a multiple of this
 # Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
-REWARD_BYTES = 256
+REWARD_BYTES, PER_PART = 256, 5  # the value of a part and the end of its name
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
 LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # per slot, slot, process-table entry
 PAGE = 4096
@@ -170,7 +170,7 @@ def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> t
         "prompt ids": 4 * topology.max_prompt_tokens,
         f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
         "text": min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR)),
-        "reward parts": REWARD_BYTES,
+        "reward parts": REWARD_BYTES + sum(len(part.name) + PER_PART for part in topology.reward.part),
         "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
     }
     needed = _up(sum(parts.values()), 256)

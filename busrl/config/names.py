@@ -159,8 +159,7 @@ _KEYS = {
     "learner.checkpoint_every": "save_steps save_freq save_every save_interval checkpoint_interval",
     "learner.keep_last": "save_total_limit max_ckpt_num",
     "reward.function": "reward_fn reward_func reward_function custom_reward_function",
-    "[[reward.part]]": "reward_funcs reward_weights reward_model reward_model_path judge",
-    'reward.truncated = "mask"': "mask_truncated_completions overlong_filter overlong_filtering",
+    "reward.truncated": "mask_truncated_completions overlong_filter overlong_filtering",
     "reward.overlong_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
     "lora.rank": "lora_r lora_rank use_peft peft r",
     "lora.alpha": "lora_alpha",
@@ -170,6 +169,8 @@ _KEYS = {
     "vllm.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size tp",
 }
 _SAYINGS = {
+    "reward_funcs reward_weights reward_model reward_model_path":
+        "write a [[reward.part]] for each, with kind and weight (docs/rewards.md)",
     "num_train_epochs num_epochs total_epochs epochs epoch":
         "did you mean run.max_steps? An epoch is as many steps as there are prompts / learner.trigger.n_min",
     "datasets data_sources prompt_data_probs dataset_mixer mixture dataset_probs":

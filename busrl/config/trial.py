@@ -241,7 +241,7 @@ def _rest(scan: Scan, chosen: Sequence[int], tokens: Sequence[int]) -> int:
 
 # -- the first prompt and its reward -----
 
-LOAD_S = 60.0  # importing a reward may take so long
+LOAD_S, MODEL_LOAD_S = 60.0, 600.0  # importing a reward may take so long, and loading a reward model
 END_S = 5.0  # from the end of its output to that of the process
 JUDGE_PAUSE_S = 20.0  # at most, between the two tries of a judge
 SHOWN_TEXT, SHOWN_IDS = 160, 12
@@ -451,9 +451,10 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
             child.stdin.write(msgspec.json.encode(one.setup) + b"\n" + msgspec.json.encode(items) + b"\n")
             child.stdin.flush()
         events = Events(child.stdout)
-        loaded = events.next(LOAD_S)
+        load_s = MODEL_LOAD_S if one.setup["kind"] == "model" else LOAD_S
+        loaded = events.next(load_s)
         if loaded is None:
-            late = f"importing it took longer than {LOAD_S:g} s"
+            late = f"importing it took longer than {load_s:g} s"
             return last_words(child, printed) if events.ended else late, []
         tried: list[Tried] = []
         for what, answer, _ in answers if not loaded["error"] else ():

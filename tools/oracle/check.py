@@ -380,12 +380,15 @@ class _Check:
 
     def reward(self, sample: Sample) -> None:
         judged = self.prompts.reward(sample.prompt_crc, sample.tokens, sample.finish, self.model.ends)
-        if sample.finish == LENGTH and self.worth["truncated"] != "reward":
+        if sample.finish == LENGTH and self.worth["truncated"] not in ("reward", "mask"):
             judged = float(self.worth["truncated"])
         elif judged is None:
             return
-        elif sample.finish == LENGTH:
-            judged -= self.worth["truncated_penalty"]
+        else:
+            judged -= self.worth["truncated_penalty"] if sample.finish == LENGTH else 0.0
+            if buffer := self.worth.get("overlong_tokens", 0):
+                past = len(sample.tokens) - (self.generation["max_new_tokens"] - buffer)
+                judged -= self.worth["overlong_penalty"] * min(1.0, max(0.0, past / buffer))
         self.found.done["rewards"] += 1
         if abs(judged - sample.reward) > 1e-6:
             self.found.error("reward of a sample", f"{sample.uid}: {sample.reward} in the log, recomputed {judged}")
