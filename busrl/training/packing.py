@@ -23,7 +23,7 @@ from torch import Tensor
 from busrl.training.batch import Ints, Sample, numbered
 
 NAME = "busrl_packed"  # by which transformers knows `attend`
-PIECES, SMALLEST_PIECE = 4, 32
+PIECES, SMALLEST_PIECE = 8, 8  # rectangles of a micro-batch at most, sequences of one at least
 LONGEST_TOGETHER = 256  # of a rectangle: above, its padding and its scores cost more than separate calls
 
 
@@ -130,7 +130,9 @@ class Rule:
     sinks: Tensor | None
 
     def mixed(self, queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-        """Attention of [..., heads, queries, size] with all scores at once; `hidden` is added: 0 or -inf."""
+        """Attention of [..., heads, queries, size]; `hidden` is added to the scores: 0 or -inf."""
+        if not self.cap and self.sinks is None:
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=hidden, scale=self.scale)
         scores = (queries * self.scale) @ keys.transpose(-1, -2)
         if self.cap:
             scores = torch.tanh(scores / self.cap) * self.cap
@@ -213,12 +215,8 @@ def _sequence(queries: Tensor, keys: Tensor, values: Tensor, before: int, rule: 
     """One sequence: [1, heads, length, size], of which `before` keys more than queries."""
     length, context = queries.shape[2], keys.shape[2]
     window = rule.window if rule.window < context else 0
-    plain = not rule.cap and rule.sinks is None
-    if plain and not window and not before:
+    if not (window or before or rule.cap) and rule.sinks is None:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=rule.scale)
     seen = _seen(np.array(before), np.arange(length), np.arange(context), window)
-    allowed = torch.from_numpy(seen).to(queries.device)
-    if plain:
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, scale=rule.scale)
-    hidden = torch.zeros(allowed.shape, dtype=queries.dtype, device=queries.device)
-    return rule.mixed(queries, keys, values, hidden.masked_fill_(~allowed, float("-inf")))
+    hidden = torch.zeros(seen.shape, dtype=queries.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+    return rule.mixed(queries, keys, values, hidden.to(queries.device))
