@@ -19,7 +19,9 @@ from typing import Any
 from busrl.algorithms import catalog
 from busrl.config.names import modern
 from busrl.config.trials import BusFault as BusFault
+from busrl.config.trials import ControllerRules as ControllerRules
 from busrl.config.trials import CrashFault as CrashFault
+from busrl.config.trials import Experiments as Experiments
 from busrl.config.trials import Faults as Faults
 from busrl.config.trials import Log as Log
 from busrl.config.trials import Mock as Mock
@@ -564,38 +566,6 @@ class Vllm:
     check_tolerance: float = key(0.0, "largest difference then; 0 = 0.001 for float32, 0.2 for bfloat16", low=0)
     extra: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule(
         'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
-
-
-# -- measurements of busrl itself, which no ordinary run sets -----
-
-
-@dataclass(frozen=True)
-class ControllerRules:
-    """[experiments.controller]: the thresholds of learner.controller, with measured defaults; see docs/control.md."""
-
-    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, below=1)
-    probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
-    probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
-    reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
-    high: float = key(1.3, "H / H_ref above it is high", above=0, high=100)
-    low: float = key(0.6, "H / H_ref below it is low", above=0, high=100)
-    hysteresis: float = key(0.1, "a band is left so far inside of its threshold", low=0, high=10)
-    high_t_max_s: float = key(0.25, "t_max_s at high entropy, where it is finite", above=0)
-    low_t_max_s: float = key(1.0, "t_max_s at low entropy, where it is finite", above=0)
-    clip_factor: float = key(5.0, "a clip fraction so many times its baseline vetoes smaller steps", low=1, high=1e6)
-    clip_floor: float = key(0.001, "least baseline of the clip fraction", above=0, high=1)
-    ess_low: float = key(0.5, "an ESS below it vetoes smaller steps", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class Experiments:
-    """[experiments]: for measurements; each of these has been tried and is off."""
-
-    dmmpt: str = key("off", "leave out mastered tokens: never, always, at low entropy", choices=("off", "on", "gate"))
-    dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
-    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy; and of the gate", above=0, high=100)
-    forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
-    controller: ControllerRules = field(default_factory=ControllerRules)
 
 
 # -- the whole -----
