@@ -5,7 +5,7 @@ A part of `schema`, which offers these tables beside its own. Knows nothing of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from busrl.config.values import REQUIRED, key
 
