@@ -114,6 +114,11 @@ class RunPaths:
         return f"ipc://{self.runtime_dir}/sub.sock"
 
     @property
+    def ranks(self) -> Path:
+        """Socket at which the learner's further ranks meet it."""
+        return self.runtime_dir / "ranks.sock"
+
+    @property
     def tap(self) -> str:
         """Endpoint that monitors and recorders listen at."""
         return f"ipc://{self.runtime_dir}/tap.sock"

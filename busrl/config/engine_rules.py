@@ -362,7 +362,7 @@ def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Findin
         named = f"{at}.device" if entry.device else "model.device"
         rule = "its model runs on the CPU, so nothing is shown or hidden"
         yield Finding((f"{at}.devices", named), rule, "remove devices, or choose another device", warning=True)
-    if len(entry.devices) > max(1, entry.count):
+    if len(entry.devices) > max(1, entry.count) and entry.ranks == 1:
         rule = f"{len(entry.devices)} items for {entry.count} processes: each process gets one of them"
         yield Finding((f"{at}.devices", f"{at}.count"), rule, 'one process that sees both is ["0,1"]', warning=True)
 
@@ -412,6 +412,62 @@ def _one_device(t: Topology, key: str, other: str) -> Iterator[Finding]:
         yield Finding((key,), rule, f"the same devices in both entries, {other}", depends=("process",))
 
 
+# -- several ranks of the learner -----
+
+
+ALONE = "or ranks = 1"
+OLDEST_TORCH = (2, 8)  # FSDP2 sums instead of dividing by the number of ranks from this one on
+
+
+def _ranks(t: Topology) -> Iterator[Finding]:
+    """What a learner of several processes cannot do, or not yet."""
+    for index, entry in enumerate(t.process):
+        at = f"process.{index}.ranks"
+        if entry.ranks > 1 and entry.role != "learner":
+            rule = f"ranks train one model together, and a {entry.role} trains none"
+            yield Finding((at, f"process.{index}.role"), rule, "use count for more processes of the role")
+        elif entry.ranks > 1:
+            yield from _of_a_team(t, at, entry)
+    if t.ranks == 1:
+        for one in fields(schema.Parallel):
+            if getattr(t.learner.parallel, one.name) != one.default:
+                rule, remedy = "the learner is one process", "set ranks in its [[process]], or remove it"
+                yield Finding((f"learner.parallel.{one.name}",), rule, remedy, warning=True)
+
+
+def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
+    def refused(key: str, wrong: bool, rule: str, remedy: str) -> Iterator[Finding]:
+        if wrong:
+            yield Finding((at, key), rule, f"{remedy}, {ALONE}")
+
+    yield from refused("lora.rank", t.lora.on, "an adapter is trained by one process so far", "rank = 0")
+    yield from refused("weights.transport", t.weights.transport == ONE_COPY,
+                       "an engine's own tensors cannot be in parts on several ranks", 'transport = "shm"')
+    yield from refused("weights.backend", t.weights.transport == "broadcast" and t.weights.backend != "gloo",
+                       "from device to device only one rank was ever tried", 'backend = "gloo"')
+    yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
+                       "this attention takes no float32, in which a shard's model is probed", 'attention = "auto"')
+    yield from refused("learner.kl", t.learner.kl != "none", "a reference is computed by one process so far",
+                       'kl = "none"')
+    yield from refused("learner.optimizer", t.learner.optimizer != "adamw",
+                       "only AdamW updates parts of a tensor as it would the whole", 'optimizer = "adamw"')
+    if entry.devices and len(entry.devices) != entry.ranks:
+        rule = f"{len(entry.devices)} items for {entry.ranks} ranks: each rank works on a device of its own"
+        yield Finding((at, at.replace("ranks", "devices")), rule, f"one item per rank, {ALONE}")
+    found = _torch()
+    if found and found < OLDEST_TORCH:
+        rule = f"torch {'.'.join(map(str, found))} cannot sum gradients over ranks; 2.8 can"
+        yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")
+
+
+def _torch() -> tuple[int, ...]:
+    """The first two numbers of torch's version; none where it is not installed."""
+    try:
+        return tuple(int(part) for part in metadata.version("torch").split(".")[:2])
+    except (metadata.PackageNotFoundError, ValueError):
+        return ()
+
+
 # -- cores -----
 
 LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
@@ -441,12 +497,13 @@ def _cores(t: Topology) -> Iterator[Finding]:
         except ValueError as problem:
             yield Finding((f"{at}.cpus",), str(problem), 'numbers and ranges with commas, for example "0-2,7"')
             continue
-        if len(named) < entry.threads * max(1, entry.count):
-            rule = f"{entry.count} x {entry.threads} threads share {len(named)} cores"
+        started = max(1, entry.count) * entry.ranks
+        if len(named) < entry.threads * started:
+            rule = f"{started} x {entry.threads} threads share {len(named)} cores"
             yield Finding((f"{at}.cpus", f"{at}.threads"), rule, "more cores, or fewer threads", warning=True)
 
 
 CHECKS: tuple[Check, ...] = (
     lambda t: clashes(t, TABLE), _engines, _lora, _outside, _openai, _vllm, _devices, _between_devices, _one_copy,
-    _cores, _attention,
+    _ranks, _cores, _attention,
 )

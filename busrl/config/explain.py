@@ -19,7 +19,7 @@ from busrl.algorithms import catalog
 from busrl.config import machine, memory, trial
 from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
-from busrl.config.schema import ADAPTERS, TINY, AskedSet, Faults, ProcessName, Topology, has_model
+from busrl.config.schema import ADAPTERS, RANK, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
@@ -149,7 +149,7 @@ def _processes(t: Topology) -> Iterator[str]:
 
 def _device(t: Topology, process: ProcessName) -> str:
     """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
-    models = process.role == "learner" or (process.role == "rollout" and process.spec.engine != "mock")
+    models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != "mock")
     if not models or process.spec.command:
         return "-"
     return t.device_of(process.name) + (f":{process.devices}" if process.devices else "")

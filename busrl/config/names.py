@@ -195,7 +195,9 @@ _SAYINGS = {
     "wandb report_to use_wandb logger logging_steps tensorboard":
         f"{NONE}: every step is a line of metrics.jsonl in the run directory, and `busrl monitor` shows it",
     "resume resume_from_checkpoint resume_mode": "a start with the same --run-dir continues the run",
-    "deepspeed fsdp zero_stage strategy gradient_checkpointing": f"{NONE}: one process trains, on one device",
+    "deepspeed fsdp zero_stage strategy":
+        'write ranks = 2 (or more) in the [[process]] of role = "learner": each holds a part of weights and optimiser',
+    "gradient_checkpointing": "did you mean learner.memory.activation_checkpointing?",
     "trainer actor actor_rollout_ref rollout training train":
         "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",
 }

@@ -427,7 +427,7 @@ FILLED_AT_START = ("{run_dir}", "{name}")
 def _processes(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
-    total = sum(entry.count for entry in t.process) + len(IMPLIED_ROLES) + RESERVE_PROCESSES
+    total = sum(entry.count for entry in t.process) + t.ranks - 1 + len(IMPLIED_ROLES) + RESERVE_PROCESSES
     if total > t.ring.processes:
         rule = f"{total} entries are needed: the processes, {len(IMPLIED_ROLES)} implied, {RESERVE_PROCESSES} spare"
         yield Finding(("ring.processes",), rule, f"set it to {total} or more")

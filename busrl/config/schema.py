@@ -33,6 +33,7 @@ TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tas
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
 SINGLE_ROLES = ("learner", "validator")
+RANK = "rank"  # role of the learner's further processes: rank/1, rank/2, ...
 FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
@@ -248,6 +249,13 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
+    reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
+    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
+
+
+@dataclass(frozen=True)
 class Learner:
     """[learner]: loss, optimiser, log and checkpoints."""
 
@@ -320,6 +328,7 @@ class Learner:
     trigger: Trigger = field(default_factory=Trigger)
     controller: Controller = field(default_factory=Controller)
     memory: Memory = field(default_factory=Memory)
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 @dataclass(frozen=True)
@@ -533,6 +542,7 @@ class Process:
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
                       "openai asks an endpoint: see [openai]", choices=("torch", "mock", "vllm", "openai"))
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
+    ranks: int = key(1, "learner: processes that train one model together, a part of it each", low=1, high=512)
     cpus: str = key("", 'cores that its processes may use, "0" or "2-5,8"; all others then stay off them. Empty = '
                     "any that no entry names")
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
@@ -655,8 +665,7 @@ class ProcessName:
 
 def has_model(entry: Process) -> bool:
     """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
-    engines = entry.role == "rollout" and entry.engine in ("torch", "vllm")
-    return not entry.command and (entry.role == "learner" or engines)
+    return not entry.command and (entry.role, entry.engine)[entry.role == "rollout"] in ("learner", "torch", "vllm")
 
 
 @dataclass(frozen=True)
@@ -746,7 +755,12 @@ class Topology:
             for index, (spec, place) in enumerate(specs):
                 name = role if role in SINGLE_ROLES else f"{role}/{index}"
                 names.append(ProcessName(name, role, index, spec, place))
-        return names
+        ranks = ((one, i) for one in self.process if one.role == "learner" for i in range(1, one.ranks))
+        return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, i in ranks]
+
+    @property
+    def ranks(self) -> int:  # processes that train the model together
+        return max((entry.ranks for entry in self.process if entry.role == "learner"), default=1)
 
     def device_of(self, name: str) -> str:
         """The device key of a process; one that joins from outside is as the first of its role."""

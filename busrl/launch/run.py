@@ -29,7 +29,7 @@ import numpy as np
 from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, machine
-from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
+from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
 from busrl.gateway import FairClock
@@ -175,6 +175,8 @@ class Launch:
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
+        ranks = {name for name, one in self._processes.items() if one.role == RANK}
+        self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
         self._done: set[str] = set()
         self._entries: dict[int, Process] = {}  # the process table of the last look, by pid
         self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, topology.groups.size)
@@ -276,12 +278,24 @@ class Launch:
                 child.finished()
                 self._done.add(child.name)
                 continue
+            if finishing and self._processes[child.name].role == RANK:
+                child.finished()
+                continue
             outcome = self._died(child, how)
             if outcome is not None:
                 return outcome
+            if child.name in self._team:
+                self._end_team(child)
         if "learner" in self._done and self._done == self._goal:
             return Outcome("finished", self._why_finished(), 0)
         return None
+
+    def _end_team(self, dead: Child) -> None:
+        """A rank alone can do nothing, and what the others wait for does not come."""
+        for other in self.children:
+            if other.name in self._team and other.name in self._running and not other.condemned:
+                other.goes_with(dead.name)
+                self._running[other.name].kill()
 
     def _why_finished(self) -> str:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
@@ -359,7 +373,7 @@ class Launch:
         them itself; None for one whose work is to be there."""
         process, ring = self._processes[child.name], self._run.ring
         match process.role:
-            case "learner":
+            case "learner" | "rank":
                 return ring.header(HeaderWord.STEP)
             case "scheduler":
                 return ring.stats().dispatched

@@ -9,6 +9,8 @@ table, deaths and a clock. It starts no process and sends no signal, so every ru
   keeper) has done some once it was there for `SERVED_S`.
 - A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
   the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
+- The ranks of a learner live and die together: with one the others are ended, which is no death of their own, and all
+  start again.
 - A child that ends for want of space in a run that had some is started again until there is; that counts for nothing.
 - A child whose exit code says that another try is of no use (`hopeless`) is not started again.
 - Silence on the bus kills nobody. What counts is the progress counter in the ring, timed on the caller's own clock
@@ -36,7 +38,7 @@ from busrl.ring import Process
 
 # -- the order of a stop -----------------------------------------------------------------------------------------------
 
-ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "keeper", "bus")
+ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "rank", "keeper", "bus")
 
 
 @dataclass(frozen=True)
@@ -140,15 +142,20 @@ class Child:
     _silent_s: float = 0.0
     _ready_s: float = 0.0  # of this life
     _killed_for: str = field(default="", repr=False)
+    _goes_with: str = field(default="", repr=False)
     _did: int = -1  # its work by the last death after ready
 
     def account(self) -> dict[str, int]:
         """How often it was started again, and killed by launch, as the files of a run hold it."""
         return {"restarts": self.restarts, "killed_for_silence": self.kills}
 
+    def goes_with(self, name: str) -> None:
+        """Launch has killed it because another of its team has ended: that is no death of its own."""
+        self._goes_with = name
+
     @property
     def condemned(self) -> bool:
-        return bool(self._killed_for)
+        return bool(self._killed_for or self._goes_with)
 
     def is_due(self, now: float) -> bool:
         return self.phase is Phase.BACKOFF and now >= self.due
@@ -160,6 +167,7 @@ class Child:
     def started(self, pid: int, now: float) -> None:
         self.phase, self.pid, self._since = Phase.STARTING, pid, now
         self.entry, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
+        self._goes_with = ""
 
     def became_ready(self) -> bool:
         """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
@@ -211,6 +219,9 @@ class Child:
         if hopeless:
             return self._given_up(text, "to start it again would change nothing")
         self.phase = Phase.BACKOFF
+        if self._goes_with:
+            self.restarts, self.due = self.restarts + 1, now
+            return Death(f"{self.name} was ended with {self._goes_with}; starting it again")
         if before is Phase.READY:
             return self._died_ready(text, now, did)
         return self._died_early(text, now, how == KILLED and not self._killed_for)

@@ -297,6 +297,15 @@ class TeamSettings:
     start_s: float = 300.0
     collective_s: float = 120.0
 
+    @classmethod
+    def of(cls, topology: Any, file: Path, device: torch.device) -> TeamSettings:
+        """From a topology's [[process]] and [learner.parallel]."""
+        own = topology.learner.parallel
+        return cls(
+            topology.ranks, file, facts(topology.to_json()), device, own.reshard, topology.limits.ready_s,
+            own.collective_timeout_s,
+        )
+
 
 @dataclass
 class Parts:
@@ -585,6 +594,7 @@ class Follower:
         """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
         `waits` is called while rank 0 is waited for, and ends that if it is true."""
         self.settings, self.rank = settings, rank
+        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch
         self.stream = self._connect(waits)
         self.trainer: Trainer | None = None
         limit = settings.collective_s
@@ -635,6 +645,7 @@ class Follower:
             case Build():
                 model, forward = self._parts.model(Path(message.folder))
                 self.trainer = Trainer(model, self._parts.settings, forward=forward)
+                self.trainer.moved = lambda: self.moved()
                 return Done(digest=digest(model))
             case Stop():
                 sharding.leave()

@@ -55,7 +55,10 @@ ARROWS: dict[str, set[str]] = {
 BY_ALL = {"states"}
 TYPES_OF = {"config": {"data", "faults", "rewards"}}  # named by these for the type checker alone
 TORCH_ALLOWED = {"device", "algorithms", "training", "engines", "weights", "quickstart"}
-TORCH_ROLES = {"roles/rollout.py", "roles/learner/loop.py", "roles/learner/step.py", "roles/learner/publish.py"}
+TORCH_ROLES = {
+    "roles/rollout.py", "roles/learner/loop.py", "roles/learner/step.py", "roles/learner/publish.py",
+    "roles/rank.py",
+}
 TORCH_FILES = {*TORCH_ROLES, "rewards/model.py"}
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from busrl import device
 from busrl.algorithms import catalog
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import CannotTrain, DiskFull, FateRefused, WriteFailed
@@ -41,6 +42,7 @@ from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.training.custom import Metrics
+from busrl.training.team import Team, TeamSettings
 
 if TYPE_CHECKING:
     from busrl.training.trainer import StepStats
@@ -61,8 +63,10 @@ class Learner(Actor):
         self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = Waves.of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
-        self.training = TrainingStep(self.topology)
-        self.deadline = WorkDeadline(self.topology.limits.progress_s, self.work_s)
+        self.team = self._gathered() if self.topology.ranks > 1 else None
+        self.training = TrainingStep(self.topology, self.team)
+        waits_s = 0.0 if self.team is None else self.config.parallel.collective_timeout_s  # for another rank
+        self.deadline = WorkDeadline(self.topology.limits.progress_s + waits_s, self.work_s + waits_s)
         self.training.moved = self._moved
         if self.topology.mock.learner_s_per_token:
             self.training.pace = self._take_as_long
@@ -78,6 +82,12 @@ class Learner(Actor):
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
         self._recover()
+
+    def _gathered(self) -> Team:
+        """The other ranks, as soon as all are there."""
+        where = device.choose(self.topology.device_of("learner"))
+        with self.activity("waits for its ranks", self.topology.limits.ready_s):
+            return Team.gathered(TeamSettings.of(self.topology, self.paths.ranks, where), lambda: self.stopping)
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -432,3 +442,5 @@ class Learner(Actor):
         self.control.close()
         self.metrics.close()
         self.history.close()
+        if self.team is not None:
+            self.team.close()

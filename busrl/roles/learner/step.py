@@ -36,6 +36,7 @@ from busrl.training.checkpoint import Checkpoint
 from busrl.training.custom import load_estimator
 from busrl.training.forward import AUTO, Forward, choose_forward
 from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
+from busrl.training.team import Team
 from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
@@ -98,9 +99,10 @@ Logprobs = list[npt.NDArray[np.float32]]  # a row per sample
 class TrainingStep:
     """A trainer, its learning-rate schedule, and how many groups it has trained."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, team: Team | None = None) -> None:
+        """`team`: the other ranks, where the model is spread over several."""
         keep_freed_memory()
-        self.config = topology.learner
+        self.config, self.team = topology.learner, team
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
         self.settings = TrainerSettings.of(topology)
@@ -137,6 +139,8 @@ class TrainingStep:
     def _trainer(self, folder: Path) -> Trainer:
         """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
         model: it is not trained."""
+        if self.team is not None:
+            return self.team.trainer(folder, self.settings)
         model = self._loaded(
             folder, torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
         )
@@ -416,7 +420,8 @@ class TrainingStep:
         copy of what another process shares, in the number type that is published."""
         if self.shared and self.adapter is None:
             return copied_weights(self.trainer.model)
-        return None if self.adapter is None and not self.trainer.rounded else self.trainer.named_weights()
+        whole = self.team is None and self.adapter is None
+        return None if whole and not self.trainer.rounded else self.trainer.named_weights()
 
 
 def _schedule(topology: Topology) -> Schedule:

@@ -1,0 +1,92 @@
+"""A learner of two ranks in a whole run: it trains as one does, and the death of either is survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import ROOT, Run, read_lines, running
+
+RANKS = '\n[[process]]\nrole = "learner"\nranks = {ranks}\n'
+OTHERS = '\n[[process]]\nrole = "rollout"\n\n[[process]]\nrole = "reward"\n'
+
+
+def a_run(folder: Path, *settings: str, ranks: int = 2, steps: int = 6) -> Run:
+    config = folder / f"ranks{ranks}.toml"
+    config.write_text((ROOT / "configs" / "quickstart.toml").read_text() + RANKS.format(ranks=ranks) + OTHERS)
+    return Run(folder / "run", "learner.checkpoint_every=3", *settings, config=config, steps=steps)
+
+
+def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstart: None) -> None:
+    run = a_run(tmp_path, "validation.data=", steps=3)
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    assert run.paths.log("rank/1").exists() and run.restarts("rank/1") == run.restarts("learner") == 0
+    assert len(run.metrics()) == 3 and all(row["grad_norm"] > 0 for row in run.metrics())
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_with_two_ranks_is_that_of_one(tmp_path: Path, quickstart: None) -> None:
+    rows = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run = a_run(folder, "learner.deterministic=true", "weights.mode=sync", "validation.data=", ranks=ranks)
+        with running(run):
+            check_end(run, run.wait())
+        rows.append(run.metrics())
+    # The same samples as long as the last bits of the weights draw the same tokens: at least in the first step.
+    one, two = (found[0] for found in rows)
+    assert two["tokens"] == one["tokens"]
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "batch-async"])
+def test_whatever_rank_is_killed_each_sample_is_trained_once(tmp_path: Path, quickstart: None, mode: str) -> None:
+    run, chance = a_run(tmp_path, f"weights.mode={mode}", steps=16), random.Random(mode)
+    with running(run):
+        for step in (2, 5, 9):
+            run.until_step(step)
+            before, begun = run.step(), time.monotonic()
+            run.let_pass(chance.uniform(0, 0.3))
+            run.kill(chance.choice(["learner", "rank/1"]))
+            run.until("a step after the kill", lambda before=before: run.step() > before + 1)
+            print(f"killed at step {before}: the next but one after {time.monotonic() - begun:.1f} s")
+        code = run.wait()
+    check_end(run, code)
+    assert run.restarts("learner") >= 3 and run.restarts("rank/1") >= 3, "they start again together"
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_within_its_time_and_the_run_goes_on(tmp_path: Path, quickstart: None) -> None:
+    run = a_run(tmp_path, "learner.parallel.collective_timeout_s=5", steps=12)
+    with running(run):
+        run.until_step(2)
+        pid = run.pid("rank/1")
+        os.kill(pid, signal.SIGSTOP)
+        run.until("its name", lambda: f"rank 1 (pid {pid})" in run.paths.errors.read_text()
+                  if run.paths.errors.exists() else False, 40)
+        code = run.wait()
+    check_end(run, code)
+    said = [line["text"] for line in read_lines(run.paths.errors)]
+    assert any("stopped or stuck" in text for text in said), json.dumps(said)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_continued_by_three_and_by_one(tmp_path: Path, quickstart: None) -> None:
+    steps = 3
+    for ranks in (2, 3, 1):
+        run = a_run(tmp_path, "validation.data=", ranks=ranks, steps=steps)
+        with running(run):
+            check_end(run, run.wait())
+        assert run.step() == steps
+        steps += 3
