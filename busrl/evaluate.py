@@ -20,10 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
+from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream, prompt_of
-from busrl.data.prompts import PromptLine, lines_of, mean_over_prompts, standard_error
+from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tag_of
+from busrl.data.prompts import PromptLine, lines_of
 from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
 from busrl.errors import UserError
+from busrl.rewards.base import Answer
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.states import VALIDATE_BIT
 
@@ -33,12 +36,15 @@ NO_TOKENS = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured: `samples` answers to the prompts of a file, drawn as the round of that number draws them."""
+    """What is measured: `of`, drawn as the round of that number draws it, in a run whose rounds have `answers`."""
 
-    prompts: str
-    samples: int
-    temperature: float
+    of: AskedSet
+    answers: int
     round: int = 0
+
+    @property
+    def first_uid(self) -> int:
+        return VALIDATE_BIT | (self.round * self.answers + self.of.first)
 
 
 @dataclass
@@ -54,11 +60,13 @@ class Row:
     tokens: int = 0
     finish: str = ""
     error: str = ""
+    answer: str | None = None  # what the reward takes from the completion, where answers of a prompt are compared
 
 
 @dataclass(frozen=True)
 class Found:
-    """The figures of a measurement, over `samples` of `prompts` different prompts; `failed`: those without a reward."""
+    """The figures of a measurement, over `samples` of `prompts` different prompts; `failed`: those without a reward.
+    `figures`: pass@k and the others by name; `by`: the same of each tag, as in validation.jsonl."""
 
     mean: float
     standard_error: float | None
@@ -67,6 +75,8 @@ class Found:
     failed: int
     length: float
     cut_share: float
+    figures: dict[str, Figure]
+    by: dict[str, dict[str, Any]]
 
 
 class Evaluation:
@@ -74,8 +84,10 @@ class Evaluation:
 
     def __init__(self, topology: Topology, asked: Asked) -> None:
         self.topology, self.asked = topology, asked
-        self.stream = JsonlStream(asked.prompts, topology.run.seed, False, topology.data.prompt_key)
-        self.lines: npt.NDArray[np.int64] = lines_of(asked.samples, len(self.stream))
+        self.stream = JsonlStream(asked.of.data, topology.run.seed, False, topology.data.prompt_key)
+        self.lines: npt.NDArray[np.int64] = lines_of(asked.of.prompts, len(self.stream), asked.of.k)
+        compares = topology.reward.compares if asked.of.k > 1 else None
+        self.find = None if compares is None else Answer(compares).find
         self.rows: dict[int, Row] = {}
         self._waiting: list[Request] = []
 
@@ -92,7 +104,7 @@ class Evaluation:
                 self._until_done(engine, pool, watch)
             finally:
                 engine.close()
-        return [self.rows[place] for place in range(self.asked.samples)]
+        return [self.rows[place] for place in range(self.asked.of.answers)]
 
     @property
     def rewards(self) -> dict[int, float]:
@@ -101,23 +113,39 @@ class Evaluation:
 
     def found(self) -> Found:
         """The figures now."""
-        rewards = self.rewards
-        judged = [self.rows[place] for place in rewards]
+        judged = [self.rows[place] for place in self.rewards]
+        figures, config = self._figures(), self.topology.validation
+        lines = {int(line): self.stream.at(int(line)) for line in set(self.lines)}
+        tags = {number: tag_of(self.stream.record(line), config.tag_key) for number, line in lines.items()}
         return Found(
-            mean_over_prompts(rewards, self.lines),
-            standard_error(rewards, self.lines),
+            figures.mean(),
+            standard_error(figures.of_prompt()),
             len(judged),
             len({row.line for row in judged}),
             sum(bool(row.error) for row in self.rows.values()),
             float(np.mean([row.tokens for row in judged])) if judged else 0.0,
             float(np.mean([row.finish == "length" for row in judged])) if judged else 0.0,
+            {name: one for name, one in figures.by_name().items() if name != "reward"},
+            by_tag(figures, tags),
         )
+
+    def mean(self) -> float:
+        """Of the rewards so far."""
+        return self._figures().mean()
+
+    def _figures(self) -> Figures:
+        k = self.asked.of.k
+        judged = [
+            Judged(int(self.lines[place]), place // k, reward, self.rows[place].answer)
+            for place, reward in self.rewards.items()
+        ]
+        return Figures(judged, k, self.topology.validation.solved, self.find is not None)
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
         """One for each sample; a prompt that cannot be asked has its row already."""
-        limit, generation = self.topology.max_prompt_tokens, self.topology.generation
-        first = VALIDATE_BIT | self.asked.round * self.asked.samples
-        for place in range(self.asked.samples):
+        limit = self.topology.max_prompt_tokens
+        first, asked = self.asked.first_uid, self.asked.of
+        for place in range(asked.answers):
             line = self.stream.at(int(self.lines[place]))
             row = self.rows[place] = Row(line.index + 1, None)
             ids = self._ids(engine, line, row)
@@ -126,7 +154,7 @@ class Evaluation:
                 continue
             yield Request(
                 key=place, uid=first + place, segment=0, prompt_ids=ids, prefix_ids=NO_TOKENS,
-                max_new_tokens=generation.max_new_tokens, temperature=self.asked.temperature, top_p=1.0,
+                max_new_tokens=asked.max_new_tokens, temperature=asked.temperature, top_p=asked.top_p,
                 seed=self.topology.run.seed,
             )
 
@@ -161,6 +189,7 @@ class Evaluation:
                 row.error = "the engine gave it up" if one.finish == ABORTED else "its prompt leaves no room to answer"
                 continue
             row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == EOS)
+            row.answer = self.find(row.completion) if self.find is not None else None
             row.tokens = len(ids)
             row.finish = {EOS: "end"}.get(one.finish, "length")
             line = self.stream.at(int(self.lines[one.key]))

@@ -63,6 +63,7 @@ ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.
 DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/trainer.py"
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
+FIGURES = "busrl/data/figures.py"
 GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/trajectory.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
@@ -304,11 +305,19 @@ MUTANTS = (
            '{**row, "share": share}', "row", ("tests/run/test_mixture_run.py",)),
     # -- validation
     Mutant("validation at the training temperature", VALIDATOR,
-           "temperature=self.topology.validation.temperature", "temperature=generation.temperature", RUN),
-    Mutant("validation is greedy", VALIDATOR,
-           "temperature=self.topology.validation.temperature", "temperature=0.0", RUN),
-    Mutant("samples of a prompt weigh more the more there are", "busrl/data/prompts.py",
+           "temperature=asked.temperature", "temperature=self.topology.generation.temperature", RUN),
+    Mutant("validation is greedy", VALIDATOR, "temperature=asked.temperature", "temperature=0.0", RUN),
+    Mutant("samples of a prompt weigh more the more there are", FIGURES,
            "return [float(np.mean(found)) for found in of_prompt.values()]", "return sum(of_prompt.values(), [])",
+           ("tests/roles/test_validation_rounds.py",)),
+    Mutant("pass@k draws an answer twice", FIGURES,
+           "1.0 - math.prod((n - c - i) / (n - i) for i in range(k))", "1.0 - (1.0 - c / n) ** k",
+           ("tests/data/test_figures.py",)),
+    Mutant("a tie of answers is won by the first", FIGURES,
+           "sum(right[answer] / most for answer in best) / len(best) if best", "right[best[0]] / most if best",
+           ("tests/data/test_figures.py",)),
+    Mutant("a round is mixed by its newest versions alone", VALIDATOR,
+           "for v in (result.oldest, result.version)", "for v in (result.version,)",
            ("tests/roles/test_validation_rounds.py",)),
     Mutant("an answer of two versions is not mixed", VALIDATOR,
            "oldest=int(versions.min())", "oldest=int(versions.max())", ("tests/roles/test_validation_rounds.py",)),

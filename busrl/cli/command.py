@@ -209,10 +209,19 @@ def _add_evaluate(verbs: Verbs) -> None:
     add("--checkpoint", default="", metavar="STEP|PATH", help=text)
     _set(add, "change a key of a topology")
     add("--data", type=Path, metavar="FILE", help="prompts (default: validation.data, else data.train)")
-    add("--samples", type=_count, metavar="N", help="how many (default: validation.samples)")
+    add("--validation", metavar="NAME", help="a [[validation.set]] of the topology (default: the first set)")
+    add("--samples", type=_count, metavar="N", help="prompts (default: those of the set)")
+    add("--k", type=_count, metavar="K", help="answers to each prompt (default: those of the set)")
     add("--temperature", type=_temperature, metavar="T", help="0 = greedy (default: validation.temperature)")
     add("--out", type=Path, metavar="FILE", help="a line per sample (default: RUN_DIR/evaluated/step_N.jsonl)")
     add("--json", action="store_true", help="print one JSON object")
+    text = "ask a run that is running for a round of validation now, and wait for its figures"
+    add = _verb(verbs, "validate", "evaluate:validate", text, "Training goes on meanwhile, as validation.mode says.")
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("names", nargs="*", metavar="NAME", help="sets of the run (default: all of them)")
+    add("--free", action="store_true", help="hold nothing: answers may be of several versions, which is said")
+    add("--wait", type=positive, default=600.0, metavar="S", help="give up waiting after this long (default 600)")
+    add("--json", action="store_true", help="print the lines of validation.jsonl")
 
 
     text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"

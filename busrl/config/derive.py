@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from busrl.config import rules
 from busrl.config.files import FileFacts
-from busrl.config.rules import Finding, batch_varies, count, due, range_of, thresholds, wants_rounds
-from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
+from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
+from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import AdmissionLimits, derive
@@ -47,11 +47,13 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     found: list[Finding] = []
     bounds = _limits(topology, found)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
-    val_samples = topology.validation.samples if rounds else 0
-    val_reserve = min(val_samples, in_flight(topology))
+    sets = asked_sets(topology, facts) if rounds else ()
+    val_samples = sum(one.answers for one in sets)
+    val_reserve = min(val_samples, _validating(topology))
     slots, slots_text = _slots(topology, bounds, val_reserve, found)
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
+    found.extend(_most_answers(topology, val_samples))
     derived = Derived(
         limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
@@ -60,6 +62,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         prompt_tokens=facts.prompt_tokens, prompt_text=facts.prompt_text, trial=facts.trial.lines,
         train_prompts=facts.train_prompts, validation_prompts=facts.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
+        sets=sets,
         explain=(
             *bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology), slots_text,
             bytes_text,
@@ -68,9 +71,45 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     return derived, found
 
 
+def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
+    """What a round of validation asks: [validation] first, where it names prompts, then the named sets."""
+    own, limit = topology.validation, topology.generation.max_new_tokens
+    base = {
+        "samples": own.samples, "k": own.k, "temperature": own.temperature, "top_p": own.top_p,
+        "max_new_tokens": own.max_new_tokens, "every_steps": own.every,
+    }
+    tables = [("", own.data, facts.validation_prompts, base)] if own.data else []
+    for one, lines in zip(own.set, facts.set_prompts):
+        given = {name: value for name in base if (value := getattr(one, name)) != "auto"}
+        tables.append((one.name, one.data, lines, base | given))
+    sets: list[AskedSet] = []
+    for name, data, lines, keys in tables:
+        prompts = lines if keys["samples"] in (0, "all") else int(keys["samples"])
+        sets.append(AskedSet(
+            name, data, lines, prompts, int(keys["k"]), float(keys["temperature"]), float(keys["top_p"]),
+            int(keys["max_new_tokens"]) or limit, int(keys["every_steps"]), sum(before.answers for before in sets),
+        ))
+    return tuple(sets)
+
+
 def in_flight(topology: Topology) -> int:
-    """Sequences that all rollout processes generate at once; those that join from outside count as one."""
-    return topology.generation.max_batch * max(1, count(topology, "rollout"))
+    """Sequences that all rollout processes which train generate at once; those that join from outside count as one."""
+    return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
+
+
+def _validating(topology: Topology) -> int:
+    """Validation answers that are generated at once, at most."""
+    if topology.validation.mode == "dedicated":
+        return topology.generation.max_batch * max(1, only_validate(topology))
+    return in_flight(topology)
+
+
+def _most_answers(topology: Topology, answers: int) -> Iterator[Finding]:
+    """An answer of validation has a number of its own, which the table of fates must have room for."""
+    if (topology.run.max_steps + 1) * answers > rules.MOST_SAMPLES:
+        most = rules.MOST_SAMPLES // (topology.run.max_steps + 1)
+        rule = f"a round has {answers} answers; with {topology.run.max_steps} steps there is room for {most} in a round"
+        yield Finding(("validation.samples", "validation.k", "run.max_steps"), rule, "lower one of them, or split")
 
 
 def _limits(topology: Topology, found: list[Finding]) -> AdmissionLimits:

@@ -15,6 +15,7 @@ import urllib.parse
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import metadata
+from typing import Any
 
 from busrl.config import schema
 from busrl.config.rules import Check, Clash, Finding, clashes
@@ -259,8 +260,11 @@ def _vllm(t: Topology) -> Iterator[Finding]:
             yield Finding(keys, rule, remedy, warning=True, depends=("process",))
         return
     at = f"process.{entries[0]}.engine"
-    for name in ("generation", "validation")[: 1 + t.validates]:
-        value = getattr(t, name).temperature
+    sets = {f"validation.set.{index}": one for index, one in enumerate(t.validation.set)}
+    own = {"validation": t.validation} if t.validation.data or sets else {}
+    tables: dict[str, Any] = {"generation": t.generation, **own, **sets}
+    for name, table in tables.items():
+        value = table.temperature if table.temperature != "auto" else 1.0
         if 0 < value < COLDEST:
             rule = f"vLLM takes a temperature below {COLDEST} as {COLDEST}: its answers would not be what was asked for"
             yield Finding((f"{name}.temperature", at), rule, f"set it to {COLDEST} or more")

@@ -19,7 +19,7 @@ from busrl.algorithms import catalog
 from busrl.config import machine, memory, trial
 from busrl.config.machine import model_at
 from busrl.config.rules import MOST_SAMPLES, count
-from busrl.config.schema import ADAPTERS, RANK, TINY, Faults, ProcessName, Topology, has_model
+from busrl.config.schema import ADAPTERS, RANK, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
@@ -137,9 +137,10 @@ def _processes(t: Topology) -> Iterator[str]:
     yield f"{'process':<12} {'engine':<8} {'device':<8} {'threads':>7}  command"
     for process in t.processes():
         engine = process.spec.engine if process.role == "rollout" else "-"
+        alone = "  (validation only)" if process.spec.serves == "validation" else ""
         where = f"{_device(t, process):<8} {process.spec.threads:>7}"
         bound = f" on core {process.spec.cpus}" if process.spec.cpus else ""
-        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}"
+        yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}{alone}"
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
@@ -171,7 +172,7 @@ def _sums(t: Topology) -> Iterator[str]:
     for line in t.derived.explain:
         yield f"  {line}"
     rounds = t.derived.val_samples
-    yield f"  validation: {rounds} samples a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
+    yield f"  validation: {rounds} answers a round, {t.derived.val_reserve} slots" if rounds else "  validation: none"
 
 
 def _sizes(t: Topology) -> Iterator[str]:
@@ -216,13 +217,24 @@ def _data(t: Topology) -> Iterator[str]:
     for one in t.derived.sources:
         size = f"{one.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
         yield f"    {one.name}: {size}{one.text}"
-    if t.validates:
-        yield f"  validation: {t.validation.data}, {t.derived.validation_prompts} prompts"
+    for asked in t.sets:
+        name = f" {asked.name}" if asked.name else ""
+        yield f"  validation{name}: {asked.data}, {asked.lines} prompts; {_asked(t, asked)}"
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     if t.derived.prompt_text:
         yield f"  {t.derived.prompt_text}"
     if t.scripted:
         yield f"  {_answers(t)}"
+
+
+def _asked(t: Topology, one: AskedSet) -> str:
+    """What a round asks of a set, and which figures it gives."""
+    asked = f"{'all' if one.prompts == one.lines else one.prompts} asked"
+    if one.k > 1:
+        extracts = t.reward.compares is not None
+        vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: the reward extracts no answer"
+        asked += f" {one.k} times: pass@1 to pass@{one.k}, {vote}"
+    return f"{asked}; every {one.every} steps" if one.every else asked
 
 
 def _answers(t: Topology) -> str:

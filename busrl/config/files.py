@@ -70,6 +70,7 @@ class FileFacts:
 
     train_prompts: int
     validation_prompts: int
+    set_prompts: tuple[int, ...]  # of each [[validation.set]]
     task_bytes: int
     token_bytes: int
     context: int
@@ -96,6 +97,7 @@ class _Inspection:
         t = self.t
         lines, longest = self._prompts("data.train", t.data.train) or (0, TINY_LINE_BYTES)
         validation = self._prompts("validation.data", t.validation.data) or (lines, longest)
+        sets = [self._set(index) for index in range(len(t.validation.set))]
         if self._sound("data.train", "process") and t.data.train:
             self._trace()
         if t.data.template == "chat" and self._sound("data.template", "model.path", "process"):
@@ -115,7 +117,9 @@ class _Inspection:
                 self._add_problem("scheduler.keywords", problem)
         limit = self._limit(context)
         return FileFacts(
-            lines, validation[0], max(longest, validation[1]), token_bytes, context, limit.tokens, limit.text, tried
+            lines, validation[0], tuple(count for count, _ in sets),
+            max(longest, validation[1], *(size for _, size in sets)), token_bytes, context, limit.tokens, limit.text,
+            tried,
         )
 
     def _sound(self, *keys: str) -> bool:
@@ -154,6 +158,13 @@ class _Inspection:
             rule = f"{result.chats} of the {result.count} prompts of {path} are lists of messages"
             self._add("data.template", rule, 'set data.template = "chat"')
         return result.count, result.longest_line
+
+    def _set(self, index: int) -> tuple[int, int]:
+        """The same of a set; what has a problem counts as a short file."""
+        found = None
+        if self._sound("validation.set"):
+            found = self._prompts(f"validation.set.{index}.data", self.t.validation.set[index].data)
+        return found or (0, TINY_LINE_BYTES)
 
     def _tiny(self, key: str, path: str) -> int:
         """Prompts of a task that is made on first use: a run's sizes must not depend on whether it is the first one."""

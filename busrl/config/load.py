@@ -45,7 +45,10 @@ UNRESOLVED = Derived(
 
 # What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
 REAL_FILES = frozenset(
-    {"model.path", "data.train", "validation.data", "reward.function", "bus.endpoint", "lora.rank", "process"}
+    {
+        "model.path", "data.train", "validation.data", "validation.set", "reward.function", "bus.endpoint", "lora.rank",
+        "process",
+    }
 )
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
@@ -216,7 +219,7 @@ def _set_unless_written(
 def _implied(draft: Topology) -> Iterator[Process]:
     """One process of each role that no entry names; a validator where there are prompts for it."""
     for role in SPAWNED_ROLES:
-        wanted = role != "validator" or draft.validation.data
+        wanted = role != "validator" or draft.validation.data or draft.validation.set
         if wanted and all(entry.role != role for entry in draft.process):
             yield Process(role)
 
@@ -275,7 +278,8 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
     if not isinstance(given, int) or not any("ring.slot_bytes" in finding.keys for finding in found):
         return []
     problems = []
-    for path in dict.fromkeys((draft.data.train, draft.validation.data)):
+    sets = (one.data for one in draft.validation.set)
+    for path in dict.fromkeys((draft.data.train, draft.validation.data, *sets)):
         if path and not path.startswith(TINY) and os.path.isfile(path):
             number, size = files.longest_line(path)
             if size > given:
@@ -286,6 +290,7 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
 
 def materialise(topology: Topology) -> Topology:
     """The same topology with every `tiny:` name replaced by the path of what it stands for."""
+    topology = _with_sets_made(topology)
     places = (("model", "path", "model"), ("data", "train", "train"), ("validation", "data", "validation"))
     for section, key, made in places:
         table = getattr(topology, section)
@@ -294,3 +299,16 @@ def materialise(topology: Topology) -> Topology:
             changed: dict[str, Any] = {section: dataclasses.replace(table, **{key: path})}
             topology = dataclasses.replace(topology, **changed)
     return topology
+
+
+def _with_sets_made(topology: Topology) -> Topology:
+    def made(table: Any) -> Any:
+        if not table.data.startswith(TINY):
+            return table
+        return dataclasses.replace(table, data=str(machine.maker().ensure(table.data).validation))
+
+    named = tuple(map(made, topology.validation.set))
+    return dataclasses.replace(
+        topology, validation=dataclasses.replace(topology.validation, set=named),
+        derived=dataclasses.replace(topology.derived, sets=tuple(map(made, topology.derived.sets))),
+    )

@@ -24,6 +24,7 @@ from busrl.config.reader import show
 from busrl.config.schema import (
     FOREIGN_ROLES,
     IMPLIED_ROLES,
+    ONE_COPY,
     RESTARTS,
     SINGLE_ROLES,
     TINY,
@@ -223,7 +224,7 @@ TABLE = (
     Clash("scheduler.ahead, segments.rounds == segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
     # -- validation
-    Clash("validation.every; validation.data ==",
+    Clash("validation.every; validation.data ==, validation.set == ()",
           f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}"),
     # -- bus and experiments
     Clash("bus.keys, bus.endpoint == ipc",
@@ -318,20 +319,92 @@ def _segments(t: Topology) -> Iterator[Finding]:
 
 
 def _validation(t: Topology) -> Iterator[Finding]:
-    data, asked = t.validation.data, count(t, "validator") > 0
-    if not data and asked and not t.validation.every:
+    named, asked = _named_prompts(t), count(t, "validator") > 0
+    if not named and asked and not t.validation.every:
         index = next(i for i, entry in enumerate(t.process) if entry.role == "validator")
         rule = "a validator is asked for, and validation.data names no prompts"
         yield Finding((f"process.{index}.role", "validation.data"), rule, OTHER_PROMPTS)
-    elif data and not asked:
+    elif named and not asked:
         rule = "no validator is started: its entry has count = 0"
-        yield Finding(("validation.data",), rule, "remove that entry, or the file", warning=True)
-    elif data and not wants_rounds(t):
+        yield Finding((next(iter(named)),), rule, "remove that entry, or the file", warning=True)
+    elif named and not wants_rounds(t):
         rule = "the validator has nothing to do: no round before, during or after the run"
         keys = ("validation.at_end", "validation.every", "validation.at_start")
         yield Finding(keys, rule, "set one, or remove data", warning=True)
-    if data and data == t.data.train and not data.startswith(TINY):
-        yield Finding(("validation.data",), "these are the training prompts", "give it its own", warning=True)
+    for key, data in named.items():
+        if data == t.data.train and not data.startswith(TINY):
+            yield Finding((key,), "these are the training prompts", "give it its own", warning=True)
+    for index in range(-bool(t.validation.data), len(t.validation.set)):
+        yield from _one_set(t, index)
+    yield from _dedicated(t)
+
+
+def _named_prompts(t: Topology) -> dict[str, str]:
+    """The prompts of validation by the key that names them."""
+    sets = {f"validation.set.{index}.data": one.data for index, one in enumerate(t.validation.set)}
+    return {key: path for key, path in {"validation.data": t.validation.data, **sets}.items() if path}
+
+
+def _one_set(t: Topology, index: int) -> Iterator[Finding]:
+    """One [[validation.set]], or [validation] itself where the index is -1."""
+    at = f"validation.set.{index}" if index >= 0 else "validation"
+    own = t.validation.set[index] if index >= 0 else t.validation
+
+    def settled(name: str) -> tuple[str, Any]:
+        """The key that says it, and its value: that of [validation] where the set leaves it out."""
+        value = getattr(own, name)
+        return (f"validation.{name}", getattr(t.validation, name)) if value == "auto" else (f"{at}.{name}", value)
+
+    (cut, tokens), (how_often, k), (how, temperature) = map(settled, ("max_new_tokens", "k", "temperature"))
+    if tokens > t.generation.max_new_tokens:
+        rule = "slots and engines have room for answers of generation.max_new_tokens"
+        yield Finding((cut, "generation.max_new_tokens"), rule, "lower it, or raise generation.max_new_tokens")
+    if k > 1 and not temperature:
+        rule = f"greedy answers are all alike: {k} of them say what one does"
+        yield Finding((how_often, how), rule, "k = 1, or a temperature above 0", warning=True)
+    if index < 0:
+        return
+    name = t.validation.set[index].name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        rule = "a set's name is 1 to 64 letters, digits, dots, dashes or underscores"
+        yield Finding((f"{at}.name",), rule, 'for example "math-500"')
+    if name in ["validation", *(one.name for one in t.validation.set[:index])]:
+        rule = "another set has this name: validation is what [validation] itself measures, and no two may be alike"
+        yield Finding((f"{at}.name",), rule, "give it its own")
+
+
+def _dedicated(t: Topology) -> Iterator[Finding]:
+    """Rollouts that only validate, and the mode that needs them."""
+    alone = [i for i, entry in enumerate(t.process) if entry.serves == "validation"]
+    for index in alone:
+        at = f"process.{index}.serves"
+        if t.process[index].role != "rollout":
+            yield Finding((at, f"process.{index}.role"), "only a rollout answers validation", "remove it")
+        elif t.validation.mode != "dedicated" or not _named_prompts(t):
+            rule = "it would never get a task: nothing is kept for rollouts that only validate"
+            yield Finding((at, "validation.mode"), rule, 'set validation.mode = "dedicated", with prompts')
+        elif t.process[index].command:
+            rule = "another program takes whatever is queued, and it does not keep to a version"
+            yield Finding((at, f"process.{index}.command"), rule, "remove command, or serves")
+    if t.validation.mode != "dedicated" or not _named_prompts(t):
+        return
+    if not only_validate(t):
+        rule = "no rollout is kept for validation"
+        yield Finding(("validation.mode",), rule, 'add a [[process]] with role = "rollout", serves = "validation"',
+                      depends=("process",))
+    elif count(t, "rollout") == only_validate(t) and all(one.count for one in t.process if one.role == "rollout"):
+        rule = "every rollout only validates, so nothing is generated to train on"
+        yield Finding(("validation.mode",), rule, 'add a [[process]] with role = "rollout"', depends=("process",))
+    if t.weights.transport in ("broadcast", ONE_COPY):
+        rule = "every engine takes part in each publication, so none can keep its version while training goes on"
+        yield Finding(("validation.mode", "weights.transport"), rule, 'transport = "shm", or mode = "hold"')
+    for index, entry in enumerate(t.process):
+        if entry.role == "rollout" and entry.engine == "openai":
+            rule = "the server's weights change for all that ask it"
+            yield Finding(("validation.mode", f"process.{index}.engine"), rule, 'mode = "hold" or "free"')
+        if entry.role == "rollout" and entry.command:
+            rule = "another program takes whatever is queued, also what is kept for rollouts that only validate"
+            yield Finding((f"process.{index}.command", "validation.mode"), rule, 'mode = "hold" or "free"')
 
 
 TCP = re.compile(r"tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]|localhost):(\d{1,5})")
@@ -387,9 +460,16 @@ def count(t: Topology, role: str) -> int:
     return sum(entry.count for entry in t.process if entry.role == role)
 
 
+def only_validate(t: Topology) -> int:
+    """How many rollout processes answer validation alone."""
+    return sum(entry.count for entry in t.process if entry.role == "rollout" and entry.serves == "validation")
+
+
 def wants_rounds(t: Topology) -> bool:
     """Whether any validation round is due in the run."""
-    return t.validation.at_start or t.validation.every > 0 or t.validation.at_end
+    own = t.validation
+    during = own.every > 0 or any(isinstance(one.every_steps, int) and one.every_steps > 0 for one in own.set)
+    return own.at_start or during or own.at_end
 
 
 def _faults(t: Topology) -> Iterator[Finding]:

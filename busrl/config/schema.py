@@ -18,6 +18,14 @@ from typing import Any
 
 from busrl.algorithms import catalog
 from busrl.config.names import modern
+from busrl.config.trials import BusFault as BusFault
+from busrl.config.trials import ControllerRules as ControllerRules
+from busrl.config.trials import CrashFault as CrashFault
+from busrl.config.trials import Experiments as Experiments
+from busrl.config.trials import Faults as Faults
+from busrl.config.trials import Log as Log
+from busrl.config.trials import Mock as Mock
+from busrl.config.trials import Simulate as Simulate
 from busrl.config.values import REQUIRED, Rule, build, key, plain
 from busrl.scheduling.limits import AdmissionLimits
 
@@ -57,6 +65,9 @@ PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0}  # where neither the part nor [
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
+
+
+EXTRACTING = ("exact_match", "numeric", "math", "gym")  # kinds of reward that judge an extracted answer
 
 
 # -- what is trained, on what, and how -----
@@ -398,18 +409,54 @@ class Reward:
     overlong_penalty: float = key(1.0, "by so much at the limit, in proportion before it", low=0)
     part: tuple[RewardPart, ...] = ()
 
+    @property
+    def compares(self) -> str | None:
+        """The pattern that finds the answer which is judged, for maj@k; None where the whole completion is judged."""
+        if not self.part:
+            return self.extract if self.kind == "exact_match" else None
+        compare = (one for one in self.part if one.kind in EXTRACTING and (one.extract or one.kind == "exact_match"))
+        return next((one.extract for one in compare), None)
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """[[validation.set]]: one more measurement, by name; a key that is left out is as in [validation]."""
+
+    name: str = key(REQUIRED, "its name in validation.jsonl and on the screen")
+    data: str = key(REQUIRED, "JSONL file of its prompts, or tiny:sort", path=True)
+    samples: int | str = key("auto", "prompts a round; all (or 0) = every line of the file once",
+                             words=("auto", "all"), low=0, high=1 << 24)
+    k: int | str = key("auto", "answers to each prompt", words=("auto",), low=1, high=4096)
+    temperature: float | str = key("auto", "0 = greedy", words=("auto",), low=0, high=10)
+    top_p: float | str = key("auto", "nucleus sampling", words=("auto",), above=0, high=1)
+    max_new_tokens: int | str = key("auto", "an answer is cut after this many tokens", words=("auto",), low=0,
+                                    high=1 << 20)
+    every_steps: int | str = key("auto", "a round every so many steps; 0 = never during the run", words=("auto",),
+                                 low=0)
+
 
 @dataclass(frozen=True)
 class Validation:
-    """[validation]: measuring without training; on when `data` names prompts, and the validator is started then."""
+    """[validation]: measuring without training; on when `data` or a set names prompts: a validator is started then."""
 
-    data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = no validation", path=True)
-    every: int = key(0, "a round every so many steps (of n_min groups); 0 = only before and after the run", low=0)
-    samples: int = key(512, "samples a round, spread over the file; its prompts count the same", low=1, high=1 << 24)
+    data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = none but those of sets", path=True)
+    every: int = key(0, "a round every so many steps (of n_min groups); 0 = only before and after the run",
+                     low=0)
+    samples: int | str = key(512, "prompts a round, spread over the file; its prompts count the same; all (or 0) = "
+                             "every line once", words=("all",), low=0, high=1 << 24)
+    k: int = key(1, "answers to each prompt: for pass@k and maj@k", low=1, high=4096)
     temperature: float = key(1.0, "0 = greedy", low=0, high=10)
+    top_p: float = key(1.0, "nucleus sampling", above=0, high=1)
+    max_new_tokens: int = key(0, "an answer is cut after this many tokens; 0 = generation.max_new_tokens", low=0,
+                              high=1 << 20)
+    solved: float = key(1.0, "an answer with at least this reward counts as right in pass@k and maj@k")
+    tag_key: str = key("", "key of a line by whose values figures are given too; empty = source or tag, where lines "
+                           "have it")
     at_start: bool = key(True, "one round before the first step")
     at_end: bool = key(True, "one round after the last step")
-    mode: str = key("hold", "pin the version in a round, or let it move (metric: mixed)", choices=("hold", "free"))
+    mode: str = key("hold", "a round pins the version (hold), has rollouts that keep it (dedicated), or lets it "
+                    "move (free: metric mixed)", choices=("hold", "dedicated", "free"))
+    set: tuple[ValidationSet, ...] = ()
 
 
 # -- what runs, and how it meets -----
@@ -472,83 +519,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Simulate:
-    """[simulate]: what `busrl simulate` assumes, times in seconds; set here, they go before --fit and [mock]."""
-
-    actors: int = key(0, "rollout processes; 0 = as many as the topology starts", low=0, high=1 << 20)
-    step_s: float = key(0.004, "a decoding step of a rollout process ...", low=0, high=1e6)
-    row_s: float = key(0.00004, "... and more for each sequence that it runs", low=0, high=1e6)
-    sequence_s: float = key(0.0002, "a sequence that joins or leaves", low=0, high=1e6)
-    prefill_token_s: float = key(0.000005, "a token of its prompt, or of earlier segments", low=0, high=1e6)
-    weights_s: float = key(0.002, "new weights stop a rollout process for this long", low=0, high=1e6)
-    speed_spread: float = key(0.0, "how unequal rollout processes are: spread of the log of their times", low=0, high=3)
-    step_spread: float = key(0.0, "how its times vary between quarter seconds: spread of the log", low=0, high=3)
-    reward_s: float = key(0.03, "mean time that an answer waits until a reward process looks", low=0, high=1e6)
-    reward_call_s: float = key(0.0, "one call of the reward, made by one of reward.workers", low=0, high=1e6)
-    learner_step_s: float = key(0.01, "an optimiser step besides its tokens", low=0, high=1e6)
-    learner_token_s: float = key(0.00003, "forward and backward of one trained token", low=0, high=1e6)
-    learner_group_s: float = key(0.0003, "setting one group aside", low=0, high=1e6)
-    learner_spread: float = key(0.0, "how the learner's times vary from step to step: spread of the log", low=0, high=3)
-    publish_s: float = key(0.001, "publishing a version", low=0, high=1e6)
-    checkpoint_s: float = key(0.05, "writing a checkpoint", low=0, high=1e6)
-    length_median: int = key(0, "median answer without a trace, in tokens; 0 = max_new_tokens / 4", low=0, high=1 << 20)
-    flat_share: float = key(0.2, "share of flat groups (equal rewards), if a trace has no rewards", low=0, below=1)
-    oracle: bool = key(False, "the policy gets the true lengths instead of predictions")
-
-
-@dataclass(frozen=True)
-class BusFault:
-    """[[faults.bus]]: trouble for messages; the first entry that fits a message decides about it."""
-
-    types: tuple[str, ...] = key((), "names of messages, for example NEW_TASK; empty = all")
-    roles: tuple[str, ...] = key((), "roles at whose end it happens, launch included; empty = all but the broker")
-    at: str = key("receiver", "each receiver loses its own, or the sender for all", choices=("receiver", "sender"))
-    drop: float = key(0.0, "share of the messages that is lost", low=0, high=1)
-    duplicate: float = key(0.0, "share that arrives twice", low=0, high=1)
-    delay_s: float = key(0.0, "each arrives late, by anything up to this", low=0, high=60)
-    reorder: float = key(0.0, "share that the next message overtakes", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class CrashFault:
-    """[[faults.crash]]: a process ends by SIGKILL at a named step of the ring; see docs/faults.md."""
-
-    process: str = key(REQUIRED, "which process, for example rollout/0")
-    point: str = key(REQUIRED, "name of the step, for example commit.before")
-    count: int = key(1, "it dies when it passes the step for this time", low=1, high=1 << 40)
-    lives: int = key(1, "in so many lives of the process; 0 = in every one", low=0, high=1 << 20)
-
-
-@dataclass(frozen=True)
-class Faults:
-    """[faults]: faults on purpose, for tests and for trying out an actor."""
-
-    seed: int = key(0, "seed of everything that happens by chance here", low=0, high=2**31 - 1)
-    bus: tuple[BusFault, ...] = ()
-    crash: tuple[CrashFault, ...] = ()
-
-
-@dataclass(frozen=True)
-class Mock:
-    """[mock]: the pace of scripted engines (engine = "mock"); lengths come from data.train, which is then a trace."""
-
-    token_s: float = key(0.005, "seconds of a decoding step, in which every sequence gets a token", above=0, high=5)
-    per_sequence_s: float = key(0.0, "seconds more per step for each running sequence", low=0, high=1)
-    prefill_s_per_token: float = key(0.0, "seconds for each token of a prompt or earlier segment", low=0, high=1)
-    jitter: float = key(0.0, "each stretch of steps is up to this share longer or shorter", low=0, below=1)
-    learner_s_per_token: float = key(0.0, "least time of the learner per trained token", low=0, high=0.002)
-    right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class Log:
-    """[log]: what is kept for people."""
-
-    samples: int | str = key(1, "trained samples of a step that samples.jsonl keeps, with prompt and answer as text",
-                             words=("all",), low=0, high=1 << 20)
-
-
-@dataclass(frozen=True)
 class Openai:
     """[openai]: the endpoint of engine = "openai", any server that speaks this protocol; see docs/engines.md."""
 
@@ -577,6 +547,8 @@ class Process:
                     "any that no entry names")
     command: tuple[str, ...] = key((), "start this instead of busrl's own process (any language); "
                                        "{run_dir}, {name}, {here} (this file's folder) are filled in")
+    serves: str = key("all", 'rollout: what it answers; "validation" is for validation.mode = "dedicated", and then '
+                      "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
@@ -606,39 +578,36 @@ class Vllm:
         'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
 
 
-# -- measurements of busrl itself, which no ordinary run sets -----
-
-
-@dataclass(frozen=True)
-class ControllerRules:
-    """[experiments.controller]: the thresholds of learner.controller, with measured defaults; see docs/control.md."""
-
-    ema: float = key(0.9, "what a smoothed number keeps of itself per step", low=0, below=1)
-    probe_every: int = key(5, "the probe set is scored every so many steps", low=1, high=10000)
-    probe_samples: int = key(32, "samples of the probe set, in whole groups of the first step", low=1, high=65536)
-    reference_steps: int = key(20, "H_ref and the clip baseline are means over the first so many steps", low=1)
-    high: float = key(1.3, "H / H_ref above it is high", above=0, high=100)
-    low: float = key(0.6, "H / H_ref below it is low", above=0, high=100)
-    hysteresis: float = key(0.1, "a band is left so far inside of its threshold", low=0, high=10)
-    high_t_max_s: float = key(0.25, "t_max_s at high entropy, where it is finite", above=0)
-    low_t_max_s: float = key(1.0, "t_max_s at low entropy, where it is finite", above=0)
-    clip_factor: float = key(5.0, "a clip fraction so many times its baseline vetoes smaller steps", low=1, high=1e6)
-    clip_floor: float = key(0.001, "least baseline of the clip fraction", above=0, high=1)
-    ess_low: float = key(0.5, "an ESS below it vetoes smaller steps", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class Experiments:
-    """[experiments]: for measurements; each of these has been tried and is off."""
-
-    dmmpt: str = key("off", "leave out mastered tokens: never, always, at low entropy", choices=("off", "on", "gate"))
-    dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
-    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy; and of the gate", above=0, high=100)
-    forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
-    controller: ControllerRules = field(default_factory=ControllerRules)
-
-
 # -- the whole -----
+
+
+@dataclass(frozen=True)
+class AskedSet:
+    """What a round asks of one set: [validation] itself (name "") or a [[validation.set]], every key settled.
+
+    A round has the answers of all sets one behind the other: this one's from place `first` on, k to each prompt.
+    """
+
+    name: str
+    data: str
+    lines: int  # of the file
+    prompts: int  # asked in a round
+    k: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    every: int
+    first: int
+
+    @property
+    def answers(self) -> int:
+        """Answers of a round."""
+        return self.prompts * self.k
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.name or "validation"
 
 
 @dataclass(frozen=True)
@@ -666,7 +635,8 @@ class Derived:
     train_prompts: int  # lines of data.train
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
     ring_bytes: int  # size of the shared-memory file
-    val_samples: int  # samples of one validation round, 0 = validation is off
+    val_samples: int  # answers of one validation round over all sets, 0 = validation is off
+    sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
     prompt_text: str = ""  # how the tokens of the prompts were counted
     sources: tuple[SourceLines, ...] = ()  # data.train was made of them,
@@ -760,6 +730,22 @@ class Topology:
     def validates(self) -> bool:
         """Whether any validation round takes place."""
         return self.derived.val_samples > 0
+
+    @property
+    def sets(self) -> tuple[AskedSet, ...]:
+        """What a round of validation asks; empty without validation."""
+        asked, own = self.derived.val_samples, self.validation
+        if self.derived.sets or not asked:
+            return self.derived.sets
+        return (AskedSet(  # of a run directory of before
+            "", own.data, self.derived.validation_prompts, asked, 1, own.temperature, own.top_p,
+            self.generation.max_new_tokens, own.every, 0,
+        ),)
+
+    @property
+    def dedicated(self) -> bool:
+        """Whether rollouts that do nothing else answer validation, so that training goes on during a round."""
+        return self.validation.mode == "dedicated" and self.validates
 
     def processes(self) -> list[ProcessName]:
         """Every process of the run in starting order; several entries of one role are numbered through."""

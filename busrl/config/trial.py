@@ -101,7 +101,8 @@ class Limit:
 
 
 def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Limit:
-    """`scans` by key (data.train, validation.data); `context`: tokens that the model takes, 0 if unknown."""
+    """`scans` by key (data.train, validation.data, validation.set.0.data); `context`: tokens that the model takes, 0 if
+    unknown."""
     given = topology.generation.max_prompt_tokens
     auto = not isinstance(given, int)
     found: list[Finding] = []
@@ -151,9 +152,8 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
             yield Counted(str(scan.path), scan.count, tokens, lines, (True,) * scan.count, max(tokens, default=1), how)
         return
     light = _tokenizer(topology)
-    for key in ("data.train", "validation.data"):
-        section, _, name = key.partition(".")
-        path = str(getattr(getattr(topology, section), name))
+    named = {f"validation.set.{index}.data": one.data for index, one in enumerate(topology.validation.set)}
+    for key, path in {"data.train": topology.data.train, "validation.data": topology.validation.data, **named}.items():
         if path.startswith(TINY):
             yield _tiny(path, light)
         elif key in scans:

@@ -16,7 +16,7 @@ import os
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
@@ -401,37 +401,18 @@ def training_stream(topology: Topology) -> JsonlStream:
     return JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key, sections=topology.derived.sources)
 
 
-# -- measurements on prompts ---------------------------------
+# -- which prompts are measured ------------------------------
 
 
 SUBSET_SEED = 0  # runs that differ in run.seed are compared on the same prompts
 
 
-def lines_of(samples: int, lines: int) -> npt.NDArray[np.int64]:
-    """The line of the file that each sample of a round asks: one drawn from each of `samples` equal stretches of a
-    longer file (the same for every round and seed of a run), a shorter file from its beginning, again and again."""
+def lines_of(samples: int, lines: int, k: int = 1) -> npt.NDArray[np.int64]:
+    """The line of the file that each answer of a round is to, `k` in a row to one prompt: a line drawn from each of
+    `samples` equal stretches of a longer file (the same for every round and seed of a run), a shorter file from its
+    beginning, again and again."""
     places = np.arange(samples, dtype=np.int64)
     if samples >= lines:
-        return places % lines
+        return np.repeat(places % lines, k)
     edges = np.arange(samples + 1, dtype=np.int64) * lines // samples
-    return np.random.Generator(np.random.PCG64(SUBSET_SEED)).integers(edges[:-1], edges[1:])
-
-
-def mean_over_prompts(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> float:
-    """The mean over prompts of the mean over each one's samples; `values` by a sample's place in the round. 0.0 without
-    any."""
-    means = _prompt_means(values, asked)
-    return float(np.mean(means)) if means else 0.0
-
-
-def standard_error(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> float | None:
-    """The standard error of that mean, as if the prompts had been drawn from many more; None with fewer than two."""
-    means = _prompt_means(values, asked)
-    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
-
-
-def _prompt_means(values: Mapping[int, float], asked: npt.NDArray[np.int64]) -> list[float]:
-    of_prompt: dict[int, list[float]] = {}
-    for place, value in values.items():
-        of_prompt.setdefault(int(asked[place]), []).append(value)
-    return [float(np.mean(found)) for found in of_prompt.values()]
+    return np.repeat(np.random.Generator(np.random.PCG64(SUBSET_SEED)).integers(edges[:-1], edges[1:]), k)

@@ -156,7 +156,10 @@ STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
 SIGKILLED = describe_end(-signal.SIGKILL)
-SUBSCRIBED = (m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.Error, m.Hello)
+SUBSCRIBED = (
+    m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
+    m.Hello,
+)
 
 
 class Launch:

@@ -71,8 +71,8 @@ DATA = ("metrics.jsonl", "train.jsonl", "fates.bin", "samples.jsonl", "open.bin"
 OURS = {
     *DATA, "logs", "checkpoints", "wal", "pace", "published", "topology.json", "topology.toml", "run.json",
     "starts.jsonl", "errors.jsonl", "supervisor.json", "gateway.json", "summary.json", "fates.validate.bin",
-    "validation.jsonl", "validation.log", "evaluated", "decisions.jsonl", "scheduler.jsonl", "predictor.npz",
-    "data",
+    "validation.jsonl", "validation.log", "validate.json", "evaluated", "decisions.jsonl", "scheduler.jsonl",
+    "predictor.npz", "data",
 }
 MISSING = object()
 
@@ -215,8 +215,10 @@ def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) 
     def differs(name: str) -> bool:
         return known.get(name, now.get(name)) != now.get(name) and name in now
 
-    if differs("validation.data"):
-        yield f"{topology.validation.data} is not what it was: validation from here on is of other prompts than before"
+    sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
+    for key, path in {"validation.data": topology.validation.data, **sets}.items():
+        if differs(key):
+            yield f"{path} is not what it was: validation from here on is of other prompts than before"
     for name, (function, made) in _functions(topology).items():
         if differs(name):
             yield f"{_function_file(function)} is not what it was: {made} from here on are those of the new code"
@@ -225,7 +227,8 @@ def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) 
 def digests(topology: Topology, made: Path | None = None) -> dict[str, str]:
     """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts,
     where these are made of sources."""
-    data = {"data.train": topology.data.train, "validation.data": topology.validation.data}
+    sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
+    data = {"data.train": topology.data.train, "validation.data": topology.validation.data, **sets}
     named = {name: None if path.startswith(TINY) or not path else Path(path) for name, path in data.items()}
     named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
     named["data.train"] = made or made_prompts(topology) or named["data.train"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
 from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
-from busrl.monitor.text import alike, duration, short
+from busrl.monitor.text import alike, duration, rises, safe, short
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -63,11 +64,16 @@ class Progress:
             return []
         if not isinstance(message, m.Error):  # those are lines of the log
             self.run.handle(message, now)
-        if not isinstance(message, m.ValidationDone):
+        if not isinstance(message, (m.ValidationDone, m.ValidationSetDone)):
             return []
         mixed = ", versions mixed" if message.mixed else ""
         judged = f"{message.mean:.3f} over {message.samples} samples{mixed}"
-        return [f"validation {message.round} of version {message.version}: {judged}"]
+        name = ""
+        if isinstance(message, m.ValidationSetDone):
+            name = f" of {safe(message.set)}" if message.set else ""
+            at_k = {key: value for key, value in message.figures.items() if re.fullmatch(r"val/(pass|maj)@[0-9]+", key)}
+            judged += "".join(f", {key.removeprefix('val/')} {value:.3f}" for key, value in at_k.items())
+        return [f"validation {message.round}{name} of version {message.version}: {judged}"]
 
     def _counts(self, update: m.LearnerStateUpdate) -> bool:
         """Whether this is news: not doubled, late, of no step that there is, or with a mean of nothing in it."""
@@ -318,9 +324,8 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     first, last = summary["reward"]["first"], summary["reward"]["last_10_steps"]
     if first is not None:
         facts.append(f"reward {first:.3f} → {last:.3f}")
-    means = [one["mean"] for one in summary["validation"]]
-    if means:
-        facts.append("validation " + " → ".join(f"{mean:.3f}" for mean in dict.fromkeys((means[0], means[-1]))))
+    if judged := rises((one.get("set", ""), one["mean"]) for one in summary["validation"]):
+        facts.append(judged)
     lines.append("  " + " · ".join(facts))
     busy = [
         f"{name} {one['busy_share']:.0%}"

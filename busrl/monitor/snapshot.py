@@ -44,7 +44,8 @@ def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
         "policy": run.steps.policy(run.idle),
         "sample": run.sample or None,
         "validations": [
-            {"round": one.round, "version": one.version, "mean": one.mean} for one in run.validations.values()
+            {"round": one.round, "version": one.version, "mean": one.mean, **({"set": one.set} if one.set else {})}
+            for one in run.validations.values()
         ],
         "messages": _messages(run),
         "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},

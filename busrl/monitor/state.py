@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec.structs import asdict
@@ -138,12 +138,13 @@ class MetricsLine(StepRecord, frozen=True):
 
 
 class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
-    """One round of validation: a line of validation.jsonl, or a VALIDATION_DONE."""
+    """One round of validation of one set: a line of validation.jsonl, a VALIDATION_DONE or a VALIDATION_SET_DONE."""
 
     round: Annotated[int, KNOWN]
     version: int = 0
     mean: float | None = None  # none of its samples was judged
     samples: int = 0
+    set: str = ""  # its name; "" is [validation] itself
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -426,7 +427,7 @@ class RunState:
     waiting: str = ""  # for what the scheduler waits
     credit: int = -1
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
-    validations: dict[int, RoundRecord] = field(default_factory=dict)  # by round, the newest last
+    validations: dict[tuple[str, int], RoundRecord] = field(default_factory=dict)  # by set and round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
     _busy: dict[tuple[str, int], Rate] = field(default_factory=dict)  # by name and pid
     _stepped_at: float | None = None
@@ -455,8 +456,8 @@ class RunState:
 
     def validated(self, seen: RoundRecord) -> None:
         """A round of validation, which the file and the bus both tell of; the last word on a round counts."""
-        self.validations.pop(seen.round, None)
-        self.validations[seen.round] = seen
+        self.validations.pop((seen.set, seen.round), None)
+        self.validations[seen.set, seen.round] = seen
         if len(self.validations) > MAX_ROUNDS:
             del self.validations[next(iter(self.validations))]
 
@@ -468,10 +469,11 @@ class RunState:
             self.waiting, self.credit = message.waiting, message.credit
         elif isinstance(message, m.ValidationStarted):
             self.validating = True
-        elif isinstance(message, m.ValidationDone):
+        elif isinstance(message, (m.ValidationDone, m.ValidationSetDone)):
             self.validating = False
             mean = message.mean if math.isfinite(message.mean) else None
-            self.validated(RoundRecord(message.round, message.version, mean, message.samples))
+            name = message.set if isinstance(message, m.ValidationSetDone) else ""
+            self.validated(RoundRecord(message.round, message.version, mean, message.samples, name))
         elif isinstance(message, m.Error):
             at = message.time_ns / 1e9
             self.errors.add(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
@@ -535,10 +537,10 @@ class RunState:
         per_s = self._steps_done.per_s() if steps_per_min is None else steps_per_min / 60
         return max(0.0, self.facts.max_steps - self.at_step) / per_s if per_s > 0 else None
 
-    def judged(self) -> list[dict[str, float | None]]:
-        """The rounds of validation in which a sample was judged, for JSON."""
+    def judged(self) -> list[dict[str, Any]]:
+        """The rounds of validation in which a sample was judged, for JSON; `set` is there for a named one."""
         return [
-            {"round": one.round, "mean": one.mean, "samples": one.samples}
+            {"round": one.round, "mean": one.mean, "samples": one.samples, **({"set": one.set} if one.set else {})}
             for one in self.validations.values()
             if one.mean is not None and one.samples
         ]

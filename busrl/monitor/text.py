@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from busrl.errors import first_line
@@ -148,9 +148,17 @@ def step(run: RunState) -> str:
 
 
 def judged(run: RunState) -> str:
-    """The first and the newest validation, "" without one."""
-    means = [f"{one.mean:.3f}" for one in run.validations.values() if one.mean is not None]
-    return f"validation {' → '.join(means[:1] + means[1:][-1:])}" if means else ""
+    """The first and the newest validation of each set, "" without one."""
+    return rises([(one.set, one.mean) for one in run.validations.values() if one.mean is not None])
+
+
+def rises(means: Iterable[tuple[str, float]]) -> str:
+    """The first and the newest mean of each set, of (name, mean) in the order of their rounds."""
+    of_set: dict[str, list[str]] = {}
+    for name, mean in means:
+        of_set.setdefault(name, []).append(f"{mean:.3f}")
+    named = (f"{safe(name) or 'validation'} {' → '.join(m[:1] + m[1:][-1:])}" for name, m in of_set.items())
+    return " · ".join(named)
 
 
 def left(run: RunState, now: float) -> str:

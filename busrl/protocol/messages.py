@@ -143,6 +143,18 @@ class ValidationDone(Message, tag="VALIDATION_DONE"):
     mixed: bool = False
 
 
+class ValidationSetDone(Message, tag="VALIDATION_SET_DONE"):
+    """Round `round` of the named set ended; `figures` are what its line of validation.jsonl says (val/...)."""
+
+    round: Count
+    version: Count
+    samples: Count
+    mean: float = 0.0
+    mixed: bool = False
+    set: Name = ""
+    figures: Numbers = field(default_factory=dict)
+
+
 # scheduler -> everybody
 class SchedulerState(Message, tag="SCHEDULER_STATE"):
     """What the scheduler sees: counts are of groups, `queued` and `free` of slots; `waiting` says for what it waits."""
@@ -227,6 +239,7 @@ ONLY_FROM: dict[type[Message], str] = {
     SchedulerState: "scheduler",
     ValidationStarted: "validator",
     ValidationDone: "validator",
+    ValidationSetDone: "validator",
     Stop: "launch",
 }
 

@@ -112,7 +112,7 @@ class RingLedger:
         if role == "reward":
             taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         else:
-            taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle)
+            taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle, self.cuts.cls)
         return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
 
     def task(self, index: int, claim: Claim) -> g.Task | None:

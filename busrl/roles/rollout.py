@@ -32,6 +32,7 @@ from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import State, segments_of
+from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell, WorkDeadline
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -41,7 +42,7 @@ from busrl.roles.trajectory import (
     read_prompt_ids,
     read_task,
 )
-from busrl.states import Fate, HeaderWord
+from busrl.states import Fate, HeaderWord, SampleClass
 from busrl.weights.base import Receiver, VersionSteps
 from busrl.weights.factory import Settings, make_receiver
 
@@ -198,13 +199,15 @@ class Rollout(Actor):
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     restart: EngineRestart | None = None  # where new weights make the engine start again
     refused = 0  # version that could not be used here
+    only_validates = False  # validation.mode = "dedicated"
 
     def setup(self) -> None:
         self.held: dict[int, ClaimedSlot] = {}  # by slot
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.alone = False
         self.limits = self.topology.derived.limits
-        self.segments = SegmentCuts.of(self.topology)
+        self.segments = SegmentCuts.of(self.topology, self.name)
+        self.only_validates = self.segments.cls == SampleClass.VALIDATE
         self.waves = self.segments.waves
         if self.waves is not None:
             self.tick_s = WAVE_TICK_S  # a wave begins without a transition that could wake us
@@ -272,9 +275,9 @@ class Rollout(Actor):
         return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
 
     def _request_tasks(self) -> None:
-        """Send the scheduler this worker's name and how many rows it has; it answers with doorbells."""
+        """Send the scheduler this worker's name and how many rows it has for training; it answers with doorbells."""
         now = time.monotonic()
-        if now >= self._next_request:
+        if now >= self._next_request and not self.only_validates:
             self._next_request = now + REQUEST_EVERY_S
             rows, active = self.engine.capacity, self.engine.active
             self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=rows - active, rows=rows))
@@ -282,7 +285,10 @@ class Rollout(Actor):
     # -- weights ------------------------------------------------------------------------------------------------
 
     def _update_weights(self, wait: bool = False) -> None:
-        """Load the newest version if there is one. At the start `wait` for it: old weights would age every sample."""
+        """Load the newest version if there is one. At the start `wait` for it: old weights would age every sample. A
+        worker that only validates keeps its version through a round."""
+        if self.only_validates and not wait and version_pin.pinned_by(self.ring):
+            return
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
         if wait and self.ring.header(HeaderWord.VERSION) > max(newest, 0):
@@ -352,7 +358,7 @@ class Rollout(Actor):
         draining = self.restart is not None and self.restart.draining
         if room <= 0 or draining or (self.alone and self.held) or self._left_behind():
             return False
-        taken, self.alone = claim_queued(self.ring, self.waves, room, not self.held)
+        taken, self.alone = claim_queued(self.ring, self.waves, room, not self.held, self.segments.cls)
         if taken:
             requests = self._requests(taken)
             if self.restart is not None:
@@ -371,6 +377,8 @@ class Rollout(Actor):
     def _left_behind(self) -> bool:
         """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
+        if self.only_validates:
+            return False
         behind = self.ring.header(HeaderWord.VERSION_STEP) - self.steps.step_of(self.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf

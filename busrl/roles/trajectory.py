@@ -138,25 +138,39 @@ def read_segment(ring: Ring, slot: int, name: str, segment: int) -> Array:
 
 # -- segments: what may be claimed, how long the next one may be, its commit -----
 
-def claim_queued(ring: Ring, waves: Waves | None, limit: int, idle: bool) -> tuple[list[tuple[int, int]], bool]:
+def class_of(topology: Topology, name: str) -> SampleClass | None:
+    """The samples that a worker of this name may claim; None = all. Where rollouts are kept for validation, the others
+    leave it to them."""
+    if not topology.dedicated:
+        return None
+    own = next((one.spec for one in topology.processes() if one.name == name), None)
+    return SampleClass.VALIDATE if own is not None and own.serves == "validation" else SampleClass.TRAIN
+
+
+def claim_queued(
+    ring: Ring, waves: Waves | None, limit: int, idle: bool, cls: SampleClass | None = None
+) -> tuple[list[tuple[int, int]], bool]:
     """Claim up to `limit` QUEUED slots for generation: (slot, word) of each. A sample that was tried before goes only
     to a worker that holds nothing (`idle`), which runs it alone: then the second value is true."""
-    taken = _take(ring, waves, limit, 1)
+    taken = _take(ring, waves, limit, 1, cls)
     if taken or not idle:
         return taken, False
-    taken = _take(ring, waves, 1, ANY_ATTEMPT)
+    taken = _take(ring, waves, 1, ANY_ATTEMPT, cls)
     for slot, word in taken:
         ring.mark_alone(slot, word)
     return taken, bool(taken)
 
 
-def _take(ring: Ring, waves: Waves | None, limit: int, most_attempts: int) -> list[tuple[int, int]]:
-    if waves is None:
-        return list(ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=most_attempts))
+def _take(
+    ring: Ring, waves: Waves | None, limit: int, most_attempts: int, cls: SampleClass | None
+) -> list[tuple[int, int]]:
+    if waves is None or cls == SampleClass.VALIDATE:
+        return list(ring.take(State.QUEUED, State.GENERATING, cls=cls, limit=limit, max_attempt=most_attempts))
     next_admission = ring.header(HeaderWord.NEXT_ADMISSION)  # before the lines: a slot looks less far than it is
     lines = ring.lines()
     taken = []
-    for slot in waves.best(lines, next_admission, limit, most_attempts):
+    own = waves.best(lines, next_admission, limit if cls is None else len(lines), most_attempts)
+    for slot in [slot for slot in own if cls is None or lines["cls"][slot] == cls][:limit]:
         word = ring.claim(slot, int(lines["word"][slot]), State.GENERATING)
         if word:
             taken.append((slot, word))
@@ -166,15 +180,20 @@ def _take(ring: Ring, waves: Waves | None, limit: int, most_attempts: int) -> li
 class SegmentCuts:
     """`next` for every claim; `finished`, `fetched` and `stepped` only matter to `segments.length = "auto"`."""
 
+    cls: SampleClass | None = None  # of the samples that this worker may claim
+
     def __init__(self, plan: SegmentPlan, trains_last_only: bool = False, waves: Waves | None = None) -> None:
         self.plan, self.trains_last_only, self.waves = plan, trains_last_only, waves
         self._sync_s = self._token_s = 0.0
 
     @classmethod
-    def of(cls, topology: Topology) -> SegmentCuts:
+    def of(cls, topology: Topology, name: str = "") -> SegmentCuts:
+        """Those of the worker of this name, or of one from outside."""
         own = topology.segments
         plan = SegmentPlan(own.length, own.max_segments, topology.generation.max_new_tokens)
-        return cls(plan, own.on and own.loss == "last_segment", Waves.of(topology.derived.limits))
+        made = cls(plan, own.on and own.loss == "last_segment", Waves.of(topology.derived.limits))
+        made.cls = class_of(topology, name)
+        return made
 
     def next(self, cls: int, segment: int, left: int) -> Cut:
         """The segment number `segment` of a sample of that class, which may still have `left` tokens."""

@@ -1,42 +1,53 @@
-"""The validator: puts held-out prompts through the same engines and rewards, and writes their mean reward.
+"""The validator: puts held-out prompts through the same engines and rewards, and writes what they amount to.
 
-Talks to the ring (it dispatches and consumes the slots of class `validate`) and publishes VALIDATION_STARTED and
-VALIDATION_DONE. Validation slots never enter the window, the trigger or staleness. Knows nothing of the optimiser.
+Talks to the ring (it dispatches and consumes the slots of class `validate`), to the request of `busrl validate`, and
+publishes VALIDATION_STARTED, VALIDATION_DONE and VALIDATION_SET_DONE. Validation slots never enter the window, the
+trigger or staleness. Knows nothing of the optimiser; what answers amount to is `busrl.data.figures`.
 
-With `validation.mode = "hold"` a round pins the published version: the learner publishes nothing while the header word
-`hold` names this process. A metric of tokens of several versions, in one answer or in several, is labelled `mixed`.
+`validation.mode`: "hold" pins the published version, the learner publishes nothing while the header word `hold` names
+this process; "dedicated" pins that of the rollouts which only validate, and training goes on; "free" pins nothing.
+Figures of tokens of several versions, in one answer or in several, are labelled `mixed`.
 
 - A result is appended to validation.log before its fate becomes V: a successor reads it back and loses nothing.
-- The uid of a sample is round x samples + index: a round that was cut short is finished, not repeated.
+- The uid of a sample is round x answers of all sets + place: a round that was cut short is finished, not repeated.
 - Every round asks the same prompts, spread over the file, and each prompt has the same weight in the mean.
+- A round on demand has the learner's step as its number, and is finished by a successor like any other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from busrl import files
 from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
+from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream
-from busrl.data.prompts import lines_of, mean_over_prompts
+from busrl.data.figures import Figures, Judged, by_tag, tag_of
+from busrl.data.prompts import lines_of
 from busrl.errors import BadTensor
 from busrl.files import LineFile, json_lines
+from busrl.paths import RunPaths
 from busrl.protocol import messages as m
+from busrl.rewards.base import Answer
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts
+from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts, read_text
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
 PRIORITY = 1 << 20
-RESULT_BYTES = 4096  # of a line of validation.log: far more than any has
+RESULT_BYTES = 1024  # of a line of validation.log: far more than any has
+ANSWER_LENGTH = 64  # of an answer that is compared with others as it stands
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -49,6 +60,40 @@ class Result(msgspec.Struct, frozen=True):
     oldest: int  # and of the oldest
     tokens: int
     parts: dict[str, float] = {}  # of its reward
+    set: str = ""
+    line: int = -1  # of the set's file, from 0; not there in logs of before
+    answer: str | None = None  # what the reward took from it, where answers of a prompt are compared
+
+
+# -- which round ------------------------------------------------------------------------------------------------------
+
+
+class Request(msgspec.Struct):
+    """What `busrl validate` asks for, and what becomes of it: the content of validate.json."""
+
+    id: str
+    sets: list[str]  # by name; "" is [validation] itself
+    free: bool = False  # whatever validation.mode says
+    state: str = "asked"  # asked, begun, done or refused
+    round: int = -1
+    text: str = ""
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("asked", "begun")
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Request | None:
+        """The newest request; None without one. One that cannot be read is refused."""
+        try:
+            return msgspec.json.decode(paths.validate_request.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, ValueError) as problem:
+            return cls("", [], state="refused", text=f"{paths.validate_request} cannot be read: {problem}")
+
+    def write(self, paths: RunPaths) -> None:
+        files.replace(paths.validate_request, msgspec.json.encode(self))
 
 
 class Rounds:
@@ -72,27 +117,63 @@ class Rounds:
         return newest if newest and newest not in self.done and newest > max(self.done, default=0) else None
 
 
+@dataclass
+class MeasuredSet:
+    """One set in this process: its prompts, which of its rounds are done, and the results of the round under way."""
+
+    asked: AskedSet
+    stream: JsonlStream
+    rounds: Rounds
+    groups_done: int = 0  # trained when its newest round began
+    results: dict[int, Result] = field(default_factory=dict)  # by uid
+
+    def __post_init__(self) -> None:
+        self.lines = lines_of(self.asked.prompts, len(self.stream), self.asked.k)
+
+    def judged(self, uid_of_first: int) -> list[Judged]:
+        """The results of a round whose first answer of this set has that uid."""
+        found = sorted((uid - uid_of_first, one) for uid, one in self.results.items())
+        return [
+            Judged(int(self.lines[place]), place // self.asked.k, one.reward, one.answer, one.tokens, one.parts)
+            for place, one in found
+        ]
+
+    def tags(self, key: str) -> dict[int, str]:
+        """The tags of the lines that are asked."""
+        of_line = {int(line): tag_of(self.stream.record(self.stream.at(int(line))), key) for line in set(self.lines)}
+        return {line: tag for line, tag in of_line.items() if tag}
+
+
 class Validator(Actor):
     role = "validator"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.LearnerStateUpdate,)
 
     def setup(self) -> None:
-        config, data = self.topology.validation, self.topology.data
-        self.stream = JsonlStream(config.data, self.topology.run.seed, False, data.prompt_key)
-        self.samples = self.topology.derived.val_samples
-        self.asked = lines_of(self.samples, len(self.stream))
+        topology, config = self.topology, self.topology.validation
         self.log_path = self.paths.root / "validation.log"
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
-        done = _finished_rounds(self.paths.validation)
-        self.rounds = Rounds(config.at_start, config.every, config.at_end, set(done))
+        self.sets = [self._measured(asked) for asked in topology.sets]
+        self.answers = topology.derived.val_samples
+        self.find = None if topology.reward.compares is None else Answer(topology.reward.compares).find
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
-        self.interval = config.every * self.topology.learner.trigger.n_min if batch_varies(self.topology) else 0
-        self.groups, self.groups_done = 0, max(done.values(), default=0)
+        self.interval = topology.learner.trigger.n_min if batch_varies(topology) else 0
+        self.keepers = {one.name for one in topology.processes() if one.spec.serves == "validation"}
+        self.pins = config.mode in ("hold", "dedicated")
+        self.groups = 0
+        self.wanted: tuple[int, float] | None = None  # version that a round waits for, and since when
         self.round: int | None = None
-        self.results: dict[int, Result] = {}
+        self.due: list[MeasuredSet] = []
+        self.request: Request | None = None
         # A slot that a predecessor was about to fill must be decided before its sample is dispatched again.
         self.ring.reap()
+
+    def _measured(self, asked: AskedSet) -> MeasuredSet:
+        topology, config = self.topology, self.topology.validation
+        done = _finished_rounds(self.paths.validation, asked.name)
+        rounds = Rounds(config.at_start, asked.every, config.at_end, set(done))
+        stream = JsonlStream(asked.data, topology.run.seed, False, topology.data.prompt_key)
+        return MeasuredSet(asked, stream, rounds, max(done.values(), default=0))
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.LearnerStateUpdate):
@@ -103,7 +184,7 @@ class Validator(Actor):
         if self.round is None:
             return self._maybe_start()
         moved = self._dispatch_some() + self._collect()
-        if len(self.results) == self.samples or self._all_ended():
+        if self._all_judged() or self._all_ended():
             self._finish()
         return bool(moved)
 
@@ -114,34 +195,108 @@ class Validator(Actor):
         else:
             self.ring.wait(State.REWARDED, self.ring.transitions(State.REWARDED), timeout_s / 5)
 
-    # -- a round ------------------------------------------------------------------------------------------------
+    # -- when a round begins ------------------------------------------------------------------------------------
 
     def _maybe_start(self) -> bool:
         finished = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
-        step = self.ring.header(HeaderWord.STEP)
-        newest = None  # where groups are counted: the round that is due by them, 0 if none is
-        if self.interval:
-            newest = step if due_by(self.interval, self.groups_done, self.groups) else 0
-        due = self.rounds.due(step, finished, newest)
-        if due is None:
+        step, request = self.ring.header(HeaderWord.STEP), None
+        found = self._scheduled(step, finished)
+        if found is None and (request := self._asked(step)) is not None:
+            due = [one for one in self.sets if one.asked.name in request.sets and request.round not in one.rounds.done]
+            found = (request.round, due)
+        if found is None:
             if finished:
                 self.stop("all rounds are done")
             return False
-        self.round, self.started, self.groups_done = due, time.monotonic(), max(self.groups, self.groups_done)
-        self.results = _read_log(self.log_path, due, self.samples * RESULT_BYTES)
-        self.pending = [uid for uid in self._uids() if self.validate_fates.get(uid & ~VALIDATE_BIT) == Fate.NONE]
-        if self.topology.validation.mode == "hold" and not finished:
-            version_pin.pin(self.ring)
-        self.ring.activity(f"validate round {due}", self.topology.limits.ready_s)
-        version = self.ring.header(HeaderWord.VERSION)
-        self.bus.send(m.ValidationStarted(round=due, version=version, samples=self.samples))
-        log.info("round %d begins at version %d", due, version)
-        return True
+        pins = self.pins and not finished and not (request is not None and request.free)
+        if pins and not self._pinned():
+            return False
+        if request is not None:
+            self._answer(request, "begun")
+        self.request = request
+        self._begin(*found)
+        return False
 
-    def _uids(self) -> range:
-        """Rounds are numbered by steps, so their uids are apart by `samples` and never meet."""
-        first = VALIDATE_BIT | (self.round or 0) * self.samples
-        return range(first, first + self.samples)
+    def _scheduled(self, step: int, finished: bool) -> tuple[int, list[MeasuredSet]] | None:
+        """The lowest round that is due, and the sets that it is due for."""
+        due: dict[int, list[MeasuredSet]] = {}
+        for one in self.sets:
+            newest = None  # where groups are counted: the round that is due by them, 0 if none is
+            if self.interval:
+                newest = step if due_by(self.interval * one.asked.every, one.groups_done, self.groups) else 0
+            if (number := one.rounds.due(step, finished, newest)) is not None:
+                due.setdefault(number, []).append(one)
+        return min(due.items(), key=lambda found: found[0]) if due else None
+
+    def _asked(self, step: int) -> Request | None:
+        """What `busrl validate` asks for; it is the round of this step, or that which a predecessor began."""
+        request = Request.read(self.paths)
+        if request is None or not request.open:
+            return None
+        unknown = sorted(set(request.sets) - {one.asked.name for one in self.sets})
+        if unknown:
+            self._answer(request, "refused", f"there is no set {unknown[0]!r} in this run")
+            return None
+        request.round = request.round if request.state == "begun" else step
+        return request
+
+    def _answer(self, request: Request, state: str, text: str = "") -> None:
+        request.state, request.text = state, text
+        self.write_or_wait("validation", lambda: request.write(self.paths))
+
+    def _pinned(self) -> bool:
+        """Pin the version; with rollouts of our own once they all have the one that was the newest when the round
+        became due, or a later one, as far as that comes."""
+        if not self.keepers:
+            version_pin.pin(self.ring)
+            return True
+        self.wanted = self.wanted or (self.ring.header(HeaderWord.VERSION), time.monotonic())
+        version, since = self.wanted
+        late = time.monotonic() > since + self.topology.limits.ready_s
+        if late or (self._ready_at(version) and version_pin.pin(self.ring) and self._ready_at(version)):
+            self.wanted = None
+            return True
+        version_pin.unpin(self.ring)
+        return False
+
+    def _ready_at(self, version: int) -> bool:
+        """Whether the rollouts that only validate all have one version, this or a later one."""
+        seen = {one.version for one in self.ring.processes() if one.label in self.keepers}
+        return len(seen) <= 1 and min(seen, default=version) >= version
+
+    # -- a round ------------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int, due: list[MeasuredSet]) -> None:
+        self.round, self.due, self.started = number, due, time.monotonic()
+        known = _read_log(self.log_path, number, self.answers * RESULT_BYTES)
+        self.pending = []
+        for one in due:
+            one.groups_done = max(self.groups, one.groups_done)
+            one.results = {uid: result for uid, result in known.items() if self._is_of(one, uid, result)}
+            self.pending += [u for u in self._uids(one) if self.validate_fates.get(u & ~VALIDATE_BIT) == Fate.NONE]
+        self.ring.activity(f"validate round {number}", self.topology.limits.ready_s)
+        version = self.ring.header(HeaderWord.VERSION)
+        asked = sum(one.asked.answers for one in due)
+        self.bus.send(m.ValidationStarted(round=number, version=version, samples=asked))
+        log.info("round %d of %s begins at version %d", number, ", ".join(one.asked.title for one in due), version)
+
+    def _uids(self, one: MeasuredSet) -> range:
+        """Rounds are numbered by steps, so their uids are apart by the answers of all sets and never meet."""
+        first = VALIDATE_BIT | ((self.round or 0) * self.answers + one.asked.first)
+        return range(first, first + one.asked.answers)
+
+    def _is_of(self, one: MeasuredSet, uid: int, result: Result) -> bool:
+        """Whether the log's result is of what this set asks there: sets may have changed since it was written."""
+        uids = self._uids(one)
+        if uid not in uids or result.set != one.asked.name:
+            return False
+        return result.line in (-1, int(one.lines[uid - uids.start]))
+
+    def _set_of(self, uid: int) -> tuple[MeasuredSet, int]:
+        """The set of a sample, and its place in it."""
+        place = (uid & ~VALIDATE_BIT) % self.answers
+        one = next(one for one in reversed(self.sets) if one.asked.first <= place)
+        return one, place - one.asked.first
 
     def _dispatch_some(self) -> int:
         """Fill the class's own reserve, no more: training keeps the rest of the ring."""
@@ -159,14 +314,14 @@ class Validator(Actor):
         return sent
 
     def _dispatch_one(self, uid: int) -> bool:
-        item = self.stream.at(int(self.asked[(uid & ~VALIDATE_BIT) % self.samples]))
-        generation = self.topology.generation
+        one, place = self._set_of(uid)
+        item, asked = one.stream.at(int(one.lines[place])), one.asked
         version, step = self.ring.header(HeaderWord.VERSION), self.ring.header(HeaderWord.STEP)
         self.validate_fates.reserve((uid & ~VALIDATE_BIT) + 1)
         done = self.ring.dispatch(
             uid=uid, group=uid, admission=0, member=0, group_size=1, cls=SampleClass.VALIDATE, task=item.line,
-            prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=generation.max_new_tokens,
-            temperature=self.topology.validation.temperature, top_p=1.0, version=version, step=step,
+            prompt_crc=item.crc, priority=PRIORITY, max_new_tokens=asked.max_new_tokens,
+            temperature=asked.temperature, top_p=asked.top_p, version=version, step=step,
         )
         return bool(done)
 
@@ -181,8 +336,9 @@ class Validator(Actor):
                 self.warn("validator", f"sample {uid} is dropped: {problem}", kind="unreadable", uids=[uid])
                 self.ring.drop(slot, word, Fate.MALFORMED)
                 continue
-            known = result.uid in self.results or result.round != self.round
-            if known or self._append(result):
+            results = self._set_of(result.uid)[0].results
+            known = result.uid in results or result.round != self.round
+            if known or self._append(result, results):
                 self.ring.finish(slot, word, Fate.VALIDATED)
             else:
                 self.ring.release(slot, word, State.REWARDED)  # not written: a successor writes it
@@ -190,78 +346,106 @@ class Validator(Actor):
 
     def _result(self, slot: int, word: int, line: np.void) -> Result:
         uid = int(line["uid"])
+        one, place = self._set_of(uid)
         versions = read_generated(self.ring, slot, "versions", segments_of(word))
         if not len(versions):
             raise BadTensor(f"slot {slot}: no tokens")
+        answer = None
+        if self.find is not None and one.asked.k > 1:
+            answer = _short(self.find(read_text(self.ring, slot, segments_of(word))))
         return Result(
-            uid=uid, round=(uid & ~VALIDATE_BIT) // self.samples, reward=float(line["reward"]),
+            uid=uid, round=(uid & ~VALIDATE_BIT) // self.answers, reward=float(line["reward"]),
             version=int(versions.max()), oldest=int(versions.min()), tokens=int(line["response_tokens"]),
-            parts=read_parts(self.ring, slot),
+            parts=read_parts(self.ring, slot), set=one.asked.name, line=int(one.lines[place]), answer=answer,
         )
 
-    def _append(self, result: Result) -> bool:
+    def _append(self, result: Result, results: dict[int, Result]) -> bool:
         written = self.write_or_wait("validation", lambda: self.log.append(msgspec.json.encode(result)))
         if written:
-            self.results[result.uid] = result
+            results[result.uid] = result
         return written
+
+    def _all_judged(self) -> bool:
+        return all(len(one.results) == one.asked.answers for one in self.due)
 
     def _all_ended(self) -> bool:
         """Every sample has a final fate: the round ends although some were dropped."""
-        return not self.pending and all(
-            self.validate_fates.get(uid & ~VALIDATE_BIT) not in (Fate.NONE, Fate.DISPATCHED) for uid in self._uids()
-        )
+        if self.pending:
+            return False
+        codes = self.validate_fates.view()
+        own = (codes[uids.start & ~VALIDATE_BIT : (uids.stop & ~VALIDATE_BIT)] for uids in map(self._uids, self.due))
+        return not any(bool(((found == Fate.NONE) | (found == Fate.DISPATCHED)).any()) for found in own)
+
+    # -- its end ------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        round_number = self.round or 0
-        record = self._record(round_number)
-        mean, samples = record["val/reward"], record["samples"]
-        if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
-            return
+        """Write a line for each set; what is not written is written by a successor."""
+        number = self.round or 0
+        for one in self.due:
+            if number not in one.rounds.done and not self._finish_set(one, number):
+                return
         version_pin.unpin(self.ring)
         self.ring.activity("")
-        self.bus.send(m.ValidationDone(
-            round=round_number, version=record["version"], samples=samples, mean=mean, mixed=record["mixed"]
-        ))
+        if self.request is not None:
+            self._answer(self.request, "done")
+        self.round, self.request = None, None
+
+    def _finish_set(self, one: MeasuredSet, number: int) -> bool:
+        record = self._record(one, number)
+        if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
+            return False
+        one.rounds.done.add(number)
+        self._announce(one, record)
         if record["dropped"]:
             self.warn(
                 "validator",
-                f"round {round_number}: {record['dropped']} of {self.samples} samples ended without a reward; "
-                f"{'its mean is over the others' if samples else 'it has no mean, and says 0'}",
+                f"{one.asked.title}, round {number}: {record['dropped']} of {one.asked.answers} samples ended without "
+                f"a reward; {'its mean is over the others' if record['samples'] else 'it has no mean, and says 0'}",
             )
-        found = (round_number, mean, samples, record["versions"])
-        log.info("round %d: mean reward %.3f over %d samples of versions %s", *found)
-        self.rounds.done.add(round_number)
-        self.round = None
+        found = (one.asked.title, number, record["val/reward"], record["samples"], record["versions"])
+        log.info("%s, round %d: mean reward %.3f over %d samples of versions %s", *found)
+        return True
 
-    def _record(self, round_number: int) -> dict[str, Any]:
-        """The round's line of validation.jsonl."""
-        versions = sorted({v for result in self.results.values() for v in (result.oldest, result.version)})
-        names = dict.fromkeys(name for one in self.results.values() for name in one.parts)
-        parts = {name: self._mean({uid: one.parts.get(name) for uid, one in self.results.items()}) for name in names}
-        reward, length = (
-            self._mean({uid: getattr(one, name) for uid, one in self.results.items()}) for name in ("reward", "tokens")
-        )
+    def _announce(self, one: MeasuredSet, record: dict[str, Any]) -> None:
+        said = {"round": record["round"], "version": record["version"], "samples": record["samples"],
+                "mean": record["val/reward"], "mixed": record["mixed"]}
+        if not one.asked.name and one.asked.k == 1:
+            self.bus.send(m.ValidationDone(**said))
+            return
+        figures = {name: value for name, value in record.items() if name.startswith("val/") and name != "val/parts"}
+        self.bus.send(m.ValidationSetDone(**said, set=one.asked.name, figures=figures))
+
+    def _record(self, one: MeasuredSet, number: int) -> dict[str, Any]:
+        """The line of validation.jsonl of one set."""
+        results, config = one.results.values(), self.topology.validation
+        versions = sorted({v for result in results for v in (result.oldest, result.version)})
+        figures = Figures(one.judged(self._uids(one).start), one.asked.k, config.solved, self.find is not None)
+        parts, tagged = figures.parts(), by_tag(figures, one.tags(config.tag_key))
         return {
-            "round": round_number, "val/reward": reward, **({"val/parts": parts} if parts else {}),
-            "samples": len(self.results), "dropped": self.samples - len(self.results),
-            "version": versions[0] if versions else 0,
-            "versions": versions, "mixed": len(versions) > 1, "seconds": round(time.monotonic() - self.started, 3),
-            "groups": self.groups_done, "val/length": length,
+            "round": number, **({"set": one.asked.name} if one.asked.name else {}), "val/reward": figures.mean(),
+            **({"val/parts": parts} if parts else {}),
+            "samples": len(results), "dropped": one.asked.answers - len(results),
+            "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
+            "seconds": round(time.monotonic() - self.started, 3), "groups": one.groups_done,
+            "val/length": figures.mean("tokens"), "k": one.asked.k, **figures.record(),
+            **({"by": tagged} if tagged else {}),
         }
-
-    def _mean(self, values: dict[int, float | None]) -> float:
-        """Of the samples that have a value, each prompt with the same weight."""
-        at = {(uid & ~VALIDATE_BIT) % self.samples: value for uid, value in values.items() if value is not None}
-        return mean_over_prompts(at, self.asked)
 
     def teardown(self) -> None:
         version_pin.unpin(self.ring)
 
 
-def _finished_rounds(path: Path) -> dict[int, int]:
-    """The rounds with a line, and how many groups were trained when each began. A round whose line was damaged is
-    finished again: its samples are in the log."""
-    rows = [row for row in json_lines(path) if isinstance(row.get("round"), int)]
+def _short(answer: str | None) -> str | None:
+    """What stands for an answer where answers are compared: a long one is its beginning and a digest."""
+    if answer is None or len(answer) <= ANSWER_LENGTH:
+        return answer
+    return f"{answer[: ANSWER_LENGTH // 2]}... {hashlib.sha1(answer.encode(errors='replace')).hexdigest()[:16]}"
+
+
+def _finished_rounds(path: Path, name: str = "") -> dict[int, int]:
+    """The rounds of a set with a line, and how many groups were trained when each began. A round whose line was damaged
+    is finished again: its samples are in the log."""
+    rows = [row for row in json_lines(path) if isinstance(row.get("round"), int) and row.get("set", "") == name]
     return {row["round"]: row["groups"] if isinstance(row.get("groups"), int) else 0 for row in rows}
 
 

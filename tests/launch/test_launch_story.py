@@ -99,7 +99,7 @@ def test_files_with_numbers_that_are_none_are_no_obstacle(run: RunPaths) -> None
     for path, key in ((run.metrics, "step"), (run.validation, "round")):
         with open(path, "a") as file:
             file.write(f'{{"{key}": {10**300}}}\n{{"{key}": -1}}\n{{"{key}": true}}\n')
-    assert story(run).at_step == newest and all(0 <= at < 100 for at in story(run).validations)
+    assert story(run).at_step == newest and all(0 <= at < 100 for _, at in story(run).validations)
     run.summary.write_text('{"outcome": "stopped", "why": "x", "seconds": NaN, "open_samples": NaN, "steps": 1e999}')
     told = json.loads(status(run.root, as_json=True), parse_constant=lambda word: pytest.fail(word))
     assert told["seconds"] is told["step"] is told["sample"]["reward"] is None

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from busrl.config.schema import AskedSet, Validation
+from busrl.data import JsonlStream
+from busrl.data.figures import Figures, Judged
+from busrl.data.prompts import lines_of
 from busrl.ring import Fates, Ring, State
 from busrl.roles.trajectory import write_parts, write_segment, write_text
-from busrl.roles.validator import (
-    Result,
-    Rounds,
-    Validator,
-    _finished_rounds,
-    lines_of,
-    mean_over_prompts,
-)
+from busrl.roles.validator import MeasuredSet, Result, Rounds, Validator, _finished_rounds, _short
 from busrl.states import VALIDATE_BIT
 
 
@@ -85,8 +83,9 @@ def test_the_first_lines_of_a_long_file_are_not_the_subset() -> None:
 
 def test_each_prompt_has_the_same_weight_however_often_a_round_asks_it() -> None:
     asked = lines_of(5, 3)  # prompts 0 and 1 twice
-    assert mean_over_prompts({0: 1.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0}, asked) == pytest.approx(1 / 3)
-    assert mean_over_prompts({2: 0.5}, asked) == 0.5 and mean_over_prompts({}, asked) == 0.0
+    judged = [Judged(int(line), 0, reward) for line, reward in zip(asked, (1.0, 0.0, 0.0, 1.0, 0.0))]
+    assert Figures(judged).mean() == pytest.approx(1 / 3)
+    assert Figures([Judged(2, 0, 0.5)]).mean() == 0.5 and Figures([]).mean() == 0.0
 
 
 @pytest.fixture
@@ -113,27 +112,59 @@ def answered(ring: Ring, versions: list[int], admitted: int) -> tuple[int, int]:
     return slot, ring.commit_segment(slot, word, True)
 
 
+@pytest.fixture
+def make(ring: Ring, tmp_path: Path) -> Iterator[Callable[..., Validator]]:
+    """A validator of one set, with a ring and nothing else, in round 0."""
+    streams = []
+
+    def made(prompts: int, k: int = 1, lines: Sequence[str] = ('{"prompt": "x"}',) * 4, name: str = "") -> Validator:
+        (tmp_path / "held-out.jsonl").write_text("\n".join(lines) + "\n")
+        streams.append(JsonlStream(tmp_path / "held-out.jsonl", 0, False))
+        asked = AskedSet(name, "held-out.jsonl", len(lines), prompts, k, 1.0, 1.0, 8, 0, 0)
+        role = Validator.__new__(Validator)
+        role.ring, role.answers, role.round, role.started = ring, asked.answers, 0, time.monotonic()
+        role.topology = SimpleNamespace(validation=Validation())  # type: ignore[assignment]
+        role.find = str.strip
+        role.sets = role.due = [MeasuredSet(asked, streams[-1], Rounds(True, 0, True, set()))]
+        return role
+
+    yield made
+    for stream in streams:
+        stream.close()
+
+
 @pytest.mark.parametrize(
     ("versions", "mixed", "seen"),
     [([4, 4, 5], True, [4, 5]), ([5, 5], False, [5])],  # the second waited in the queue while 5 came
 )
 def test_an_answer_that_began_with_one_version_and_ended_with_another_makes_its_round_mixed(
-    ring: Ring, versions: list[int], mixed: bool, seen: list[int]
+    ring: Ring, make: Callable[..., Validator], versions: list[int], mixed: bool, seen: list[int]
 ) -> None:
-    role = Validator.__new__(Validator)
-    role.ring, role.samples, role.asked = ring, 1, lines_of(1, 1)
-    role.groups_done, role.started = 0, time.monotonic()
+    role = make(1)
     slot, word = answered(ring, versions, admitted=4)
     result = role._result(slot, word, ring.line(slot))
-    role.results = {result.uid: result}
-    row = role._record(0)
+    role.sets[0].results = {result.uid: result}
+    row = role._record(role.sets[0], 0)
     assert (row["mixed"], row["versions"], row["version"]) == (mixed, seen, seen[0])
 
 
-def test_a_round_has_the_mean_of_each_part_of_the_reward(ring: Ring) -> None:
-    role = Validator.__new__(Validator)
-    role.ring, role.samples, role.asked = ring, 2, lines_of(2, 2)
-    role.groups_done, role.started = 0, time.monotonic()
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+def test_a_round_is_mixed_exactly_when_its_oldest_and_newest_version_differ(
+    make: Callable[..., Validator], drawn: list[tuple[int, int]]
+) -> None:
+    role = make(8)
+    both = [(min(pair), max(pair)) for pair in drawn]
+    role.sets[0].results = {
+        (uid := VALIDATE_BIT + at): Result(uid, 0, 1.0, newest, oldest, 3) for at, (oldest, newest) in enumerate(both)
+    }
+    row = role._record(role.sets[0], 0)
+    oldest, newest = min(low for low, _ in both), max(high for _, high in both)
+    assert (row["versions"][0], row["versions"][-1], row["mixed"]) == (oldest, newest, oldest != newest)
+
+
+def test_a_round_has_the_mean_of_each_part_of_the_reward(ring: Ring, make: Callable[..., Validator]) -> None:
+    role = make(2)
     slot, word = answered(ring, [4], admitted=4)
     word = ring.claim(slot, word, State.REWARDING)
     write_parts(ring, slot, word, {"format": 1.0, "right": 0.5})
@@ -141,5 +172,38 @@ def test_a_round_has_the_mean_of_each_part_of_the_reward(ring: Ring) -> None:
     again = msgspec.json.decode(msgspec.json.encode(result), type=Result)
     assert again == result, "as a successor reads it from validation.log"
     other = msgspec.structs.replace(result, uid=result.uid + 1, parts={"format": 0.0})
-    role.results = {one.uid: one for one in (result, other)}
-    assert role._record(0)["val/parts"] == {"format": 0.5, "right": 0.5}
+    role.sets[0].results = {one.uid: one for one in (result, other)}
+    assert role._record(role.sets[0], 0)["val/parts"] == {"format": 0.5, "right": 0.5}
+
+
+def test_k_answers_to_a_prompt_stand_beside_each_other_and_give_its_figures(make: Callable[..., Validator]) -> None:
+    tagged = [f'{{"prompt": "x", "source": "{name}"}}' for name in ("easy", "hard")]
+    role = make(2, k=4, lines=tagged, name="exam")
+    assert role.sets[0].lines.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    right = [True, True, True, False, False, False, True, False]
+    given = ["42" if good else f"no {at}" for at, good in enumerate(right)]
+    role.sets[0].results = {
+        (uid := VALIDATE_BIT + at): Result(uid, 0, float(good), 3, 3, 5, set="exam", answer=answer)
+        for at, (good, answer) in enumerate(zip(right, given))
+    }
+    row = role._record(role.sets[0], 0)
+    assert (row["set"], row["k"], row["prompts"], row["samples"]) == ("exam", 4, 2, 8)
+    assert row["val/reward"] == row["val/avg@4"] == row["val/pass@1"] == 0.5
+    assert row["val/pass@2"] == pytest.approx((1.0 + 0.5) / 2) and row["val/pass@4"] == 1.0
+    assert row["val/maj@4"] == pytest.approx((1.0 + 0.25) / 2), "four answers of one vote each: one of them is right"
+    assert row["by"]["easy"]["val/pass@1"] == 0.75 and row["by"]["hard"]["val/pass@1"] == 0.25
+    assert row["by"]["hard"]["samples"] == 4 and set(row["intervals"]) >= {"reward", "pass@4", "maj@4"}
+
+
+def test_results_of_other_prompts_than_are_asked_now_are_not_counted(make: Callable[..., Validator]) -> None:
+    role = make(4, name="exam")
+    one, uid = role.sets[0], VALIDATE_BIT + 2
+    good = Result(uid, 0, 1.0, 1, 1, 1, set="exam", line=2)
+    assert role._is_of(one, uid, good) and role._is_of(one, uid, msgspec.structs.replace(good, line=-1))
+    assert not role._is_of(one, uid, msgspec.structs.replace(good, line=1))
+    assert not role._is_of(one, uid, msgspec.structs.replace(good, set="other"))
+
+
+def test_long_answers_that_differ_at_their_ends_stay_different() -> None:
+    assert _short("x" * 200 + "1") != _short("x" * 200 + "2") and _short("7") == "7" and _short(None) is None
+    assert len(_short("x" * 200) or "") <= 64

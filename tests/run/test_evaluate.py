@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_part_of_an_answer_or_none_is_not_judged(
 ) -> None:
     monkeypatch.setattr("busrl.evaluate.make_engine", lambda *_: GivesUp(finish, tokens))
     topology = materialise(load(QUICKSTART))
-    evaluation = Evaluation(topology, Asked(topology.validation.data, 4, 1.0))
+    evaluation = Evaluation(topology, Asked(dataclasses.replace(topology.sets[0], prompts=4), 4))
     rows = evaluation.run()
     assert len(rows) == 4 and all(told in row.error and row.reward is None for row in rows), rows
     assert evaluation.found().samples == 0 and evaluation.found().failed == 4

@@ -502,10 +502,13 @@ class _Check:
     def validation(self) -> None:
         """Each validated answer is drawn again at the validation temperature, and judged; then the means."""
         for row in self.files.rounds:
-            own = [one for one in self.files.validation if one["round"] == row["round"]]
+            name = row.get("set", "")
+            own = [
+                one for one in self.files.validation if one["round"] == row["round"] and one.get("set", "") == name
+            ]
             spread = sorted({one["version"] for one in own} | {one["oldest"] for one in own})
             self.found.done["validation rounds"] += 1
-            name = f"round {row['round']}"
+            name = f"round {row['round']}{f' of {name}' if name else ''}"
             if own and abs(row["val/reward"] - self.mean_of_prompts(own)) > 1e-9:
                 self.found.error("validation", f"{name}: {row['val/reward']} is not the mean of its prompts' means")
             if bool(row["mixed"]) != (len(spread) > 1):
@@ -525,7 +528,10 @@ class _Check:
         if weights is None or line is None or self.lora:
             return
         prompt = self.prompts.ids(line)
-        tokens, near = self.again(weights, prompt, one["uid"], self.files.topology["validation"]["temperature"])
+        asked, _ = asked_set(one, self.files.topology)
+        if asked["top_p"] < 1 or asked["max_new_tokens"] < self.files.topology["generation"]["max_new_tokens"]:
+            return
+        tokens, near = self.again(weights, prompt, one["uid"], asked["temperature"])
         if near:
             return
         finish = EOS if tokens[-1] in self.model.ends else LENGTH
@@ -614,6 +620,7 @@ class _Prompts:
         self.topology, self.data, self.settings = topology, topology["data"], topology["reward"]
         self.train = _read_lines(Path(self.data["train"]))
         self.held_out = _read_lines(Path(topology["validation"]["data"] or self.data["train"]))
+        self.of_set: dict[str, list[bytes]] = {}
         self.by_crc = {zlib.crc32(line): line for line in (*self.train, *self.held_out)}
         self.tokenizer = AutoTokenizer.from_pretrained(topology["model"]["path"], local_files_only=True)
 
@@ -648,12 +655,28 @@ class _Prompts:
         """The prompt of a validated sample; None where a template would have to be applied to it."""
         if self.data["template"] != "none":
             return None
-        samples, lines = topology["derived"]["val_samples"], len(self.held_out)
-        place = (one["uid"] - VALIDATE) % samples
+        asked, place = asked_set(one, topology)
+        name, held_out = asked["name"], self.held_out
+        if name:
+            held_out = self.of_set[name] = self.of_set.get(name) or _read_lines(Path(asked["data"]))
+        samples, lines = asked["prompts"], len(held_out)
+        place //= asked["k"]
         if samples >= lines:
-            return self.held_out[place % lines]
+            return held_out[place % lines]
         edges = np.arange(samples + 1) * lines // samples  # one line of each of so many equal stretches
-        return self.held_out[int(np.random.Generator(np.random.PCG64(0)).integers(edges[:-1], edges[1:])[place])]
+        return held_out[int(np.random.Generator(np.random.PCG64(0)).integers(edges[:-1], edges[1:])[place])]
+
+
+def asked_set(one: dict[str, Any], topology: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The set of validation that a sample is of, and its place in a round of it."""
+    answers, own = topology["derived"]["val_samples"], topology["validation"]
+    only = {
+        "name": "", "prompts": answers, "k": 1, "first": 0, "temperature": own["temperature"], "top_p": 1.0,
+        "max_new_tokens": topology["generation"]["max_new_tokens"],
+    }
+    place = (one["uid"] - VALIDATE) % answers
+    asked = [one for one in topology["derived"].get("sets") or [only] if one["first"] <= place][-1]
+    return asked, place - asked["first"]
 
 
 def _read_lines(path: Path) -> list[bytes]:

@@ -49,6 +49,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.WeightsGroup: Route("learner", "monitors"),
     m.ValidationStarted: Route("validator", "launch, monitors"),
     m.ValidationDone: Route("validator", "launch, monitors"),
+    m.ValidationSetDone: Route("validator", "launch, monitors"),
     m.SchedulerState: Route("scheduler", "launch, monitors"),
     m.Hello: Route("everybody", "launch, monitors"),
     m.Heartbeat: Route("everybody", "keeper, monitors"),
@@ -111,6 +112,9 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "TASK_REQUEST": "rows",
         "Task": "segment_tokens",
         "WEIGHTS_GROUP": "epoch members why",
+    },
+    "1.3": {
+        "VALIDATION_SET_DONE": "round version samples mean mixed set figures",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

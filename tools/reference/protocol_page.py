@@ -189,6 +189,9 @@ MEANINGS: Final[dict[str, str]] = {
     "round": "Number of the round: the step that it stands for.",
     "VALIDATION_STARTED.samples": "How many samples the round asks for.",
     "VALIDATION_DONE.samples": "How many samples were judged.",
+    "VALIDATION_SET_DONE.samples": "How many samples were judged.",
+    "VALIDATION_SET_DONE.set": "The name of the set; empty: what `[validation]` itself measures.",
+    "VALIDATION_SET_DONE.figures": "Its figures as in `validation.jsonl`: `val/pass@4` and others.",
     "mean": "Mean reward of the round.",
     "mixed": "True if weights of more than one version answered.",
     # scheduler

@@ -40,6 +40,7 @@ MIDDLE = """\
 # Made by `python -m tools.reference.topology_page` from the declarations.
 """
 EXAMPLES = {
+    "validation.set.name": "math", "validation.set.data": "math.jsonl",
     "model.path": "tiny:sort", "data.train": "tiny:sort", "learner.lr": 2e-4, "process.role": "rollout",
     "reward.part.kind": "math", "faults.crash.process": "rollout/0", "faults.crash.point": "commit.before",
 }

@@ -49,7 +49,7 @@ TYPICAL: Final[dict[str, Any]] = {
     "host": "node-1", "index": 5, "activity": "compile", "last_seqs": {"TASK_REQUEST/": 7, "HEARTBEAT/": 31},
     "token": "8f1d0c5e", "reason": "all steps are done", "drain_s": 10.0, "severity": "warning", "where": "reward",
     "text": "sample 1289 raised", "traceback": "", "transport": "shm",
-    "waiting": "credit", "mean": 0.8125,
+    "waiting": "credit", "mean": 0.8125, "set": "math", "figures": {"val/pass@4": 0.875},
     "reward": 0.75, "entropy": 1.5, "metrics": {"loss": 0.25}, "values": {"credit": 4.0}, "status": "generated",
     "admitted": 96, "open_groups": 12, "queued": 30, "free": 128, "credit": 4, "age_mean": 1.25,
     "life": 1_700_000_000_000, "req": 3, "task": TASK, "holding": [TASK], "lost": [TASK], "finish": 1, "done": True,

@@ -112,9 +112,10 @@ class Publisher:
             self._late.append((0, _copies(weights())))
 
     def _wait_for_pin(self) -> None:
-        """Let a validation round finish on its version while results come; a holder without results is named."""
+        """Let a validation round finish on its version while results come; a holder without results is named. Rollouts
+        that only validate keep it by themselves."""
         ring, seen = self.ring, -1
-        if not version_pin.pinned_by(ring):
+        if self.actor.topology.dedicated or not version_pin.pinned_by(ring):
             return
         with self.actor.activity("held by validation", self._work_s + 30):
             while (holder := version_pin.pinned_by(ring)) and not self.actor.stopping:

@@ -1,0 +1,216 @@
+"""What the answers to a set of prompts amount to: means over prompts, pass@k, maj@k, and how sure each figure is.
+
+Used by a round of validation and by `busrl evaluate`, so that both say the same of the same answers. Talks to nothing;
+knows nothing of engines, rewards, rounds or files.
+
+- Every prompt has the same weight, however many answers to it were judged; one without a judged answer is left out.
+- pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), over prompts with k judged answers.
+- An interval is of 95 % over prompts, as if they had been drawn from many more; the same answers give the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Z = 1.959963984540054  # of the normal distribution: 95 % lie within so many standard deviations
+BOOTSTRAP, BOOTSTRAP_SEED, AT_ONCE = 1000, 0, 1 << 21
+MOST_TAGS = 32
+TAG_KEYS = ("source", "tag")
+TAG_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One judged answer. `line`: its prompt; `asking`: which time of asking that prompt k answers it belongs to;
+    `answer`: what a reward that compares answers took from it, None if it found none."""
+
+    line: int
+    asking: int
+    reward: float
+    answer: str | None = None
+    tokens: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over `prompts`, with the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+    @property
+    def interval(self) -> list[float]:
+        return [self.low, self.high]
+
+
+# -- one prompt -------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that one of k answers is right, from n >= k answers of which c are: 1 - C(n - c, k) / C(n, k)."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {c} right answers of {n}: needs 0 <= c <= n and 1 <= k <= n")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))
+
+
+def majority(votes: Iterable[tuple[str | None, bool]]) -> float:
+    """1 if the commonest answer is right, 0 if it is wrong or there is none; with a tie the share of right ones among
+    the commonest. An answer that nobody could find has no vote; one that was judged both ways is right by its share."""
+    count: Counter[str] = Counter()
+    right: Counter[str] = Counter()
+    for answer, is_right in votes:
+        if answer is not None:
+            count[answer] += 1
+            right[answer] += is_right
+    most = max(count.values(), default=0)
+    best = [answer for answer, number in count.items() if number == most]
+    return sum(right[answer] / most for answer in best) / len(best) if best else 0.0
+
+
+def powers(k: int) -> list[int]:
+    """1, 2, 4, ... and k."""
+    return sorted({*(1 << i for i in range(k.bit_length())), k})
+
+
+# -- over prompts -----------------------------------------------------------------------------------------------------
+
+
+def figure(of_prompt: Sequence[float], answers: int) -> Figure | None:
+    """The mean of one value for each prompt, from so many answers in all; None without any."""
+    if not len(of_prompt):
+        return None
+    values = np.asarray(of_prompt, np.float64)
+    bounded = bool(((values >= 0) & (values <= 1)).all())
+    low, high = _wilson(values, answers) if bounded else _bootstrap(values)
+    return Figure(float(values.mean()), low, high, len(values))
+
+
+def standard_error(of_prompt: Sequence[float]) -> float | None:
+    """Of the mean, as if the prompts had been drawn from many more; None with fewer than two."""
+    return float(np.std(of_prompt, ddof=1) / math.sqrt(len(of_prompt))) if len(of_prompt) > 1 else None
+
+
+def _wilson(values: npt.NDArray[np.float64], answers: int) -> tuple[float, float]:
+    """Wilson's score interval (1927) for values within [0, 1], with the number of prompts that would have this variance
+    if each were right or wrong: all answers at most, and all prompts where no value differs."""
+    mean, variance = float(values.mean()), float(values.var(ddof=1)) if len(values) > 1 else 0.0
+    size = float(len(values))
+    if variance > 0:
+        size = min(mean * (1 - mean) * size / variance, float(max(answers, len(values))))
+    middle = (mean + Z * Z / (2 * size)) / (1 + Z * Z / size)
+    half = Z / (1 + Z * Z / size) * math.sqrt(mean * (1 - mean) / size + Z * Z / (4 * size * size))
+    return max(0.0, min(middle - half, mean)), min(1.0, max(middle + half, mean))
+
+
+def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """The 2.5th and 97.5th percentile of the means of prompts drawn again (Efron 1979), from a fixed seed."""
+    chance, rows = np.random.Generator(np.random.PCG64(BOOTSTRAP_SEED)), max(1, AT_ONCE // len(values))
+    means: list[npt.NDArray[np.float64]] = []
+    for begun in range(0, BOOTSTRAP, rows):
+        drawn = chance.integers(0, len(values), (min(rows, BOOTSTRAP - begun), len(values)))
+        means.append(values[drawn].mean(axis=1))
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return float(low), float(high)
+
+
+# -- a set ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Everything that is known of a set of answers, `k` to each asking of a prompt. `solved`: the least reward of a
+    right one; `votes`: whether the reward takes an answer from a completion."""
+
+    judged: Sequence[Judged]
+    k: int = 1
+    solved: float = 1.0
+    votes: bool = False
+
+    def of_prompt(self, value: str = "reward") -> list[float]:
+        """The mean of a field over the answers to each prompt."""
+        return _means((one.line, float(getattr(one, value))) for one in self.judged)
+
+    def mean(self, value: str = "reward") -> float:
+        """Over prompts; 0.0 without any."""
+        return float(np.mean(found)) if (found := self.of_prompt(value)) else 0.0
+
+    def parts(self) -> dict[str, float]:
+        """The mean of each part of the reward."""
+        names = dict.fromkeys(name for one in self.judged for name in one.parts)
+        return {
+            name: float(np.mean(_means((one.line, one.parts[name]) for one in self.judged if name in one.parts)))
+            for name in names
+        }
+
+    def by_name(self) -> dict[str, Figure]:
+        """reward, avg@k (the same, under the name it has where k > 1), pass@1, pass@2, ..., pass@k, maj@k."""
+        made = {"reward": figure(self.of_prompt(), len(self.judged))}
+        if self.k > 1:
+            made[f"avg@{self.k}"] = made["reward"]
+        made |= {f"pass@{k}": figure(self._passed(k), len(self.judged)) for k in powers(self.k)}
+        if self.k > 1 and self.votes:
+            made[f"maj@{self.k}"] = figure(self._majorities(), len(self.judged))
+        return {name: one for name, one in made.items() if one is not None}
+
+    def among(self, lines: frozenset[int]) -> Figures:
+        """The same of some prompts."""
+        return Figures([one for one in self.judged if one.line in lines], self.k, self.solved, self.votes)
+
+    def record(self) -> dict[str, Any]:
+        """The keys of a line of validation.jsonl that say all this."""
+        named = self.by_name()
+        told = {f"val/{name}": one.value for name, one in named.items() if name != "reward"}
+        intervals = {name: one.interval for name, one in named.items()}
+        return {**told, "prompts": len(self.of_prompt()), "intervals": intervals}
+
+    def _passed(self, k: int) -> list[float]:
+        """pass@k of each prompt with at least k judged answers."""
+        asked: dict[int, list[bool]] = defaultdict(list)
+        for one in self.judged:
+            asked[one.line].append(one.reward >= self.solved)
+        return [pass_at_k(len(right), sum(right), k) for right in asked.values() if len(right) >= k]
+
+    def _majorities(self) -> list[float]:
+        """The vote of each asking of k answers, its mean over the askings of a prompt."""
+        votes: dict[tuple[int, int], list[tuple[str | None, bool]]] = defaultdict(list)
+        for one in self.judged:
+            votes[one.line, one.asking].append((one.answer, one.reward >= self.solved))
+        return _means((line, majority(found)) for (line, _), found in votes.items())
+
+
+def _means(values: Iterable[tuple[int, float]]) -> list[float]:
+    of_prompt: dict[int, list[float]] = defaultdict(list)
+    for line, value in values:
+        of_prompt[line].append(value)
+    return [float(np.mean(found)) for found in of_prompt.values()]
+
+
+def tag_of(record: Mapping[str, Any], key: str) -> str:
+    """The tag of a prompt: the value of `key` in its line, without one of `source` or `tag`; "" if it has none."""
+    found = next((record[name] for name in ([key] if key else TAG_KEYS) if name in record), None)
+    return str(found)[:TAG_LENGTH] if isinstance(found, (str, int, float)) else ""
+
+
+def by_tag(figures: Figures, tags: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """The figures of each tag, the commonest tags first, `MOST_TAGS` at most; `tags`: of each line that has one."""
+    of_tag: dict[str, set[int]] = defaultdict(set)
+    for line in {one.line for one in figures.judged}:
+        if tags.get(line):
+            of_tag[tags[line]].add(line)
+    kept = sorted(of_tag, key=lambda tag: (-len(of_tag[tag]), tag))[:MOST_TAGS]
+    found = {tag: figures.among(frozenset(of_tag[tag])) for tag in kept}
+    return {
+        tag: {"val/reward": one.mean(), **one.record(), "samples": len(one.judged)} for tag, one in found.items()
+    }
