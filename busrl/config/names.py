@@ -175,10 +175,10 @@ _SAYINGS = {
     "datasets data_sources prompt_data_probs dataset_mixer mixture dataset_probs":
         "write a [[data.source]] for each of them, with its weight",
     "kl_coef kl_coeff kl beta init_kl_coef kl_loss_coef use_kl_loss kl_penalty target_kl":
-        f"{NONE}: the clip (learner.clip_low, learner.clip_high) bounds how far a step goes, and metrics.jsonl has k3",
+        "did you mean learner.kl_coef, with learner.kl? By default the clip alone bounds how far a step goes",
     "entropy_coef entropy_coeff entropy_bonus ent_coef":
-        f"{NONE}: metrics.jsonl has the entropy; learner.clip_high above clip_low keeps it from falling",
-    "ref_model reference_model ref_model_name_or_path": f"{NONE}: no reference policy is held, so there is no KL to it",
+        "did you mean learner.entropy_coef? By default learner.clip_high above clip_low keeps entropy from falling",
+    "ref_model reference_model ref_model_name_or_path": "did you mean model.reference? It is read where learner.kl is on",
     "critic value_model vf_coef value_coef gamma lam gae_lambda":
         f"{NONE}: an answer has one reward, and the mean of its group is the baseline",
     "stop stop_sequences stop_strings stop_words stop_token_ids":

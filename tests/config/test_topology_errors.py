@@ -36,8 +36,8 @@ CASES = [
     ("[learner]\nbetas = [0.9]", "learner.betas = [0.9]: expected a list of two numbers", 2),
     ("[learner]\n\nlrr = 1", "lrr: unknown key in [learner]; did you mean lr?", 3),
     ("[learner]\nmax_staleness = 1", "max_staleness: unknown key in [learner]; it belongs to [weights]", 2),
-    ('[learner]\nloss = "ppoclip"', 'expected one of "ppo_clip", "decoupled", or a function as package.module:name or '
-     'file.py:name; did you mean "ppo_clip"?', 2),
+    ('[learner]\nloss = "ppoclip"', '"kl_cov", or a function as package.module:name or file.py:name; did you mean '
+     '"ppo_clip"?', 2),
     ('[scheduler]\npolicy = "x"', 'scheduler.policy = "x": expected one of "fifo", "sjf", "ljf", "adaptive"', 2),
     ("[scheduler]\ntail_share = 0.95", "scheduler.tail_share = 0.95: expected a number >= 0 and <= 0.9", 2),
     ("[lerner]\nlr = 1", "lerner: unknown section; did you mean learner?", 1),
@@ -100,8 +100,8 @@ def test_two_tables_of_processes_with_single_brackets_are_told_in_words(refused:
 
 @pytest.mark.parametrize(("key", "told"), [
     ("learner.learning_rate", "unknown key in [learner]; did you mean learner.lr?"),
-    ("learner.kl_coef", "unknown key in [learner]; there is none yet: the clip"),
-    ("learner.beta", "unknown key in [learner]; there is none yet: the clip"),
+    ("learner.target_kl", "unknown key in [learner]; did you mean learner.kl_coef"),
+    ("learner.beta", "unknown key in [learner]; did you mean learner.kl_coef"),
     ("learner.batch_size", "did you mean learner.trigger.n_min?"),
     ("learner.temperature", "it belongs to [generation] or [validation]"),
     ("run.epochs", "did you mean run.max_steps?"),
@@ -198,8 +198,8 @@ def test_a_key_that_moved_is_told_its_new_place(refused: Refused, key: str) -> N
 
 
 def test_a_key_that_is_gone_says_why(refused: Refused) -> None:
-    (found,) = refused('[learner]\naggregation = "token-mean"\n')
-    assert "aggregation: unknown key in [learner]; the sum of the loss is always divided" in found
+    (found,) = refused('[experiments.controller]\nrules = "full"\n')
+    assert "rules: unknown key in [experiments.controller]; the controller has one set of rules" in found
 
 
 def test_a_topology_json_of_an_older_busrl_is_read_as_what_it_meant(loaded: Loaded) -> None:
