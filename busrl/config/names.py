@@ -178,7 +178,7 @@ _SAYINGS = {
         "did you mean learner.kl_coef, with learner.kl? By default the clip alone bounds how far a step goes",
     "entropy_coef entropy_coeff entropy_bonus ent_coef":
         "did you mean learner.entropy_coef? By default learner.clip_high above clip_low keeps entropy from falling",
-    "ref_model reference_model ref_model_name_or_path": "did you mean model.reference? It is read where learner.kl is on",
+    "ref_model reference_model ref_model_name_or_path": "did you mean model.reference? learner.kl reads it",
     "critic value_model vf_coef value_coef gamma lam gae_lambda":
         f"{NONE}: an answer has one reward, and the mean of its group is the baseline",
     "stop stop_sequences stop_strings stop_words stop_token_ids":
