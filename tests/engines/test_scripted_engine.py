@@ -150,7 +150,7 @@ def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request
     full = Request(5, 0, 0, np.full(200, 3, np.int32), np.empty(0, np.int32), 9, 1.0, 1.0, 0)
     engine.submit([full])
     assert [(one.key, len(one.token_ids)) for one in engine.step()] == [(5, 0)]
-    with pytest.raises(ValueError, match="free rows"):
+    with pytest.raises(ValueError, match="rows are free"):
         engine.submit([request(n, 0) for n in range(5)])
 
 

@@ -123,7 +123,7 @@ def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, mak
     tokens = sum(len(one.token_ids) for one in found.values())
     assert engine.statistics().tokens == tokens == announced
     assert {entry["body"]["model"] for entry in endpoint.log if "completions" in entry["path"]} == {"letters"}
-    with pytest.raises(ValueError, match="9 requests for 8 free rows"):
+    with pytest.raises(ValueError, match="9 requests, but 8 rows are free"):
         engine.submit([request(k, [5]) for k in range(9)])
 
 

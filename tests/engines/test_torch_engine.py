@@ -197,7 +197,7 @@ def test_what_can_not_be_run_is_refused_with_its_reason(model_folder: Folder, tm
         engine.submit([request(0, [])])
     with pytest.raises(ValueError, match="token id 35; the model knows 0 to 34"):
         engine.submit([request(0, [35])])
-    with pytest.raises(ValueError, match="3 requests for 2 free rows"):
+    with pytest.raises(ValueError, match="3 requests, but 2 rows are free"):
         engine.submit(crowd(3))
     with pytest.raises(UserError, match=r"model\.path"):
         TorchEngine.load(tmp_path, capacity=2)

@@ -32,6 +32,7 @@ class Told:
 class Worker(Actor):
     def __init__(self) -> None:
         self.ring: Any = Told()
+        self.topology: Any = SimpleNamespace(dedicated=False)
 
 
 def test_work_within_work_gives_the_outer_ones_name_and_time_back() -> None:

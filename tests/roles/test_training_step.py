@@ -149,7 +149,7 @@ def test_streamed_at_once_and_from_the_log_every_algorithm_makes_the_same_step(t
     at_once = whole.train(batch, 4, version=0)
     record = Record(step=1, version=0, cause="count", groups=[100, 101, 102, 103], samples=batch)
     again.replay(msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record))
-    assert streamed.loss == pytest.approx(at_once.loss, rel=1e-6, abs=1e-9)
+    assert streamed.loss == pytest.approx(at_once.loss, rel=1e-6, abs=1e-8)  # of tokens with losses around 1
     assert at_once.grad_norm > 1e-3
     assert apart(whole, parts) < 1e-6 and apart(whole, again) < 1e-6
     if name not in OTHERWISE_THE_SAME:

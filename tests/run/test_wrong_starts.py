@@ -146,7 +146,7 @@ def test_a_wrong_start_is_refused_by_name(
 
 
 SHAPE = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-         "num_key_value_heads": 2, "vocab_size": 151936,
+         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 151936,
          "tie_word_embeddings": True}
 
 

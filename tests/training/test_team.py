@@ -123,7 +123,7 @@ def assert_same_steps(found: list[Any], expected: list[Any]) -> None:
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-4)
 
 
 def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, team: Any, tmp_path: Path) -> None:
