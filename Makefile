@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test
+.PHONY: help demo demo-real test test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -25,6 +25,9 @@ demo: $(STAMP)/train ## train a tiny model by reinforcement learning, from nothi
 	@$(BIN)/python -m busrl.quickstart
 	@rm -rf $(RUN_DIR)
 	@$(BIN)/busrl launch configs/quickstart.toml --run-dir $(RUN_DIR)
+
+demo-real: $(STAMP)/real ## train a Qwen2 of 10 M parameters on reasoning-gym, with a kill and a resume (docs/demo-real.md)
+	@$(BIN)/python examples/real-run/run.py
 
 test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
 	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
@@ -42,6 +45,7 @@ soak: $(STAMP)/test ## many kills of every role; takes a long time
 lint: $(STAMP)/lint ## ruff, strict types, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tools/mypy.ini
 	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
 format: $(STAMP)/lint ## format C++
@@ -129,10 +133,17 @@ $(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/pyth
 	mkdir -p $(STAMP) && touch $@ && \
 	echo "installed in $$(( $$(date +%s) - start )) s"
 
+# Of dashscope the vocabulary of Qwen is read, nothing is imported: so none of its own dependencies.
+$(STAMP)/real: $(STAMP)/train
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,rewards]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
+	@touch $@
+
 # The headers are for the test of examples/cpp-reward, which is left out where they can not be installed.
 $(STAMP)/test: $(STAMP)/train
 	-@sh tools/system.sh $(PYTHON) /usr/include/zmq.h:libzmq3-dev /usr/include/nlohmann/json.hpp:nlohmann-json3-dev
 	$(BIN)/pip install -q -c constraints.txt -e '.[train,lora,adam8,data,rewards,test]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
 	@touch $@
 
 $(STAMP)/lint: $(STAMP)/test

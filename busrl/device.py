@@ -11,6 +11,7 @@ variables that say which devices a process sees. Knows nothing of models, weight
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -114,6 +115,32 @@ def _driver(kind: str) -> bool:
         text = Path(torch.origin).with_name("version.py").read_text()
         return re.search(r"^(cuda|hip)\b[^=\n]*= *'", text, re.M) is not None
     return True
+
+
+# -- memory of the C library -----------------------------------------------------------------------------------
+
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+LARGEST = (1 << 31) - 1
+LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
+OF_MANY = 1 << 22  # the same of a model of so MANY parameters
+MANY = 10**8
+
+
+def keep_freed_memory(parameters: int = 0, slack: int = 1 << 26) -> bool:
+    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
+
+    A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
+    zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
+    back all the same: between smaller ones it would leave holes that nothing else fits into. With MANY parameters
+    these holes, between gradients and what layers keep, would be a sixth of all memory: larger blocks are fewer bytes
+    there.
+    """
+    largest = OF_MANY if parameters >= MANY else LARGE_BLOCK
+    settings = ((MMAP_THRESHOLD, largest), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
+    return False
 
 
 # -- which device ----------------------------------------------------------------------------------------------

@@ -135,6 +135,14 @@ class RankLost(PeerLost):
     """A rank of the learner is gone, stopped or has failed; the message names it. The team starts again."""
 
 
+class RankFailed(RankLost):
+    """A rank of the learner said why it ends; `uids` are the samples that it was computing."""
+
+    def __init__(self, text: str, uids: Iterable[int] = ()) -> None:
+        self.uids = tuple(uids)
+        super().__init__(text)
+
+
 class EngineLost(PeerLost):
     """An inference engine in another process died, or did not answer in time; pid, call and seconds are named."""
 

@@ -24,11 +24,11 @@ from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tag_of
 from busrl.data.prompts import PromptLine, lines_of
-from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.errors import UserError
-from busrl.rewards.base import Answer
+from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
-from busrl.states import VALIDATE_BIT
+from busrl.states import VALIDATE_BIT, Finish
 
 READY_S = 120.0
 NO_TOKENS = np.empty(0, np.int32)
@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationFigures:
     """The figures of a measurement, over `samples` of `prompts` different prompts; `failed`: those without a reward.
     `figures`: pass@k and the others by name; `by`: the same of each tag, as in validation.jsonl."""
 
@@ -87,7 +87,7 @@ class Evaluation:
         self.stream = JsonlStream(asked.of.data, topology.run.seed, False, topology.data.prompt_key)
         self.lines: npt.NDArray[np.int64] = lines_of(asked.of.prompts, len(self.stream), asked.of.k)
         compares = topology.reward.compares if asked.of.k > 1 else None
-        self.find = None if compares is None else Answer(compares).find
+        self.find = None if compares is None else finder(*compares)
         self.rows: dict[int, Row] = {}
         self._waiting: list[Request] = []
 
@@ -111,13 +111,13 @@ class Evaluation:
         """By place, of the samples that have one (so far)."""
         return {place: row.reward for place, row in self.rows.items() if row.reward is not None}
 
-    def found(self) -> Found:
+    def found(self) -> EvaluationFigures:
         """The figures now."""
         judged = [self.rows[place] for place in self.rewards]
         figures, config = self._figures(), self.topology.validation
         lines = {int(line): self.stream.at(int(line)) for line in set(self.lines)}
         tags = {number: tag_of(self.stream.record(line), config.tag_key) for number, line in lines.items()}
-        return Found(
+        return EvaluationFigures(
             figures.mean(),
             standard_error(figures.of_prompt()),
             len(judged),
@@ -184,14 +184,15 @@ class Evaluation:
             if one.refused:
                 row.error = f"the engine refused it: {one.refused}"
                 continue
-            if one.finish == ABORTED or not ids:  # as in a run: part of an answer, or none, is not judged
+            if one.finish == Finish.ABORTED or not ids:  # as in a run: part of an answer, or none, is not judged
                 row.finish = "aborted"
-                row.error = "the engine gave it up" if one.finish == ABORTED else "its prompt leaves no room to answer"
+                gave_up = one.finish == Finish.ABORTED
+                row.error = "the engine gave it up" if gave_up else "its prompt leaves no room to answer"
                 continue
-            row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == EOS)
+            row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == Finish.EOS)
             row.answer = self.find(row.completion) if self.find is not None else None
             row.tokens = len(ids)
-            row.finish = {EOS: "end"}.get(one.finish, "length")
+            row.finish = "end" if one.finish == Finish.EOS else "length"
             line = self.stream.at(int(self.lines[one.key]))
             items.append(Item(one.key, line.line, row.completion, ids))
         pool.submit(items)

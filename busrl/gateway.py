@@ -34,10 +34,9 @@ import numpy.typing as npt
 
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.states import Fate
+from busrl.states import REWARD_FATES, Fate, Finish
 
 Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
-EOS, LENGTH = 1, 2
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
 TICK_S = 0.5
 FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
@@ -47,7 +46,7 @@ TASK_OVERHEAD = 512
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
 FATES = {
     "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED},
-    "reward": {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED},
+    "reward": REWARD_FATES,
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
 _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
@@ -68,7 +67,7 @@ class ClaimGone(Exception):
 # -- the ledger, as the gateway needs it --------------------
 
 
-class Claim(NamedTuple):
+class ClaimedTask(NamedTuple):
     """One claim: the slot, the word that owns it, and the two numbers that name it for ever."""
 
     slot: int
@@ -94,7 +93,7 @@ class AnswerLimits(NamedTuple):
     newest: int = 0
 
 
-class Answer(NamedTuple):
+class RemoteAnswer(NamedTuple):
     """A generated segment that was checked: arrays of one length, and what belongs to the whole completion."""
 
     token_ids: npt.NDArray[np.int32]
@@ -112,25 +111,25 @@ class RemoteLedger(Protocol):
     committed. `ClaimGone`: the slot has moved."""
 
     def members(self) -> list[tuple[int, str, str, int]]: ...  # index, role, name and life of all REMOTE entries
-    def held(self) -> list[tuple[int, Claim]]: ...  # all slots in a working state that such an entry owns
+    def claims(self) -> list[tuple[int, ClaimedTask]]: ...  # all slots in a working state that such an entry owns
     def enter(self, role: str, name: str, life: int) -> int: ...  # the index of a new entry
     def leave(self, index: int) -> None: ...  # frees an entry that holds nothing
     def show(self, index: int, tasks: int) -> None: ...  # in the process table: it lives and holds so many tasks
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]: ...  # a suspect one only if `idle`
-    def task(self, index: int, claim: Claim) -> g.Task | None: ...  # None: unreadable, and dropped for it
-    def limits(self, claim: Claim) -> AnswerLimits: ...
-    def commit_answer(self, index: int, claim: Claim, answer: Answer) -> None: ...
-    def commit_reward(self, index: int, claim: Claim, reward: float, parts: dict[str, float]) -> None: ...
-    def give_back(self, index: int, claim: Claim) -> None: ...  # to rest, as if it had never been claimed
-    def expire(self, index: int, claim: Claim) -> bool: ...  # to rest, an attempt counted; True: one too many, dropped
-    def drop(self, index: int, claim: Claim, fate: Fate) -> None: ...
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]: ...  # a suspect if `idle`
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None: ...  # None: unreadable, and dropped for it
+    def limits(self, claim: ClaimedTask) -> AnswerLimits: ...
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None: ...
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None: ...
+    def give_back(self, index: int, claim: ClaimedTask) -> None: ...  # to rest, as if it had never been claimed
+    def expire(self, index: int, claim: ClaimedTask) -> bool: ...  # to rest, an attempt counted; True: dropped
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None: ...
     def committed(self, slot: int, seq: int, uid: int) -> bool: ...  # whether the slot's last commit was of this claim
 
 
 # -- what an answer must be ---------------------------------
 
 
-def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> Answer:
+def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAnswer:
     """The arrays of an answer; `Refused` if it breaks a rule."""
     tokens = _array(message.tokens, "tokens", np.int32, limits.tokens)
     logprobs = _array(message.logprobs, "logprobs", np.float32, limits.tokens)
@@ -146,12 +145,14 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> Answer:
         raise Refused(f"logprobs has {float(logprobs.max()):g}: a log-probability is at most 0")
     if int(versions.max()) > limits.newest:
         raise Refused(f"versions has {int(versions.max())}: the newest version that was published is {limits.newest}")
-    if message.finish not in (EOS, LENGTH):
-        raise Refused(f"finish = {message.finish}: it must be {EOS} (ended by itself) or {LENGTH} (cut by a limit)")
-    if message.finish == EOS and not message.done:
-        raise Refused(f"finish = {EOS} and done = false: an answer that ended by itself has no further segment")
+    if message.finish not in (Finish.EOS, Finish.LENGTH):
+        allowed = f"{Finish.EOS:d} (ended by itself) or {Finish.LENGTH:d} (cut by a limit)"
+        raise Refused(f"finish = {message.finish}: it must be {allowed}")
+    if message.finish == Finish.EOS and not message.done:
+        text = "an answer that ended by itself has no further segment"
+        raise Refused(f"finish = {Finish.EOS:d} and done = false: {text}")
     prompt_ids = None if limits.segment else _prompt(message.prompt_ids, limits)
-    return Answer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
+    return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 
 def tensor(array: npt.NDArray[Any]) -> g.Tensor:
@@ -259,7 +260,7 @@ class Lease:
     """One claim of one worker, until the clock says `until`. States: granted -> (settled | expired)."""
 
     worker: Worker
-    claim: Claim
+    claim: ClaimedTask
     until: float
 
 
@@ -281,7 +282,7 @@ class Desk:
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
         entries = {entry[0]: Worker(*entry) for entry in book.members()}
         self.workers = {worker.name: worker for worker in entries.values()}
-        for index, claim in book.held():  # of an earlier keeper: every lease in full
+        for index, claim in book.claims():  # of an earlier keeper: every lease in full
             self._grant(entries[index], claim)
 
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
@@ -380,7 +381,7 @@ class Desk:
         worker.seen = self.clock.time
         self.book.show(worker.index, len(worker.leases))
 
-    def _remove(self, worker: Worker, end: Callable[[int, Claim], object]) -> None:
+    def _remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
         for lease in list(worker.leases.values()):
             self._release(lease)
             end(worker.index, lease.claim)
@@ -389,7 +390,7 @@ class Desk:
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    def _grant(self, worker: Worker, claim: Claim) -> Lease:
+    def _grant(self, worker: Worker, claim: ClaimedTask) -> Lease:
         lease = Lease(worker, claim, self.clock.time + self.lease_s)
         self.leases[claim.task] = worker.leases[claim.task] = lease
         return lease
@@ -463,7 +464,7 @@ class Desk:
         self.tally.add(worker.name, event)
         return _answer(message, "done", task=task)
 
-    def _commit(self, worker: Worker, claim: Claim, message: Result) -> str:
+    def _commit(self, worker: Worker, claim: ClaimedTask, message: Result) -> str:
         """Move the ledger by a result; returns the word for the tally."""
         if isinstance(message, g.RemoteFail):
             return self._fail(worker, claim, message)
@@ -480,7 +481,7 @@ class Desk:
         self.book.commit_reward(worker.index, claim, float(message.reward), message.parts)
         return "rewarded"
 
-    def _fail(self, worker: Worker, claim: Claim, message: g.RemoteFail) -> str:
+    def _fail(self, worker: Worker, claim: ClaimedTask, message: g.RemoteFail) -> str:
         if not message.drop:
             self.book.give_back(worker.index, claim)
             return "handed_back"

@@ -53,6 +53,7 @@ class RunPaths:
     decisions = _Named("decisions.jsonl")  # what the controller saw of every step, and what it decided
     samples = _Named("samples.jsonl")
     validation = _Named("validation.jsonl")
+    failed_work = _Named("failed.json")  # samples with which a rank of the learner failed last
     validate_request = _Named("validate.json")  # what `busrl validate` asked for last, and what became of it
     groups = _Named("groups.jsonl")  # lengths and rewards of every group that ended: for the learner's next life
     pace = _Named("pace")  # a file per rollout process: how long its decoding steps took; `busrl simulate --fit`

@@ -1,4 +1,4 @@
-"""The states and codes that several parts of busrl share: slots, sample classes, fates, run phases, header words.
+"""The states and codes that several parts of busrl share: slots, uids, fates, ends of answers, words of the header.
 
 Talks to nothing and imports nothing of busrl, so that every part may import it. The C++ core has its own copy of what
 it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.ledger.audit` has a third on purpose.
@@ -9,8 +9,13 @@ it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.le
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Uids = TypeVar("Uids", int, "npt.NDArray[np.int64]", "npt.NDArray[np.uint64]")
 VALIDATE_BIT: Final = 1 << 62  # of a uid: the sample belongs to a validation round and to `fates.validate.bin`
 PAUSE_STARTING: Final = 1  # bit of the header word `generation_pause`: the learner is not ready yet
 
@@ -88,12 +93,32 @@ ACCIDENTS: Final[frozenset[int]] = frozenset(
     {Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.UNRENDERED}
 )
 TERMINAL: Final[frozenset[int]] = RULES | ACCIDENTS | {Fate.TRAINED, Fate.VALIDATED}
+REWARD_FATES: Final = {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED}
 
 
 def fate_name(fate: int | str) -> str:
     """The fate in words, given as its byte or its letter; an unknown byte is shown as such and never raises."""
     code = int(fate) if not isinstance(fate, str) else ord(fate) if fate else 0
     return FATE_NAMES.get(code, f"unknown code {code}")
+
+
+class Finish(IntEnum):
+    """Why a sample's newest segment has no more tokens; a slot holds 0 while another segment follows."""
+
+    EOS = 1  # its last token ends the sequence
+    LENGTH = 2  # a limit cut it
+    ABORTED = 3  # the caller ended it: generated again, so neither a slot nor a log holds this code
+
+
+def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
+    """The number of a sample for training; one for validation counts the samples of all rounds, plus VALIDATE_BIT."""
+    return (draw * 2 + attempt) * group_size + member
+
+
+def place_of(uid: Uids, group_size: int) -> tuple[Uids, Uids, Uids]:
+    """The other way: (draw, attempt, member) of a training sample, or of an array of them."""
+    group, member = uid // group_size, uid % group_size
+    return group // 2, group % 2, member
 
 
 class RunPhase(IntEnum):

@@ -1,6 +1,7 @@
 """What works on this machine's accelerator, and how fast: one command, no network, a report in JSON and Markdown.
 
     python tools/gpu_check.py [--minutes 9] [--out DIR] [--only NAME,NAME] [--list]
+    python tools/gpu_check.py --learner    the trainer at a real size: memory, speed, attention, optimisers, updates
     python tools/gpu_check.py --cpu        the same logic on a CPU, with tiny shapes
 
 Each check is a process with a deadline: one that fails or hangs stops no other. Needs torch and
@@ -52,15 +53,36 @@ class Check:
     arguments: tuple[str, ...] = ()
 
 
-def checks(small: bool) -> list[Check]:
-    """In the order of what is worth most, should the time run out."""
+def learner_checks(small: bool) -> list[Check]:
+    """Those of --learner."""
+    def trained(name: str, title: str, function: str, seconds: float, *arguments: str) -> Check:
+        return Check(f"learner-{name}", title, f"learner_checks:{function}", seconds, arguments)
+
+    first, second, *_ = checks(small)
+    return [
+        first,
+        trained("memory", "a step of 16k tokens: memory and speed", "memory", 120, "none"),
+        trained("again", "the same with activation checkpointing", "memory", 120, "full"),
+        trained("attention", "implementations of attention", "attention", 150),
+        trained("optimizers", "8-bit states of AdamW", "optimizers", 120),
+        second, *weight_checks(small),
+    ]
+
+
+def weight_checks(small: bool) -> list[Check]:
+    """Updates of the weights of models of each size."""
     sizes = ("tiny",) if small else ("0.6B", "1.7B", "8B")
-    weights = [
+    return [
         Check(f"{name}-{size}", f"{title}, {size}", f"weight_checks:{function}", seconds, (size,))
         for size, seconds in zip(sizes, (60.0, 75.0, 120.0))
         for name, function, title in (("cuda_ipc", "one_copy", "one copy of the weights for learner and engine"),
                                       ("shm", "shm", "weights through shared memory"))
     ]
+
+
+def checks(small: bool) -> list[Check]:
+    """In the order of what is worth most, should the time run out."""
+    weights = weight_checks(small)
     return [
         Check("machine", "what this machine is", "machine_checks:machine", 60),
         Check("bandwidth", "plain copies", "machine_checks:bandwidth", 60),
@@ -73,7 +95,7 @@ def checks(small: bool) -> list[Check]:
         Check("group", "the device's process group", "machine_checks:group", 90),
         Check("ring", "the ring's memory, pinned and pageable", "machine_checks:ring", 45),
         Check("learner", "the trainer: log-probabilities and speed", "engine_checks:learner", 60),
-        Check("broadcast", "weights by broadcast on one host", "weight_checks:broadcast", 75, (sizes[0],)),
+        Check("broadcast", "weights by broadcast on one host", "weight_checks:broadcast", 75, weights[0].arguments),
         Check("vllm", "a short run with vLLM", "run_checks:vllm", 180),
     ]
 
@@ -90,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--one"]:
         return run_one(*arguments[1:])
     options = parse(arguments)
-    chosen = select(checks(options.cpu), options.only)
+    chosen = select((learner_checks if options.learner else checks)(options.cpu), options.only)
     if options.list:
         print("\n".join(f"{check.name:<22} {check.title} (at most {check.seconds:g} s)" for check in chosen))
         return GOOD
@@ -106,6 +128,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=minutes, default=9.0, help="for everything; what does not fit is left out")
     parser.add_argument("--out", type=Path, default=None, help="folder of the reports")
     parser.add_argument("--only", default="", help="names of checks, with commas between")
+    parser.add_argument("--learner", action="store_true", help="the checks of the trainer at a real size")
     parser.add_argument("--list", action="store_true", help="tell the checks and end")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, with tiny shapes: tries the tool")
     parser.add_argument("--no-build", action="store_true", help="do not build the extension modules where they miss")
@@ -343,7 +366,8 @@ def run_one(name: str, device: str, small: str, file: str, seconds: str, bandwid
     """The process of one check."""
     from gpucheck.frame import Context, Skipped
 
-    check = next(one for one in checks(bool(int(small))) if one.name == name)
+    known = [*checks(bool(int(small))), *learner_checks(bool(int(small)))]
+    check = next(one for one in known if one.name == name)
     context = Context(device, bool(int(small)), Path(file), float(seconds), json.loads(bandwidth))
     module, _, function = check.function.partition(":")
     try:

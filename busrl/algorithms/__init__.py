@@ -1,5 +1,5 @@
-"""The mathematics of a training step, with torch and nothing else: advantages, losses, diagnostics.
+"""The mathematics of a training step: advantages, values, losses, corrections, diagnostics.
 
-Every function here works on plain tensors and knows nothing of samples, models, rings or files, so that each can be
-checked against published numbers in float64. `busrl.training` joins them to a model.
+Every function here works on plain tensors, arrays or lists and knows nothing of samples, models, rings or files, so
+that each can be checked against published numbers in float64. `busrl.training` joins them to a model.
 """

@@ -50,6 +50,11 @@ def mean_normalised(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Te
     return centred / mean if mean > 0 else torch.zeros_like(centred)
 
 
+def reward_alone(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tensor:
+    """R: no baseline. Of a flat group too, which every other one gives 0."""
+    return torch.tensor(list(rewards), dtype=torch.float64)
+
+
 # -- of all groups of a step -----------------------------------------------------
 
 
@@ -68,10 +73,11 @@ def batch_scale(centred: Sequence[float]) -> float:
     return float(torch.tensor(list(centred), dtype=torch.float64).std(correction=1)) + EPS if len(centred) > 1 else 1.0
 
 
-# What is computed per group; of batch_std before the division, of batch_whiten nothing.
+# What is computed per group; of batch_std before the division, of batch_whiten nothing, of gae before any value.
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "group_std": group_std, "group_mean": group_mean, "leave_one_out": leave_one_out,
-    "mean_normalised": mean_normalised, "batch_std": group_mean, "batch_whiten": batch_whiten,
+    "mean_normalised": mean_normalised, "batch_std": group_mean, "batch_whiten": batch_whiten, "reward": reward_alone,
+    "gae": reward_alone,
 }
 
 
@@ -81,8 +87,8 @@ def is_flat(rewards: Sequence[float]) -> bool:
 
 
 def advantages(estimator: AdvantageEstimator, rewards: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-    """The advantages of one group; all exactly 0.0 for a flat group, which the estimator never sees."""
-    if is_flat(rewards):
+    """The advantages of one group; all exactly 0.0 for a flat group, which an estimator that compares never sees."""
+    if estimator is not reward_alone and is_flat(rewards):
         return [0.0] * len(rewards)
     found = estimator(rewards, lengths)
     return [float(value) for value in (found.tolist() if isinstance(found, Tensor) else found)]

@@ -34,6 +34,7 @@ class LossFacts:
     proximal: bool = False  # reads the proximal log-probabilities whatever learner.ratio says
     homogeneous: bool = True  # k times the advantages give k times the loss, for every k > 0
     chooses: bool = False  # among all tokens of an update
+    teacher: bool = False  # reads the most probable tokens of one
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -54,12 +55,16 @@ LOSSES: dict[str, LossFacts] = {
     "m2po": LossFacts("2510.01161", proximal=True, chooses=True),
     "clip_cov": LossFacts("2505.22617", chooses=True, settings={"learner.clip_high": 0.2}),
     "kl_cov": LossFacts("2505.22617", homogeneous=False, chooses=True),
+    "topk_kl": LossFacts("1503.02531", ratio=False, homogeneous=False, teacher=True, settings={
+        "learner.advantage": "reward"}),
 }
 
 GROUP, SCALE, BATCH = "of its group", "of its group, divided by a number of the step", "of the whole step"
+SAMPLE, TOKEN = "of its sample alone", "of each token, from a value head"
+GAE = "gae"  # the advantage that needs a value head
 ADVANTAGES: dict[str, str] = {  # name -> what an advantage is made of
     "group_std": GROUP, "group_mean": GROUP, "leave_one_out": GROUP, "mean_normalised": GROUP, "batch_std": SCALE,
-    "batch_whiten": BATCH,
+    "batch_whiten": BATCH, "reward": SAMPLE, GAE: TOKEN,
 }
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean")
 # name -> (low, high) where learner.correction_low and correction_high are 0
@@ -94,6 +99,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "learner.loss": "ppo_clip", "learner.advantage": "batch_whiten", "learner.aggregation": "token-mean",
         "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
     },
+    "ppo": {
+        "learner.loss": "ppo_clip", "learner.advantage": "gae", "learner.aggregation": "token-mean",
+        "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
+    },
+    "distill": {"learner.loss": "topk_kl", "learner.advantage": "reward", "learner.aggregation": "token-mean"},
     **{name: {"learner.loss": name, "learner.advantage": "group_std"} for name in (
         "sapo", "gmpo", "two_sided", "dppo", "opsm", "m2po", "clip_cov", "kl_cov")},
 }
@@ -102,10 +112,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 def held_back(learner: Any) -> str:
     """Why a step with these [learner] keys is computed at once, "" where it may be streamed."""
     facts, advantage = LOSSES.get(learner.loss), ADVANTAGES.get(learner.advantage, GROUP)
-    if learner.updates_per_batch > 1:
+    if learner.updates_per_batch > 1 or learner.passes_per_batch > 1:
         return "several updates per batch"
     if facts is not None and facts.chooses:
         return f"{learner.loss} chooses among all tokens of the step"
+    if advantage == TOKEN and learner.value.whiten:
+        return f"{learner.advantage} is whitened over all tokens of the step"
     if advantage == BATCH:
         return f"{learner.advantage} compares all samples of the step"
     if advantage == SCALE and not scales(learner):
@@ -113,11 +125,22 @@ def held_back(learner: Any) -> str:
     return ""
 
 
+def trains_flat(learner: Any) -> bool:
+    """Whether a group of equal rewards is trained: nothing is compared within a group."""
+    return ADVANTAGES.get(learner.advantage, GROUP) in (SAMPLE, TOKEN)
+
+
+def taught(learner: Any) -> bool:
+    """Whether the loss reads a teacher."""
+    facts = LOSSES.get(learner.loss)
+    return learner.teacher_coef > 0 or (facts is not None and facts.teacher)
+
+
 def scales(learner: Any) -> bool:
     """Whether the whole loss is proportional to the advantages, so that they may be divided after the gradient."""
     facts = LOSSES.get(learner.loss)
     in_loss = learner.kl != "none" and learner.kl_in == "loss"
-    return facts is not None and facts.homogeneous and not in_loss and not learner.entropy_coef
+    return facts is not None and facts.homogeneous and not in_loss and not learner.entropy_coef and not taught(learner)
 
 
 def needs_proximal(learner: Any) -> bool:

@@ -17,7 +17,17 @@ from torch import Tensor
 from busrl.algorithms import losses, terms
 
 FIELDS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "clip_low", "clip_high", "dual", "entropy", "loss",
-          "current", "current_abs", "begun", "begun_abs", "dropped", "referred", "kl")
+          "current", "current_abs", "begun", "begun_abs", "dropped", "referred", "kl",
+          "valued", "value_loss", "returns", "returns_squared", "errors", "errors_squared", "taught", "teacher_kl")
+
+
+@dataclass(frozen=True)
+class ValueErrors:
+    """Of a micro-batch with a value head, per token."""
+
+    loss: Tensor  # with gradient
+    returns: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -36,11 +46,14 @@ class Diagnostics:
     mismatch_begun: float | None = None  # of these, those of answers that began with these weights; None without any
     dropped: float = 0.0  # share that learner.correction gave weight 0
     kl: float | None = None  # k3 of the log-ratio to the reference, nats per token; None without a reference
+    teacher_kl: float | None = None  # mean KL(teacher || student) over its best tokens, nats; None without a teacher
+    value_loss: float | None = None  # mean over tokens; None without a value head
+    explained_variance: float | None = None  # 1 - Var(return - value) / Var(return); None without a spread of returns
 
 
 def sums(
     inputs: losses.LossInputs, loss: Tensor, entropy: Tensor, current: Tensor | None, settings: losses.LossSettings,
-    begun: Tensor | None = None,
+    begun: Tensor | None = None, of_values: ValueErrors | None = None,
 ) -> Tensor:
     """One row in the order of FIELDS. `current` marks tokens sampled with the very weights that are being trained,
     `begun` those of them whose answers had no token of other weights before (None: all of them)."""
@@ -54,6 +67,8 @@ def sums(
     whole = same if begun is None else same * begun.to(difference)
     rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
     rows += _of_terms(inputs, settings)
+    rows += _of_values(of_values, torch.zeros_like(difference))
+    rows += _of_teacher(inputs, settings, torch.zeros_like(difference))
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
     kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
@@ -70,6 +85,20 @@ def _of_terms(inputs: losses.LossInputs, settings: losses.LossSettings) -> list[
     return [dropped, torch.ones_like(logprobs), terms.k3(logprobs, reference)]
 
 
+def _of_values(found: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
+    if found is None:
+        return [nothing] * 6
+    error = found.returns - found.values
+    rows = [found.loss.detach(), found.returns, found.returns.square(), error, error.square()]
+    return [torch.ones_like(nothing), *(row.to(nothing.dtype) for row in rows)]
+
+
+def _of_teacher(inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor) -> list[Tensor]:
+    if inputs.teacher_logprobs is None:
+        return [nothing] * 2
+    return [torch.ones_like(nothing), losses.topk_kl(losses.hidden(inputs), settings).detach()]
+
+
 def finish(total: Tensor | Sequence[float]) -> Diagnostics:
     """The means from the sum of all rows; reads the device once. All 0 if there was no token, but for a mismatch."""
     value = dict(zip(FIELDS, total.tolist() if isinstance(total, Tensor) else total, strict=True))
@@ -81,4 +110,13 @@ def finish(total: Tensor | Sequence[float]) -> Diagnostics:
         clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
         loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None,
         mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None,
-        dropped=value["dropped"] / count, kl=value["kl"] / value["referred"] if value["referred"] else None)
+        dropped=value["dropped"] / count, kl=value["kl"] / value["referred"] if value["referred"] else None,
+        teacher_kl=value["teacher_kl"] / value["taught"] if value["taught"] else None,
+        value_loss=value["value_loss"] / value["valued"] if value["valued"] else None,
+        explained_variance=_explained(value))
+
+
+def _explained(value: dict[str, float]) -> float | None:
+    count = value["valued"]
+    spreads = [value[f"{name}_squared"] - value[name] ** 2 / max(count, 1.0) for name in ("errors", "returns")]
+    return 1 - spreads[0] / spreads[1] if spreads[1] > 1e-9 * max(count, 1.0) else None

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from busrl.algorithms import distill
+
 LOG_RATIO_BOUND = 20.0
 
 
@@ -46,6 +48,7 @@ class LossSettings:
     kl: str = "none"
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    teacher_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,13 @@ class LossInputs:
     entropy: Tensor | None = None  # nats, full softmax at the sampling temperature, with gradient
     reference_logprobs: Tensor | None = None  # under the reference model; None where there is none
     chosen: Tensor | None = None  # bool, what `CHOICES` of the loss gave for the whole update
+    teacher_logprobs: Tensor | None = None  # [tokens, k]: of a teacher's most probable tokens in the place of each
+    student_logprobs: Tensor | None = None  # [tokens, k]: of the same under the weights of this step, with gradient
 
 
 LossFunction = Callable[[LossInputs, LossSettings], Tensor]
-FLOATS = ("trainer_logprobs", "behaviour_logprobs", "proximal_logprobs", "advantages", "entropy", "reference_logprobs")
+FLOATS = ("trainer_logprobs", "behaviour_logprobs", "proximal_logprobs", "advantages", "entropy", "reference_logprobs",
+          "teacher_logprobs", "student_logprobs")
 
 
 # -- clipped ratios, per token -------------------------------------------------
@@ -123,6 +129,13 @@ def dppo(inputs: LossInputs, settings: LossSettings) -> Tensor:
 def reinforce(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """-A log p: no ratio; learner.correction weights it."""
     return -inputs.advantages * inputs.trainer_logprobs
+
+
+def topk_kl(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """KL(teacher || student) over the teacher's most probable tokens and the rest as one more; no advantage is read."""
+    if inputs.student_logprobs is None or inputs.teacher_logprobs is None:
+        raise ValueError("this loss needs the most probable tokens of a teacher: model.teacher")
+    return distill.topk_kl(inputs.student_logprobs, inputs.teacher_logprobs)
 
 
 # -- of whole samples ----------------------------------------------------------
@@ -225,7 +238,7 @@ def _placed(kept: Tensor, inputs: LossInputs) -> Tensor:
 LOSSES: dict[str, LossFunction] = {
     "ppo_clip": ppo_clip, "decoupled": decoupled, "gspo": gspo, "cispo": cispo, "sapo": sapo, "gmpo": gmpo,
     "two_sided": two_sided, "dppo": dppo, "opsm": opsm, "reinforce": reinforce, "m2po": m2po, "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
+    "kl_cov": kl_cov, "topk_kl": topk_kl,
 }
 # Given all tokens of an update, with its log-probabilities before it as those of the trainer -> what `chosen` is.
 Choice = Callable[[LossInputs, LossSettings, torch.Generator], Tensor]
@@ -248,7 +261,10 @@ def hidden(inputs: LossInputs) -> LossInputs:
         return inputs
     trained = inputs.mask.bool()
     given = {name: value for name in FLOATS if (value := getattr(inputs, name)) is not None}
-    return replace(inputs, **{name: value.where(trained, 0) for name, value in given.items()})
+    return replace(inputs, **{
+        name: value.where(trained.unsqueeze(-1) if value.ndim > trained.ndim else trained, 0)
+        for name, value in given.items()
+    })
 
 
 def old(inputs: LossInputs, settings: LossSettings) -> Tensor:

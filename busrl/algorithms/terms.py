@@ -1,4 +1,5 @@
-"""The whole objective of a token: the policy's loss with its correction, plus KL to a reference, less entropy.
+"""The whole objective of a token: the policy's loss with its correction, plus KL to a reference, less entropy, plus
+what separates it from a teacher.
 
 Called by the trainer for every micro-batch. Talks to `losses` alone; knows nothing of models or of where the reference
 log-probabilities come from.
@@ -126,6 +127,8 @@ def objective(loss: LossFunction, inputs: LossInputs, settings: LossSettings, kl
         if settings.entropy_coef:
             assert seen.entropy is not None
             found = found - settings.entropy_coef * seen.entropy
+        if settings.teacher_coef:
+            found = found + settings.teacher_coef * losses.topk_kl(seen, settings)
         return found
 
     return losses.per_token(whole, inputs, settings)

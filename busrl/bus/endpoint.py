@@ -234,7 +234,7 @@ def encrypt(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.pair.secret.encode())
 
 
-class Trouble(Protocol):
+class MessageFaults(Protocol):
     """Faults on purpose, between the endpoint and its sockets (`busrl.faults` has them)."""
 
     def lets_out(self, topic: str) -> bool: ...
@@ -276,10 +276,10 @@ class Endpoint:
         max_bytes: int = DEFAULT_MAX_BYTES,
         keys: ClientKeys | None = None,
         report: Callable[[str], None] = _log.warning,
-        trouble: Trouble | None = None,
+        message_faults: MessageFaults | None = None,
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
-        self._max_bytes, self._report, self._trouble = max_bytes, report, trouble
+        self._max_bytes, self._report, self._message_faults = max_bytes, report, message_faults
         self.on_reject: Callable[[Rejected, bytes], None] | None = None  # called with what was dropped, and its topic
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
@@ -310,9 +310,9 @@ class Endpoint:
             self._sub.setsockopt(zmq.SUBSCRIBE, one.encode())
         # Last: subscriptions travel in order, so an echo proves that the others have reached the broker as well.
         self._sub.setsockopt(zmq.SUBSCRIBE, topic(Ping, self.name).encode())
-        self._wire, trouble = open_wire(self._pub, self._sub), self._trouble
+        self._wire, faults = open_wire(self._pub, self._sub), self._message_faults
         self._send = self._wire.send
-        self._receive = self._wire.receive if trouble is None else trouble.around(self._wire.receive)
+        self._receive = self._wire.receive if faults is None else faults.around(self._wire.receive)
         self._sub.setsockopt(zmq.RCVTIMEO, int(RECEIVE_SLICE_S * 1000))
         self._pub.connect(self._frontend)
         self._sub.connect(self._backend)
@@ -343,7 +343,7 @@ class Endpoint:
                 f"{line.topic} from {self.name!r} has {len(raw)} bytes, the limit is {self._max_bytes}; put the data "
                 "into a slot, or raise bus.max_message_bytes in the topology"
             )
-        if self._trouble is None or self._trouble.lets_out(line.topic):
+        if self._message_faults is None or self._message_faults.lets_out(line.topic):
             self._send(line.raw, raw)
         line.seq = seq
 
@@ -455,7 +455,7 @@ class Endpoint:
             return self._pending.popleft()
         now = time.monotonic()
         deadline = now + timeout_s
-        while self._trouble is None and deadline - now >= RECEIVE_SLICE_S:
+        while self._message_faults is None and deadline - now >= RECEIVE_SLICE_S:
             # Waiting inside libzmq: asleep at once after a send, one look less for a message that is here.
             if (message := self._take_new(WAIT)) is not None:
                 return message
@@ -470,7 +470,7 @@ class Endpoint:
         The socket's descriptor is edge-triggered: call this only after a `take` of None.
         """
         # A message that is held back makes no socket readable.
-        wait_s = timeout_s if self._trouble is None else min(timeout_s, self._trouble.due_s())
+        wait_s = timeout_s if self._message_faults is None else min(timeout_s, self._message_faults.due_s())
         if fd < 0:
             self._readable.poll(math.ceil(wait_s * 1000))
             return

@@ -15,6 +15,7 @@ import os
 import re
 import select
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -33,7 +34,7 @@ from busrl.paths import RunPaths
 from busrl.roles.validator import Request
 
 if TYPE_CHECKING:
-    from busrl.evaluate import Evaluation, Found, Row
+    from busrl.evaluate import Evaluation, EvaluationFigures, Row
 
 PATIENCE_S = 5.0
 LOOK_MS = 200
@@ -54,8 +55,10 @@ def evaluate(options: argparse.Namespace) -> int:
     with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)
         open(out, "ab").close()
-    begun, evaluation = time.monotonic(), Evaluation(topology, asked)
-    rows = evaluation.run(progress(_progress, PATIENCE_S))
+    begun = time.monotonic()
+    with _as_a_model(folder, out.parent) as model:
+        evaluation = Evaluation(_with_model(topology, model) if model != folder else topology, asked)
+        rows = evaluation.run(progress(_progress, PATIENCE_S))
     with _writing(out):
         write_rows(out, rows)
     found = evaluation.found()
@@ -133,7 +136,7 @@ def _told(row: dict[str, Any]) -> str:
 
 def export(options: argparse.Namespace) -> int:
     """Write the model folder and say what it holds; UserError where there is no such checkpoint, or a damaged one."""
-    from busrl.training.checkpoint import MODEL, copy_model, fault_of
+    from busrl.training.checkpoint import export_checkpoint, fault_of
 
     paths, out = RunPaths.of(options.run_dir), options.out.absolute()
     if not paths.topology.is_file():
@@ -147,7 +150,7 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
-    copy_model(Path(folder) / MODEL, out, options.dtype or "")
+    export_checkpoint(Path(folder), out, options.dtype or "")
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out}: the model of step {step}, {size / 1e6:.1f} MB")
     return 0
@@ -159,6 +162,21 @@ def _writing(out: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         raise UserError(f"{out}: the rows cannot be written there ({problem.strerror}); give --out FILE") from problem
+
+
+@contextlib.contextmanager
+def _as_a_model(folder: str, near: Path) -> Iterator[str]:
+    """The folder, or, of a checkpoint in shards, a model folder that is there for this time alone."""
+    if not (Path(folder) / "shards").is_dir():
+        yield folder
+        return
+    from busrl.training.checkpoint import export_checkpoint, fault_of
+
+    if fault := fault_of(Path(folder)):
+        raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=near) as made:
+        export_checkpoint(Path(folder), Path(made) / "model")
+        yield str(Path(made) / "model")
 
 
 def find(named: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, int, str, Path]:
@@ -235,7 +253,9 @@ def _asked(topology: Topology, options: argparse.Namespace) -> AskedSet:
         return dataclasses.replace(of, prompts=len(stream))
 
 
-def _lines(topology: Topology, of: AskedSet, found: Found, rows: list[Row], seconds: float, out: Path) -> list[str]:
+def _lines(
+    topology: Topology, of: AskedSet, found: EvaluationFigures, rows: list[Row], seconds: float, out: Path
+) -> list[str]:
     error = f" ± {found.standard_error:.4f}" if found.standard_error is not None else ""
     lines = [
         f"{topology.model.path}",

@@ -134,8 +134,8 @@ def _sources(data: Path | None) -> Iterator[Source]:
         yield Source(
             name=path or "gsm_symbolic", path=path, split="train", function="", prompt_key=column,
             format=format_of(path) if data else "reasoning_gym", tasks={} if data else {"gsm_symbolic": 1.0},
-            size=0 if data else MADE, prompt_text=f"{{{column}}}\n{ASK}", answer_key="answer", tag="gsm8k", where="",
-            filter="", dedupe=True, min_prompt_tokens=0, max_prompt_tokens=0, too_long="drop",
+            task_options={}, size=0 if data else MADE, prompt_text=f"{{{column}}}\n{ASK}", answer_key="answer",
+            tag="gsm8k", where="", filter="", dedupe=True, min_prompt_tokens=0, max_prompt_tokens=0, too_long="drop",
         )
 
 

@@ -21,7 +21,9 @@ import msgspec
 import numpy as np
 
 from busrl.config import recorded
+from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream, training_stream
+from busrl.data.prompts import lines_of
 from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, UserError
 from busrl.files import json_lines
 from busrl.ledger.openbin import read_draws, read_open
@@ -30,7 +32,7 @@ from busrl.ledger.wal import Record, SampleRecord, frames
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, Fates, Ring, State
-from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name
+from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of
 
 SHOWN = 200  # characters of a text
 _records = msgspec.msgpack.Decoder(Record)
@@ -41,7 +43,7 @@ def history(run_dir: Path, text: str) -> str:
     paths = RunPaths.of(run_dir)
     if not paths.topology.exists():
         raise NoSuchRun(f"{paths.root}: no topology.json there; --uid needs a run directory")
-    return Sample(paths, number(text)).text()
+    return SampleHistory(paths, number(text)).text()
 
 
 def number(text: str) -> int:
@@ -52,8 +54,8 @@ def number(text: str) -> int:
     return int(digits) | (VALIDATE_BIT if text.startswith("v") else 0)
 
 
-class Sample:
-    """One uid of one run: uid = (draw x 2 + try) x G + member, or a row of the validation's fates."""
+class SampleHistory:
+    """One uid of one run: of a training sample, or of a row of the validation's fates."""
 
     def __init__(self, paths: RunPaths, uid: int) -> None:
         self.paths, self.uid = paths, uid
@@ -61,7 +63,7 @@ class Sample:
         self.validates = bool(uid & VALIDATE_BIT)
         self.row = uid & ~VALIDATE_BIT
         self.name = f"v{self.row}" if self.validates else str(uid)
-        self.draw, self.again = divmod(uid // self.topology.groups.size, 2)
+        self.draw, self.again, self.member = place_of(uid, self.topology.groups.size)
         path = paths.validate_fates if self.validates else paths.fates
         self.fates = Fates(str(path), read_only=True).view() if path.exists() else np.empty(0, np.uint8)
         self.fate = int(self.fates[self.row]) if self.row < len(self.fates) else int(Fate.NONE)
@@ -88,22 +90,33 @@ class Sample:
             samples = max(1, self.topology.derived.val_samples)
             return f"validation round {self.row // samples}, sample {self.row % samples}"
         size = self.topology.groups.size
-        return f"draw {self.draw}, try {self.again}, member {self.uid % size} of {size}"
+        return f"draw {self.draw}, try {self.again}, member {self.member} of {size}"
 
     def _prompt(self) -> Iterator[str]:
-        data = self.topology.data
-        path = self.topology.validation.data if self.validates else data.train
         try:
-            seed = self.topology.run.seed
-            held_out = JsonlStream(path, seed, False, data.prompt_key) if self.validates else None
-            with held_out or training_stream(self.topology) as one:
-                samples = max(1, self.topology.derived.val_samples)
-                draw = self.row % samples % len(one) if self.validates else self.draw
-                item = one.item(draw)
+            with self._stream() as one:
+                item = one.at(self._line(len(one))) if self.validates else one.item(self.draw)
                 text = short(item.line.decode(errors="replace"))
-                yield f"  prompt    {path}:{item.index + 1} (crc {item.crc:08x}) {text}"
+                yield f"  prompt    {one.path}:{item.index + 1} (crc {item.crc:08x}) {text}"
         except (BusrlError, OSError) as error:
             yield f"  prompt    cannot be read: {error}"
+
+    def _stream(self) -> JsonlStream:
+        if not self.validates:
+            return training_stream(self.topology)
+        return JsonlStream(self._asked()[0].data, self.topology.run.seed, False, self.topology.data.prompt_key)
+
+    def _asked(self) -> tuple[AskedSet, int]:
+        """The set of validation that the sample is of, and its place in it."""
+        place = self.row % max(1, self.topology.derived.val_samples)
+        one = next((one for one in reversed(self.topology.sets) if one.first <= place), None)
+        if one is None:
+            raise UserError("the topology asks no set of validation")
+        return one, place - one.first
+
+    def _line(self, lines: int) -> int:
+        one, place = self._asked()
+        return int(lines_of(one.prompts, lines, one.k)[place])
 
     def _relatives(self) -> Iterator[str]:
         """A member that ended by accident is rolled again once."""
@@ -111,7 +124,7 @@ class Sample:
             return
         size = self.topology.groups.size
         other = self.uid - size if self.again else self.uid + size
-        fate = Sample(self.paths, other).fate if other >= 0 else Fate.NONE
+        fate = SampleHistory(self.paths, other).fate if other >= 0 else Fate.NONE
         if self.again:
             yield f"  parent    uid {other}, which ended as {fate_name(fate)}; this is its re-roll"
         elif fate:

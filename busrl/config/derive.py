@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from busrl.algorithms import catalog
 from busrl.config import rules
 from busrl.config.files import FileFacts
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
@@ -230,7 +231,10 @@ def make_plan(topology: Topology, *, streaming: bool) -> LearnerPlan:
         trigger.n_min, limits.n_floor, trigger.t_max_s, sync=limits.sync, count_ended=trigger.count == "ended"
     )
     bound = None if topology.experiments.forced_age else limits.max_staleness
-    return LearnerPlan(limits, fires, Staleness(bound, topology.weights.over_age), streaming=streaming)
+    return LearnerPlan(
+        limits, fires, Staleness(bound, topology.weights.over_age), streaming=streaming,
+        trains_flat=catalog.trains_flat(topology.learner),
+    )
 
 
 def control_settings(topology: Topology) -> ControlSettings | None:

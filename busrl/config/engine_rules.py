@@ -17,6 +17,7 @@ from dataclasses import fields
 from importlib import metadata
 from typing import Any
 
+from busrl.algorithms import catalog
 from busrl.config import schema
 from busrl.config.rules import Check, Clash, Finding, clashes
 from busrl.config.schema import ADAPTERS, ENGINES, FOLDERS, ONE_COPY, RESTARTS, Process, Topology
@@ -47,6 +48,8 @@ TABLE = (
           'its versions are LoRA adapters, and none is trained; set lora.rank, for example 8, or transport = "shm"'),
     *(Clash(f"lora.{name}, lora.rank == 0", "LoRA is off: all weights are trained; set lora.rank, or remove it",
             warning=True) for name in ("alpha", "targets", "dropout")),
+    Clash("learner.train_layers, lora.rank",
+          "an adapter is all that is trained: the base is frozen; lora.targets says where it is, or lora.rank = 0"),
     Clash("lora.dropout; lora.rank",
           "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients", warning=True),
     Clash("lora.dropout, learner.deterministic; lora.rank",
@@ -440,17 +443,20 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
         if wrong:
             yield Finding((at, key), rule, f"{remedy}, {ALONE}")
 
-    yield from refused("lora.rank", t.lora.on, "an adapter is trained by one process so far", "rank = 0")
     yield from refused("weights.transport", t.weights.transport == ONE_COPY,
                        "an engine's own tensors cannot be in parts on several ranks", 'transport = "shm"')
     yield from refused("weights.backend", t.weights.transport == "broadcast" and t.weights.backend != "gloo",
                        "from device to device only one rank was ever tried", 'backend = "gloo"')
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
                        "this attention takes no float32, in which a shard's model is probed", 'attention = "auto"')
-    yield from refused("learner.kl", t.learner.kl != "none", "a reference is computed by one process so far",
-                       'kl = "none"')
-    yield from refused("learner.optimizer", t.learner.optimizer != "adamw",
-                       "only AdamW updates parts of a tensor as it would the whole", 'optimizer = "adamw"')
+    yield from refused("model.teacher", catalog.taught(t.learner), "a teacher is computed by one process so far",
+                       "no teacher")
+    yield from refused("learner.memory.compile", t.learner.memory.compile,
+                       "layers were never compiled on several ranks", "compile = false")
+    yield from refused("learner.advantage", t.learner.advantage == catalog.GAE,
+                       "a value head is trained by one process so far", 'advantage = "group_std"')
+    yield from refused("learner.optimizer", t.learner.optimizer == "adafactor",
+                       "it updates a part of a matrix in another way than the whole", 'optimizer = "adamw"')
     if entry.devices and len(entry.devices) != entry.ranks:
         rule = f"{len(entry.devices)} items for {entry.ranks} ranks: each rank works on a device of its own"
         yield Finding((at, at.replace("ranks", "devices")), rule, f"one item per rank, {ALONE}")

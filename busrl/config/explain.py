@@ -220,6 +220,7 @@ def _data(t: Topology) -> Iterator[str]:
     for asked in t.sets:
         name = f" {asked.name}" if asked.name else ""
         yield f"  validation{name}: {asked.data}, {asked.lines} prompts; {_asked(t, asked)}"
+        yield from (f"    {one.text}" for one in t.derived.made if one.name == asked.name)
     yield f"  longest line: {t.derived.task_bytes} bytes" + (" (bound)" if t.data.train.startswith(TINY) else "")
     if t.derived.prompt_text:
         yield f"  {t.derived.prompt_text}"

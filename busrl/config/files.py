@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from busrl import keys
+from busrl.algorithms import selection
 from busrl.config import engine_rules, machine, reader
 from busrl.config.rules import Finding
 from busrl.config.schema import FOREIGN_ROLES, TINY, Topology
@@ -24,6 +27,8 @@ from busrl.config.values import FUNCTION
 from busrl.data import trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan
+from busrl.data.sources import PARQUET
+from busrl.device import expected
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.scheduling.lengths.rules import Fault, Keywords, check
 
@@ -109,9 +114,19 @@ class _Inspection:
         self._tools()
         self._programs()
         if t.model.reference and self._sound("model.reference"):
-            self._reference()
+            remedy = "give an earlier version of the model, or none"
+            self._same_tokens("model.reference", t.model.reference, remedy, padded=False)
+        if t.model.teacher and self._sound("model.teacher"):
+            remedy = "give a model of the same family, whose tokenizer is the same"
+            self._same_tokens("model.teacher", t.model.teacher, remedy, padded=True)
+        if t.learner.start_from and self._sound("learner.start_from", "model.path", "lora.rank"):
+            self._start()
         if t.lora.on and self._sound("lora.rank", "lora.targets", "model.path"):
             self._lora()
+        if t.learner.train_layers and self._sound("learner.train_layers", "model.path"):
+            self._trained_layers()
+        if t.learner.memory.compile and self._sound("learner.memory.compile", "model.device", "process"):
+            self._compiler()
         if t.scheduler.keywords and self._sound("scheduler.keywords"):
             for problem in read_keywords(t.scheduler.keywords)[1]:
                 self._add_problem("scheduler.keywords", problem)
@@ -140,6 +155,11 @@ class _Inspection:
             return None
         if path.startswith(TINY):
             return self._tiny(key, path), TINY_LINE_BYTES
+        if path.endswith(PARQUET) or Path(path).is_dir():
+            what = "a folder" if Path(path).is_dir() else "a Parquet file"
+            remedy = f"write [[data.source]] with path = {reader.show(path)} in the place of train"
+            self._add(key, f"{what} is no file of lines", remedy)
+            return 0, TINY_LINE_BYTES
         try:
             result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares(self.t) else "")
         except DataError as error:
@@ -237,21 +257,66 @@ class _Inspection:
         if config.get("is_encoder_decoder"):
             rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
             self._add("model.path", rule, "give a causal language model")
+        self._whole("model.path", folder)
+        if fault := machine.token_fault(folder):
+            remedy = "save the tokenizer of this model there; with a new tokenizer resize the model's embeddings first"
+            self._add("model.path", fault, remedy)
         if self.t.scripted and machine.vocabulary(folder) is None:
             rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
         return token_bytes(folder), machine.context_of(config)
 
-    def _reference(self) -> None:
-        """The reference of learner.kl must give probabilities of the same tokens."""
-        folder, own = Path(self.t.model.reference), self.t.model.path
+    def _whole(self, key: str, folder: Path) -> None:
+        """Weights that were cut, or that are another model's, are refused before anybody loads them."""
+        if fault := machine.weight_fault(folder):
+            self._add_problem(key, Problem(fault[0], "", *fault[1:]))
+
+    def _same_tokens(self, key: str, path: str, remedy: str, padded: bool) -> None:
+        """Another model that gives probabilities must do so of the same tokens. `padded`: its table of tokens may be
+        longer or shorter by rows that no token has."""
+        folder, own = Path(path), machine.model_at(self.t.model.path)
         if missing := _missing(folder):
-            self._add("model.reference", *missing)
+            self._add(key, *missing)
             return
-        sizes = [machine.model_facts(one).vocabulary for one in (folder, None if own.startswith(TINY) else Path(own))]
-        if all(sizes) and sizes[0] != sizes[1]:
-            rule = f"its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}: they are not the same tokens"
-            self._add("model.reference", rule, "give an earlier version of the model, or none")
+        self._whole(key, folder)
+        if own is not None and (difference := machine.other_tokens(own, folder)):
+            self._add(key, f"{difference}: they are not the same tokens", remedy)
+        elif own is not None:
+            sizes = [machine.model_facts(one).vocabulary for one in (folder, own)]
+            alike = padded and difference is not None
+            if all(sizes) and sizes[0] != sizes[1] and not alike:
+                rule = f"its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}"
+                self._add(key, f"{rule}: they are not the same tokens", remedy)
+
+    def _start(self) -> None:
+        """The checkpoint that the run begins with must be whole, and of this model, adapter and optimiser."""
+        folder, t = Path(self.t.learner.start_from), self.t
+        key, other = "learner.start_from", "name another checkpoint"
+        meta, listed = (machine.read_config(folder, name) for name in ("meta.json", "files.json"))
+        if not meta or not listed:
+            rule = "no meta.json and files.json of a checkpoint in this folder"
+            self._add(key, rule, "give the folder global_step_N in checkpoints/ of a run")
+            return
+        for name, (size, _) in listed.items():
+            path = folder / name
+            if (there := path.stat().st_size if path.is_file() else None) != size:
+                had = "is missing" if there is None else f"has {there} bytes"
+                self._add(key, f"the checkpoint is damaged: {name} {had}, {size} were written", other)
+                return
+        own = None if t.model.path.startswith(TINY) else Path(t.model.path)
+        facts = [machine.model_facts(one) for one in (folder / "model", own)]
+        for what in ("kind", "layers", "hidden", "vocabulary"):
+            there, here = (getattr(one, what) for one in facts)
+            if there != here and own is not None:
+                rule = f"it is of another model: {what} {there} there, {here} in model.path"
+                self._add(key, rule, f"set model.path to the model that it was trained from, or {other}")
+                return
+        if (before := (meta.get("lora") or {}).get("rank", 0)) != t.lora.rank:
+            rule = f"it was trained with lora.rank = {before}, this run has {t.lora.rank}"
+            self._add(key, rule, "set it to that, or begin with the merged weights: model.path = what is exported")
+        if t.learner.start_optimizer and (before := meta.get("optimizer", t.learner.optimizer)) != t.learner.optimizer:
+            rule = f"it was trained with learner.optimizer = {before!r}, this run has {t.learner.optimizer!r}"
+            self._add(key, rule, f"start_optimizer = false, or optimizer = {before!r}")
 
     def _lora(self) -> None:
         """An adapter needs the package that trains it, and layers of the names that are asked for."""
@@ -264,6 +329,36 @@ class _Inspection:
             if known and "." not in name and name not in known:
                 rule = f"the model has no layer {name!r} that an adapter could be put on"
                 self._add("lora.targets", rule, f"it has {', '.join(known)}")
+
+    def _trained_layers(self) -> None:
+        """Each item names parameters of the model, as far as its files tell."""
+        folder = Path(self.t.model.path)
+        names, count = list(machine.tensor_shapes(folder)), machine.model_facts(folder).layers
+        try:
+            items = selection.parsed(self.t.learner.train_layers)
+        except ValueError:  # a rule of its own names it
+            return
+        for item in items:
+            if 0 < count <= item.last:
+                rule = f"{item.text!r} goes beyond the model, which has the layers 0 to {count - 1}"
+                self._add("learner.train_layers", rule, f'for example "{count // 2}-{count - 1}"')
+            elif names and not any(map(item.takes, names)):
+                known = sorted({name.split(".")[-2] for name in names if "." in name})
+                rule = f"no parameter of the model has {item.text!r} in its name"
+                self._add("learner.train_layers", rule, f"its parts are {', '.join(known)}")
+
+    def _compiler(self) -> None:
+        """torch.compile writes C++ for a CPU, and Triton for a GPU, which needs a C compiler to start its kernels."""
+        on_cpu = expected(self.t.device_of("learner")) == "cpu"
+        own = os.environ.get("CXX", "g++") if on_cpu else os.environ.get("CC", "gcc")
+        include = sysconfig.get_path("include")
+        for wrong, rule, remedy in (
+            (shutil.which(own) is None, f"{own}, which compiles the layers, is not on the PATH", f"install {own}"),
+            (not (Path(include) / "Python.h").is_file(), f"{include} has no Python.h", "install Python's headers"),
+            (not on_cpu and importlib.util.find_spec("triton") is None, "Triton is not there", "pip install triton"),
+        ):
+            if wrong:
+                self._add("learner.memory.compile", rule, f"{remedy}, or compile = false")
 
     # -- code of the user, programs and keys -----
 
@@ -373,6 +468,9 @@ def _missing(folder: Path) -> tuple[str, str] | None:
     if not (folder / "config.json").is_file():
         return "no config.json in this folder", "give a Hugging Face model folder"
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
+        if (folder.parent / "shards").is_dir():
+            remedy = "set learner.start_from to the checkpoint, or model.path to what `busrl export` makes of it"
+            return "a checkpoint that has its weights in shards", remedy
         return "no weights (*.safetensors) in this folder", "the download may not have finished"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         return "no tokenizer (tokenizer.json) in this folder", "save the tokenizer beside the model"

@@ -67,7 +67,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), run_dir: Path | None =
 def recorded(path: Path) -> Topology:
     """The one that a run keeps in its topology.json, for whoever looks at the run; UserError if it is damaged."""
     try:
-        return Topology.from_json(path.read_text())
+        return sources.placed(Topology.from_json(path.read_text()), path.resolve().parent / "data")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path}: not what busrl wrote ({type(error).__name__}: {error}); was it edited? Restore it, or take "
@@ -89,10 +89,12 @@ def _load(
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
-    if draft.data.source and not simulated and not any(name.partition(".")[0] == "data" for name in bad):
-        draft, unmade = sources.prepare(draft, run_dir, files.compares(draft))
+    if not simulated:
+        draft, unmade = sources.prepare(draft, run_dir, files.compares(draft), bad)
         problems.extend(_problem(source, draft, finding) for finding in unmade)
-        bad |= {"data.train"} if unmade else set()
+        made_of = {target.key: target.tables for target in sources.targets(draft)} if unmade else {}
+        wrong = {key for finding in unmade for key in finding.keys}
+        bad |= {key for key, tables in made_of.items() if any(one.startswith((key, *tables)) for one in wrong)}
     facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
@@ -100,7 +102,7 @@ def _load(
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
     derived = dataclasses.replace(
-        derived, sources=made.sources, sources_key=made.sources_key, algorithm=made.algorithm
+        derived, sources=made.sources, sources_key=made.sources_key, made=made.made, algorithm=made.algorithm
     )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
@@ -157,19 +159,24 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         optimizer=_function_path(draft.learner.optimizer, source, ("learner", "optimizer")),
         metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
     )
-    origins = tuple(
-        dataclasses.replace(
-            one, function=_function_path(one.function, source, ("data", "source")),
-            filter=_function_path(one.filter, source, ("data", "source")),
-        )
-        for one in draft.data.source
-    )
-    draft = dataclasses.replace(draft, data=dataclasses.replace(draft.data, source=origins))
+    draft = _with_origins(draft, source)
     made = dataclasses.replace(
         draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
     )
     model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
+
+
+def _with_origins(draft: Topology, source: Source) -> Topology:
+    """The functions that rows come from, or are filtered by, as absolute paths."""
+    def placed(one: Any, *at: str) -> Any:
+        named = {name: _function_path(getattr(one, name), source, at) for name in ("function", "filter")}
+        return dataclasses.replace(one, **named)
+
+    origins = tuple(placed(one, "data", "source") for one in draft.data.source)
+    own = placed(draft.validation, "validation")
+    own = dataclasses.replace(own, set=tuple(placed(one, "validation", "set") for one in own.set))
+    return dataclasses.replace(draft, data=dataclasses.replace(draft.data, source=origins), validation=own)
 
 
 def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
@@ -219,7 +226,7 @@ def _set_unless_written(
 def _implied(draft: Topology) -> Iterator[Process]:
     """One process of each role that no entry names; a validator where there are prompts for it."""
     for role in SPAWNED_ROLES:
-        wanted = role != "validator" or draft.validation.data or draft.validation.set
+        wanted = role != "validator" or draft.validation.names_prompts
         if wanted and all(entry.role != role for entry in draft.process):
             yield Process(role)
 

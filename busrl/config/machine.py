@@ -58,6 +58,7 @@ def model_at(path: str) -> Path | None:
 Shapes = dict[str, tuple[int, ...]]
 SHM = "/dev/shm"
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+EMBEDDINGS = (["embed_tokens"], ["wte"], ["embed_in"], ["word_embeddings"])
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 
@@ -145,6 +146,30 @@ def vocabulary(folder: Path) -> Vocabulary | None:
     return Vocabulary(ends[0], plain) if ends and ends[0] < size and plain else None
 
 
+def other_tokens(own: Path, other: Path) -> str | None:
+    """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
+    of them has no tokenizer.json to be compared."""
+    ids, others = _token_ids(own), _token_ids(other)
+    if not ids or not others:
+        return None
+    apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
+    if not apart:
+        return ""
+    first = min(apart, key=lambda token: (min(ids.get(token, 1 << 40), others.get(token, 1 << 40)), token))
+    told = [f"{found[first]}" if first in found else "no token" for found in (others, ids)]
+    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    data = read_config(folder, "tokenizer.json")
+    model, added = data.get("model"), data.get("added_tokens")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(known, list):  # of a unigram model: [token, score]
+        known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
+    rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    return (known if isinstance(known, dict) else {}) | {str(one.get("content")): one.get("id", -1) for one in rows}
+
+
 def end_ids(folder: Path) -> frozenset[int]:
     """Every id that config.json or generation_config.json says ends a sequence."""
     return frozenset(end for part in _parts(folder) for end in _ids(part.get("eos_token_id")))
@@ -169,6 +194,61 @@ def _ids(value: Any) -> list[int]:
 def whole(config: Any, *names: str) -> int:
     """The first of these keys that holds a whole number; 0 if none does."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+
+def weight_fault(folder: Path) -> tuple[str, str, str] | None:
+    """File, rule and remedy of weights that no model can be made of: cut files, parts that are not there, and others
+    than config.json describes. Reads headers only; None for whole ones, and for what is no safetensors file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if fault := _cut(path):
+            return str(path), fault, "the download or the copy did not finish: copy the file again"
+    listed = read_config(folder, "model.safetensors.index.json").get("weight_map")
+    names = set(map(str, listed.values())) if isinstance(listed, dict) else set()
+    if gone := sorted(name for name in names if not (folder / name).is_file()):
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        index = str(folder / "model.safetensors.index.json")
+        return index, f"it names {gone[0]}{more}, which is not there", "copy the missing files too"
+    config = read_config(folder)
+    text = _nested(config) or config
+    said = whole(text, "vocab_size"), whole(text, "embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd")
+    there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
+    if all(said) and there and said not in there.values():
+        name, shape = max(there.items(), key=lambda one: math.prod(one[1]))
+        rule = f"vocabulary and width are {_by(said)}, and those of the weights ({name}) {_by(shape)}"
+        return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
+    return None
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _cut(path: Path) -> str:
+    """What is wrong with the length of a safetensors file; "" if nothing is."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: Any = json.loads(file.read(length)) if length <= min(size, 100 << 20) else None
+        ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError):
+        return "not a whole safetensors file: its header cannot be read"
+    whole_size = 8 + length + max(ends, default=0)
+    return f"it has {size} bytes, and its header says {whole_size}" if size < whole_size else ""
+
+
+def token_fault(folder: Path) -> str:
+    """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
+    not known. Added tokens are left out: many a tokenizer has some that no text contains."""
+    size, section = vocabulary_size(folder), read_config(folder, "tokenizer.json").get("model")
+    if section is None and (folder / "tokenizer.json").is_file():
+        return "tokenizer.json is no JSON object with a model: it was cut, or is another file"
+    known = section.get("vocab") if isinstance(section, dict) else None
+    ids = list(known.values()) if isinstance(known, dict) else range(len(known)) if isinstance(known, list) else ()
+    highest = max((one for one in ids if isinstance(one, int)), default=0)
+    if not size or highest < size:
+        return ""
+    return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
 
 
 def tensor_shapes(folder: Path) -> Shapes:

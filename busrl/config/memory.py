@@ -3,30 +3,35 @@
 `busrl check` prints the sum of `of_topology`, and a start is refused that the device cannot hold. Knows the widths
 of decoders with gated feed-forward layers, of which every model family here is made; nothing of engines.
 
-- Sums are of what exists at the same time, when a backward has just begun on the largest micro-batch of the second step
-  or later: weights, gradient and optimiser are whole, and so is what the forward has kept.
+- What stays (weights, gradient, optimiser) is whole from the second micro-batch of a step on. What a backward adds is
+  the largest of its moments: the head's, that of the last layer, and that of the embedding.
+- With several ranks the sum is that of one of them; on a CPU all of them share one memory.
 - The factors are those of busrl's own forward (docs/your-run.md says how far they are from measured peaks).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from busrl import device
+from busrl.algorithms import catalog, selection
 from busrl.config import machine
 from busrl.config.schema import TINY, Topology
 from busrl.errors import UserError
 
 FLOAT = 4
-ADAMW = 8  # two float32 moments per trained parameter
+STATES = {"adamw": 8.0, "adamw8bit": 2.04, "adafactor": 0.0}  # bytes per trained parameter; one of the user's: AdamW's
+TEMPORARY = {"adafactor": 3}  # tensors as large as the largest parameter, while an optimiser updates
 LARGE = 10**9  # parameters from which on "auto" computes layers again on an accelerator
-LIBRARIES = 350 << 20  # resident bytes of Python, torch and transformers on a CPU
+LIBRARIES = {"cpu": 350 << 20}  # resident bytes of Python, torch and transformers; of a driver's context elsewhere
+CONTEXT = 512 << 20
 LOGITS = {"cpu": 1 << 26}  # bytes of one buffer of logits, and of one on an accelerator
 LOGITS_ELSEWHERE = 1 << 28
 BUFFERS = 3  # of logits, in backward
+AHEAD = 2  # layers whose weights are gathered at the same time
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,12 @@ class Work:
     targets: tuple[str, ...] = ()
     head_rows: int = 0
     kind: str = "cpu"
+    optimizer: str = "adamw"
+    train_layers: str = ""
+    ranks: int = 1
+    reshard: bool = True
+    reference: bool = False  # a second model beside the one that is trained
+    head_float32: bool = False
 
     @property
     def width(self) -> int:
@@ -79,6 +90,16 @@ class Widths:
             parameters or machine.estimate(dict(config)),
         )
 
+    @property
+    def table(self) -> int:
+        """Entries of the embedding, and of the head where that is another."""
+        return self.words * self.hidden
+
+    @property
+    def in_layer(self) -> int:
+        """Parameters of one layer."""
+        return max(0, self.parameters - self.table * (1 if self.tied else 2)) // max(1, self.layers)
+
     def adapted(self, targets: tuple[str, ...]) -> int:
         """Inputs and outputs of the adapted matrices of a layer, added up."""
         pairs = {
@@ -100,43 +121,89 @@ def _heads(text: Mapping[str, Any]) -> int:
     return machine.whole(text, "num_attention_heads", "n_head") or 1
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What changes: parameters, the layers that a backward goes through, and whether the tables are among it."""
+
+    parameters: int
+    layers: int
+    tables: bool
+
+    @classmethod
+    def of(cls, widths: Widths, work: Work) -> Trained:
+        if work.lora_rank:
+            return cls(widths.layers * work.lora_rank * widths.adapted(work.targets), widths.layers, False)
+        chosen = selection.layers(work.train_layers, widths.layers)
+        if not chosen:  # all, or by names, of which the widths say nothing
+            return cls(widths.parameters, widths.layers, True)
+        return cls(len(chosen) * widths.in_layer, widths.layers - min(chosen), False)
+
+
 def learner_sum(config: Mapping[str, Any], work: Work, parameters: int = 0) -> dict[str, int]:
-    """Bytes by what they are for, the largest peak of a step."""
+    """Bytes by what they are for, on one device, at the largest peak of a step."""
     widths = Widths.of(config, parameters)
-    trained = widths.layers * work.lora_rank * widths.adapted(work.targets) if work.lora_rank else widths.parameters
-    frozen = widths.parameters if work.lora_rank else 0
-    masters = trained * FLOAT if work.width < FLOAT else 0
-    kept = work.tokens * widths.layer(work)
-    inputs = work.tokens * widths.hidden * work.width
-    again = inputs * widths.layers + kept
-    found = {
-        "weights": (frozen + trained) * work.width + masters,
-        "gradient": trained * FLOAT,
-        "optimiser (AdamW)": trained * ADAMW,
-        "kept for backward" + (", layers again" if work.checkpointing else ""):
-            (again if work.checkpointing else kept * widths.layers) + 3 * inputs,
-        "head and embedding in backward": _head(widths, work),
-        "logits": _logits(widths, work),
-        "libraries": LIBRARIES if work.kind == "cpu" else 0,
+    trained = Trained.of(widths, work)
+    states = STATES.get(work.optimizer, STATES["adamw"])
+    lasting = {
+        **_weights(widths, trained, work),
+        "gradient": FLOAT * trained.parameters // work.ranks,
+        f"optimiser ({work.optimizer})": int(states * trained.parameters) // work.ranks,
+        "reference model": widths.parameters * work.width // work.ranks if work.reference else 0,
+        "libraries": LIBRARIES.get(work.kind, CONTEXT),
     }
-    step = sum(size for name, size in found.items() if name not in ("weights", "libraries"))
-    return {**found, "probe at the start, beyond a step": max(0, _probe(widths, work) - step)}
+    moment = max(_moments(widths, trained, work), key=lambda parts: sum(parts.values()))
+    step = sum(lasting.values()) - lasting["weights"] - lasting["libraries"] + sum(moment.values())
+    return {**lasting, **moment, "probe at the start, beyond a step": max(0, _probe(widths, work) - step)}
+
+
+def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
+    if work.ranks == 1:
+        frozen = 0 if trained.parameters == widths.parameters and not work.lora_rank else widths.parameters
+        own = trained.parameters
+        if frozen and not work.lora_rank:  # the trained ones are among the others
+            frozen -= own
+        masters = own * FLOAT if work.width < FLOAT else 0
+        return {"weights": (frozen + own) * work.width + masters}
+    tables = widths.table * (1 if widths.tied else 2)
+    together = AHEAD if work.reshard else widths.layers
+    base = widths.parameters * work.width + trained.parameters * FLOAT if work.lora_rank else widths.parameters * FLOAT
+    return {
+        "weights": base // work.ranks,
+        "weights that are gathered": work.width * (tables + together * widths.in_layer),
+    }
+
+
+def _moments(widths: Widths, trained: Trained, work: Work) -> list[dict[str, int]]:
+    """What each moment of a step adds to what stays."""
+    layer, again = work.tokens * widths.layer(work), ""
+    inputs = work.tokens * widths.hidden * work.width
+    kept, last = layer * trained.layers, 0
+    if work.checkpointing:
+        kept, last, again = inputs * trained.layers, layer, ", layers again"
+    kept_name = "kept for backward" + again
+    table, float_table = (widths.table * size if trained.tables else 0 for size in (work.width, FLOAT))
+    logits, other = _logits(widths, work), float_table + (table if work.width < FLOAT else 0)
+    waits = table if widths.tied else 0  # for the gradient of the embedding, which is the same parameter's
+    copied = widths.table * (FLOAT if work.head_float32 and work.width < FLOAT else 0)
+    reduced = (work.width + FLOAT) * AHEAD * widths.in_layer if work.ranks > 1 else 0
+    of_tables = FLOAT * widths.table if work.ranks > 1 and trained.tables else 0
+    largest = max(widths.table if trained.tables else 0, widths.hidden * widths.inner)
+    return [
+        {kept_name: kept + ROWS * inputs, "logits": logits, "gradient of the head": max(other, float_table + copied)},
+        {kept_name: kept + last + ROWS * inputs, "gradient of the head": waits, "gradients of two layers": reduced},
+        {"gradients of head and embedding": waits + table + of_tables, "hidden states": ROWS * inputs},
+        {"copies in the update": FLOAT * TEMPORARY.get(work.optimizer, 0) * largest},
+    ]
+
+
+ROWS = 3  # hidden states of all tokens that exist beside those that are kept
 
 
 def _probe(widths: Widths, work: Work) -> int:
     """A base in few bits has float32 copies of its first layer, embedding and head for the probe, and given up then."""
     if not work.lora_rank or work.width == FLOAT:
         return 0
-    tables = widths.words * widths.hidden * (1 if widths.tied else 2)
-    return FLOAT * (tables + (widths.parameters - tables) // max(1, widths.layers))
-
-
-def _head(widths: Widths, work: Work) -> int:
-    """The gradient of the head's matrix, which is made beside the one that it is added to."""
-    if work.lora_rank:
-        return 0
-    table = widths.words * widths.hidden
-    return table * (FLOAT if work.width == FLOAT else FLOAT + work.width)
+    return FLOAT * (widths.table * (1 if widths.tied else 2) + widths.in_layer)
 
 
 def _logits(widths: Widths, work: Work) -> int:
@@ -148,45 +215,75 @@ def _logits(widths: Widths, work: Work) -> int:
 
 # -- of a topology, on this machine -----
 
-LOWER = (  # what lowers the sum, and whether it is free to be set
-    ('learner.memory.activation_checkpointing = "full"', lambda t, work: not work.checkpointing),
-    ("a smaller learner.micro_batch_tokens", lambda t, work: work.tokens > t.longest),
-    ('model.dtype = "bfloat16" with lora.rank', lambda t, work: work.lora_rank and work.width == FLOAT),
-    ("lora.rank, for example 32", lambda t, work: not work.lora_rank),
-    ("a smaller generation.max_new_tokens", lambda t, work: work.tokens <= t.longest),
-)
-
 
 def work_of(t: Topology) -> Work:
     """What the learner of a topology does at a time, at most."""
-    kind, memory = device.expected(t.device_of("learner")), t.learner.memory
+    kind, own, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
     step = t.derived.limits.n_hi * t.groups.size * t.longest
     large = kind != "cpu" and machine.parameters(t) >= LARGE
     again = memory.activation_checkpointing == "full" or (memory.activation_checkpointing == "auto" and large)
     return Work(
-        tokens=min(max(t.learner.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
-        lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind,
+        tokens=min(max(own.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
+        lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind, optimizer=own.optimizer,
+        train_layers=own.train_layers, ranks=t.ranks, reshard=own.parallel.reshard,
+        reference=own.kl != "none" and not (t.lora.on and not t.model.reference),
+        head_float32=memory.head_dtype == "float32",
     )
 
 
 def of_topology(t: Topology) -> dict[str, int]:
-    """The sum of `learner_sum`, with what is published where that lies in the same memory; empty if config.json does
-    not say how large the model is, or nothing is trained here."""
-    folder = machine.model_at(t.model.path)
-    config = machine.read_config(folder) if folder else {}
-    learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
+    """The sum of `learner_sum`, with what is published where that lies in the same memory, of all ranks that share it;
+    empty if config.json does not say how large the model is, or nothing is trained here."""
+    return _of(t, work_of(t)) if _known(t) else {}
+
+
+def _known(t: Topology) -> bool:
+    config = _config(t)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
     widths = machine.whole(text, "hidden_size", "n_embd", "d_model"), machine.whole(text, *machine.LAYERS)
-    if not learns or not all(widths):
-        return {}
-    work = work_of(t)
+    return learns and all(widths)
+
+
+def _config(t: Topology) -> dict[str, Any]:
+    folder = machine.model_at(t.model.path)
+    return machine.read_config(folder) if folder else {}
+
+
+def _of(t: Topology, work: Work) -> dict[str, int]:
     known = 0 if t.model.path.startswith(TINY) else machine.parameters(t)
-    found = learner_sum(config, work, known)
-    copies = {"shm": 3.0 if t.weights.sparse.enabled else 2.0, "broadcast": 2.5 if t.weights.sparse.enabled else 2.0}
-    size = Widths.of(config, known).parameters * machine.BYTES_OF[t.model.dtype]
-    if work.kind == "cpu" and (times := copies.get(t.weights.transport, 0.0)):
-        found["published"] = int(times * size)
+    found, size = learner_sum(_config(t), work, known), Widths.of(_config(t), known).parameters
+    if work.kind == "cpu":
+        found = {name: value * work.ranks for name, value in found.items()}
+        found["published"] = _published(t, size)
+    found["teacher model"] = _teacher(t, work.kind)
     return {name: value for name, value in found.items() if value}
+
+
+def _published(t: Topology, parameters: int) -> int:
+    """Bytes of host memory with the versions that are published."""
+    copies = {"shm": 3.0 if t.weights.sparse.enabled else 2.0, "broadcast": 2.5 if t.weights.sparse.enabled else 2.0}
+    return int(copies.get(t.weights.transport, 0.0) * parameters * machine.BYTES_OF[t.model.dtype])
+
+
+def of_host(t: Topology) -> dict[str, int]:
+    """What a learner elsewhere needs of the host's memory: the model while it is read, or later what it publishes."""
+    if not _known(t) or work_of(t).kind == "cpu":
+        return {}
+    known = machine.parameters(t)
+    each = machine.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
+    read = known * each if t.ranks == 1 else 0  # ranks read the rows of their shards
+    published = _published(t, known)
+    largest = max(("the model while it is read", read), ("published", published), key=lambda part: part[1])
+    return dict([largest]) if largest[1] else {}
+
+
+def _teacher(t: Topology, kind: str) -> int:
+    """Bytes of its weights; ranks of a host share its memory."""
+    if not catalog.taught(t.learner):
+        return 0
+    count = machine.parameters(replace(t, model=replace(t.model, path=t.model.teacher)))
+    return count * machine.BYTES_OF[t.model.dtype] // (1 if kind == "cpu" else t.ranks)
 
 
 def there(kind: str) -> int:
@@ -214,24 +311,73 @@ def lines(t: Topology) -> list[str]:
     work = work_of(t)
     limit = there(work.kind)
     of = f" of {_gib(limit)}" if limit else f"; how much this machine's {work.kind} has is not known here"
-    each = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-    return [
-        f"learner memory ({work.kind}): {_gib(sum(parts.values()))}{of}, micro-batches of {work.tokens} tokens",
-        f"  {each}",
+    several = f", {work.ranks} ranks together" if work.kind == "cpu" else ", each rank"
+    ranks = several if work.ranks > 1 else ""
+    found = [
+        f"learner memory ({work.kind}{ranks}): {_gib(sum(parts.values()))}{of}, micro-batches of {work.tokens} tokens",
+        f"  {_each(parts, ', ')}",
     ]
+    if host := of_host(t):
+        found.append(f"  and of the host's memory: {_each(host, ', ')}")
+    return found
 
 
 def require(t: Topology) -> None:
-    """UserError with the sum and the keys that lower it, if the learner's device cannot hold it."""
-    work, parts = work_of(t), of_topology(t)
+    """UserError with the sum and the keys that lower it, if the learner's device or its host cannot hold it."""
+    work, parts, host = work_of(t), of_topology(t), of_host(t)
     limit, needed = there(work.kind), sum(parts.values())
     if limit and needed > limit:
-        each = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-        remedies = ", or ".join(text for text, free in LOWER if free(t, work))
         raise UserError(
-            f"the learner needs about {_gib(needed)} of memory, its {work.kind} has {_gib(limit)}: {each}; "
-            f"set {remedies}"
+            f"the learner needs about {_gib(needed)} of memory, its {work.kind} has {_gib(limit)}: "
+            f"{_each(parts, ' + ')}; {_remedies(t, work, limit)}"
         )
+    if host and 0 < host_memory() < sum(host.values()):
+        fewer = 'model.dtype = "bfloat16", or ' if work.width == FLOAT else ""
+        raise UserError(
+            f"the learner needs about {_each(host, ' + ')} of the host's memory, which has {_gib(host_memory())}; set "
+            f'{fewer}lora.rank = 32 with weights.transport = "lora_hotswap"'
+        )
+
+
+def _each(parts: Mapping[str, int], between: str) -> str:
+    return between.join(f"{name} {_gib(size)}" for name, size in parts.items())
+
+
+FEWER = 1024  # tokens, of a micro-batch that is small
+
+
+def _lower(t: Topology, work: Work) -> dict[str, Work]:
+    """Settings that may lower the sum, in the order in which they cost least."""
+    few = max(t.longest, min(FEWER, work.tokens))
+    found = {
+        'learner.memory.activation_checkpointing = "full"': replace(work, checkpointing=True),
+        f"learner.micro_batch_tokens = {few}": replace(work, tokens=few),
+    }
+    if work.width == FLOAT:
+        found['model.dtype = "bfloat16"'] = replace(work, dtype="bfloat16")
+    if work.optimizer == "adamw" and not work.lora_rank:
+        found['learner.optimizer = "adamw8bit"'] = replace(work, optimizer="adamw8bit")
+    if not work.train_layers and not work.lora_rank:
+        layers = Widths.of(_config(t)).layers
+        found[f'learner.train_layers = "{layers * 3 // 4}-{layers - 1}"'] = replace(
+            work, train_layers=f"{layers * 3 // 4}-{layers - 1}")
+    if work.kind != "cpu" and work.optimizer != "adafactor":
+        found[f"ranks = {2 * work.ranks} in the learner's [[process]]"] = replace(work, ranks=2 * work.ranks)
+    if not work.lora_rank:
+        found["lora.rank = 32"] = replace(work, lora_rank=32, train_layers="", optimizer="adamw")
+    return found
+
+
+def _remedies(t: Topology, work: Work, limit: int) -> str:
+    """The settings that lower the sum, with what each alone would leave."""
+    now, offered = sum(_of(t, work).values()), _lower(t, work)
+    left = {text: sum(_of(t, other).values()) for text, other in offered.items()}
+    lower = {text: size for text, size in left.items() if size < 0.99 * now}
+    if not lower:
+        return "set a smaller generation.max_new_tokens, or choose a smaller model.path"
+    said = ", or ".join(f"{text} (then {_gib(size)})" for text, size in lower.items())
+    enough = any(size <= limit for size in lower.values())
+    return f"set {said}" + ("" if enough else "; none of them is enough alone")
 
 
 def _gib(size: int) -> str:

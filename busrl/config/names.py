@@ -144,12 +144,19 @@ _KEYS = {
     "learner.lr": "learning_rate actor_learning_rate lrate step_size",
     "learner.trigger.n_min": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size "
                              "global_batch_size prompts_per_step num_prompts_per_step",
-    "learner.updates_per_batch": "mini_batch_size ppo_mini_batch_size num_iterations ppo_epochs mu num_mini_batches",
+    "learner.updates_per_batch": "mini_batch_size ppo_mini_batch_size num_iterations mu num_mini_batches",
+    "learner.passes_per_batch": "ppo_epochs num_ppo_epochs",
+    "learner.value.decay": "lam gae_lambda lambd",
+    "learner.value.gamma": "gamma discount",
+    "learner.value.coef": "vf_coef value_coef",
+    "learner.value.clip": "cliprange_value value_clip",
     "learner.micro_batch_tokens": "micro_batch_size micro_train_batch_size gradient_accumulation_steps "
                                   "ppo_max_token_len_per_gpu",
     "learner.advantage": "grpo algorithm adv_estimator advantage_estimator scale_rewards rloo gae",
     "learner.clip_low and learner.clip_high": "epsilon clip_eps clip_ratio cliprange clip_range eps_clip epsilon_high "
                                               "clip_ratio_low clip_ratio_high",
+    "learner.train_layers": "trainable_layers layers_to_train unfrozen_layers freeze freeze_layers num_layers_unfrozen "
+                            "unfrozen_parameters",
     "learner.betas": "adam_beta1 adam_beta2 adam_betas",
     "learner.eps": "adam_epsilon",
     "learner.max_grad_norm": "grad_clip gradient_clipping max_norm",
@@ -178,9 +185,9 @@ _SAYINGS = {
         "did you mean learner.kl_coef, with learner.kl? By default the clip alone bounds how far a step goes",
     "entropy_coef entropy_coeff entropy_bonus ent_coef":
         "did you mean learner.entropy_coef? By default learner.clip_high above clip_low keeps entropy from falling",
+    "teacher_model teacher_model_path teacher_model_name_or_path distill_teacher": "did you mean model.teacher?",
     "ref_model reference_model ref_model_name_or_path": "did you mean model.reference? learner.kl reads it",
-    "critic value_model vf_coef value_coef gamma lam gae_lambda":
-        f"{NONE}: an answer has one reward, and the mean of its group is the baseline",
+    "critic value_model value_head": 'write recipe = "ppo" in [learner]: it trains a value head, with [learner.value]',
     "stop stop_sequences stop_strings stop_words stop_token_ids":
         f"{NONE}: an answer ends with an end token of the model's generation_config.json, or at "
         "generation.max_new_tokens",
@@ -196,6 +203,7 @@ _SAYINGS = {
     "resume resume_from_checkpoint resume_mode": "a start with the same --run-dir continues the run",
     "deepspeed fsdp zero_stage strategy":
         'write ranks = 2 (or more) in the [[process]] of role = "learner": each holds a part of weights and optimiser',
+    "torch_compile use_torch_compile": "did you mean learner.memory.compile?",
     "gradient_checkpointing": "did you mean learner.memory.activation_checkpointing?",
     "trainer actor actor_rollout_ref rollout training train":
         "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from busrl.config import machine
 from busrl.config.reader import show
-from busrl.config.rules import Check, Clash, Finding, clashes
+from busrl.config.rules import Check, Clash, Finding, by_path, clashes
 from busrl.config.schema import PART_KEYS, RewardPart, Topology
-from busrl.config.values import FUNCTION, items
+from busrl.config.values import items
 
 TABLE = (
     Clash("reward.function, reward.kind == exact_match",
@@ -54,9 +54,9 @@ CLASSIFIER = "ForSequenceClassification"
 
 def _one(t: Topology) -> Iterator[Finding]:
     """A reward without parts."""
-    if t.reward.kind == "python" and not FUNCTION.fullmatch(t.reward.function) and not t.reward.part:
-        rule = 'kind = "python" needs a function as package.module:name or file.py:name'
-        yield Finding(("reward.function", "reward.kind"), rule, 'for example function = "rewards.py:score"')
+    if t.reward.kind == "python" and not t.reward.part:
+        keys = ("reward.function", "reward.kind")
+        yield from by_path(keys, t.reward.function, _example("function"), 'kind = "python"')
     yield from _expression("reward.extract", t.reward.extract)
 
 
@@ -88,9 +88,8 @@ def _keys(at: str, part: RewardPart) -> Iterator[Finding]:
             yield Finding((f"{at}.{item.name}", f"{at}.kind"), rule, "remove it, or change kind")
     if needed and not getattr(part, needed):
         yield Finding((f"{at}.{needed}", f"{at}.kind"), f"a part of kind {part.kind} needs it", _example(needed))
-    elif part.kind == "python" and not FUNCTION.fullmatch(part.function):
-        rule = "expected a function as package.module:name or file.py:name"
-        yield Finding((f"{at}.function",), rule, _example("function"))
+    elif part.kind == "python":
+        yield from by_path((f"{at}.function",), part.function, _example("function"))
     for name in ("extract", "pattern", "verdict"):
         yield from _expression(f"{at}.{name}", getattr(part, name))
     if part.verdict and _groups(part.verdict) == 0:
@@ -150,6 +149,8 @@ def _classifier(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
         if not any(one.endswith(CLASSIFIER) for one in kinds):
             rule = f"its architecture is {', '.join(kinds) or 'not named'}, and a reward model is a ...{CLASSIFIER}"
             yield Finding((f"{at}.path",), rule, remedy)
+        if fault := machine.weight_fault(folder):
+            yield Finding((f"{at}.path",), fault[1], fault[2], place=fault[0])
         context = machine.context_of(config)
         if context and t.longest > context:
             rule = f"it takes {context} tokens, a prompt and its answer may have {t.longest}"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from busrl.algorithms import catalog
+from busrl.algorithms import catalog, selection
 from busrl.config.reader import show
 from busrl.config.schema import (
     FOREIGN_ROLES,
@@ -32,6 +32,7 @@ from busrl.config.schema import (
     Learner,
     Process,
     Topology,
+    Value,
 )
 from busrl.config.values import FUNCTION, items
 from busrl.faults import plan
@@ -115,15 +116,18 @@ def clashes(t: Topology, table: Iterable[Clash], engine: str = "") -> Iterator[F
 
 
 TO_OLD = "|".join(name for name, facts in catalog.LOSSES.items() if facts.ratio)  # losses with a ratio that has a key
+UNTAUGHT = "|".join(name for name, facts in catalog.LOSSES.items() if not facts.teacher)
+ONE_PASS = "learner.passes_per_batch == 1"
 HERE, RULES = "learner.controller", "experiments.controller"
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
 RESTARTED = f"weights.transport == {'|'.join(RESTARTS)}"
 
 TABLE = (
     # -- what is trained, and when
-    Clash("learner.loss == decoupled, weights.mode != sync, learner.updates_per_batch == 1",
+    Clash(f"learner.loss == decoupled, weights.mode != sync, learner.updates_per_batch == 1; {ONE_PASS}",
           'with one update per batch the clip never acts; loss = "ppo_clip", mode = "sync", or updates_per_batch > 1'),
-    Clash("learner.loss == decoupled, weights.mode == sync, learner.updates_per_batch == 1; experiments.forced_age",
+    Clash(f"learner.loss == decoupled, weights.mode == sync, learner.updates_per_batch == 1; {ONE_PASS}, "
+          "experiments.forced_age",
           'with one update per batch the clip never acts; loss = "ppo_clip", or updates_per_batch > 1', warning=True),
     Clash(f"learner.correction != none, learner.loss == {TO_OLD}, learner.ratio == behaviour",
           "the ratio to the recorded log-probabilities corrects for the engine already: a weight would count it twice; "
@@ -134,16 +138,18 @@ TABLE = (
     Clash("learner.correction != none, segments.loss == pois",
           'pois hides what a correction is made of; correction = "none", or segments.loss = "behaviour"'),
     Clash(f"learner.ratio == proximal, learner.loss == {TO_OLD}, learner.updates_per_batch == 1, weights.mode != sync, "
-          "learner.correction == none",
+          f"learner.correction == none; {ONE_PASS}",
           "with one update per batch every ratio to the proximal policy is 1, so nothing corrects for old samples; "
           'set a correction, ratio = "behaviour", or updates_per_batch > 1'),
-    Clash(f"learner.ratio == proximal, learner.updates_per_batch == 1; learner.loss == {TO_OLD}",
+    Clash(f"learner.ratio == proximal, learner.updates_per_batch == 1; learner.loss == {TO_OLD}, {ONE_PASS}",
           "with one update per batch every ratio is 1, so no clip can act; "
           'ratio = "behaviour", or updates_per_batch > 1', warning=True),
     Clash("learner.newest_ratio == one, learner.ratio == proximal",
           'it is about the ratio to recorded log-probabilities; newest_ratio = "recorded"'),
     Clash("learner.newest_ratio == one, learner.updates_per_batch > 1",
           'after the first update the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
+    Clash("learner.newest_ratio == one, learner.passes_per_batch > 1",
+          'after the first pass the ratio to the newest weights is not 1 any more; newest_ratio = "recorded"'),
     Clash("learner.newest_ratio == one, learner.correction != none",
           "it hides from the correction what separates engine and trainer; "
           'newest_ratio = "recorded", or correction = "none"'),
@@ -152,10 +158,24 @@ TABLE = (
     Clash("learner.loss == gspo, learner.aggregation == token-mean",
           "a mean over tokens weighs samples by their length, and GSPO's ratio is of whole samples; "
           'aggregation = "seq-mean-token-mean"'),
+    Clash("groups.size == 1, learner.advantage != reward|gae",
+          'a single answer has none to be compared with; size >= 2, or advantage = "gae" or "reward"'),
     Clash("learner.kl != none, learner.kl_coef == 0",
           'the reference is computed and has no effect; kl_coef > 0, or kl = "none"', warning=True),
     Clash("learner.kl_coef, learner.kl == none", 'no KL is computed; kl = "k3", or remove kl_coef'),
     Clash("model.reference, learner.kl == none", 'nothing reads the reference; kl = "k3", or remove it', warning=True),
+    Clash("learner.loss == topk_kl, model.teacher ==",
+          'there is no teacher to learn from; set model.teacher to its folder'),
+    Clash("learner.teacher_coef, model.teacher ==",
+          'there is no teacher to learn from; set model.teacher to its folder, or teacher_coef = 0'),
+    Clash("learner.loss == topk_kl, learner.teacher_coef",
+          "this loss is the KL to the teacher already, and would count it twice; teacher_coef = 0"),
+    Clash("learner.loss == topk_kl, learner.advantage != reward|gae",
+          'it reads no advantage, and flat groups are set aside for want of one; advantage = "reward"', warning=True),
+    Clash("learner.loss == topk_kl, learner.advantage == gae",
+          'it reads no advantage, so a value head is trained for nothing; advantage = "reward"', warning=True),
+    Clash(f"model.teacher, learner.teacher_coef == 0; learner.loss == {UNTAUGHT}",
+          'nothing reads the teacher; loss = "topk_kl", teacher_coef > 0, or remove it', warning=True),
     Clash("learner.kl == k3_is, learner.kl_in == reward",
           'a reward has no gradient that k3_is could correct; kl = "k1", or kl_in = "loss"'),
     Clash("learner.length_norm, learner.aggregation != seq-mean-token-sum-norm",
@@ -182,6 +202,12 @@ TABLE = (
           "an experiment: batches of weights {t.experiments.forced_age} steps old; 0 for real training", warning=True),
     Clash("weights.window, weights.mode == sync",
           'a round is trained whole, so its window is the round; remove it, or mode = "batch-async"', warning=True),
+    Clash("learner.checkpoint_mode == async, lora.rank",
+          'a checkpoint with an adapter is a folder that peft loads, written at once; checkpoint_mode = "auto"'),
+    Clash(f"learner.checkpoint_mode == async, weights.transport == {ONE_COPY}",
+          'the weights are the engine\'s, and could be gone before they are written; checkpoint_mode = "auto"'),
+    Clash("learner.start_optimizer == False, learner.start_from == ''",
+          "the run begins with model.path, which has no optimiser; set start_from, or remove it", warning=True),
     Clash("weights.over_age == drop, weights.mode != batch-async",
           "there is no staleness bound in this mode, so nothing is ever over age; remove it", warning=True),
     Clash("learner.wal == off",
@@ -205,10 +231,12 @@ TABLE = (
           'ratio 1 corrects nothing: at age 2 it does not learn; loss = "behaviour", or mode = "sync"'),
     Clash("segments.loss == pois, learner.loss == decoupled",
           'the decoupled loss is made of the ratios that pois sets to 1; learner.loss = "ppo_clip"'),
-    Clash("segments.loss == pois, learner.loss == dppo|reinforce|m2po|clip_cov|kl_cov",
+    Clash("segments.loss == pois, learner.loss == dppo|reinforce|m2po|clip_cov|kl_cov|topk_kl",
           'this loss has no ratio that pois could set to 1, or chooses tokens by it; learner.loss = "ppo_clip"'),
     Clash("segments.loss == pois, learner.updates_per_batch > 1",
           "after the first update the ratio to the newest weights is not 1 any more; updates_per_batch = 1"),
+    Clash("segments.loss == pois, learner.passes_per_batch > 1",
+          "after the first pass the ratio to the newest weights is not 1 any more; passes_per_batch = 1"),
     Clash("segments.rounds == segments, segments.length == 0",
           'segments are off, so a round has none; set segments.length, or rounds = "answers"'),
     Clash("segments.rounds == segments, weights.mode != sync",
@@ -251,6 +279,13 @@ SCRIPTED = (
 )
 
 
+def by_path(keys: tuple[str, ...], path: str, example: str, who: str = "") -> Iterator[Finding]:
+    """A finding at these keys if that is no import path of a function; `who` needs it, if that is not plain."""
+    if not FUNCTION.fullmatch(path):
+        rule = f"{who} needs a function" if who else "expected a function"
+        yield Finding(keys, f"{rule} as package.module:name or file.py:name, got {show(path)}", example)
+
+
 def _training(t: Topology) -> Iterator[Finding]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", t.run.name):
         rule = "a run's name is 1 to 64 letters, digits, dots, dashes or underscores: it names a directory"
@@ -262,15 +297,21 @@ def _training(t: Topology) -> Iterator[Finding]:
         yield Finding(keys, rule, "correct one of them; 0 = the correction's own default")
     if t.learner.clip_cov_range[0] >= t.learner.clip_cov_range[1]:
         yield Finding(("learner.clip_cov_range",), "low < high: no covariance is between them", "the default is [1, 5]")
+    for key, item in items(Value).items() if t.learner.advantage != catalog.GAE else ():
+        if getattr(t.learner.value, key) != item.default:
+            rule, remedy = "only a value head reads it", 'advantage = "gae" (recipe = "ppo" sets it), or remove it'
+            yield Finding((f"learner.value.{key}", "learner.advantage"), rule, remedy, warning=True)
     for path in t.learner.metrics:
-        if not FUNCTION.fullmatch(path):
-            rule = f"{path!r} names no function"
-            yield Finding(("learner.metrics",), rule, 'for example metrics = ["metrics.py:measure"]')
+        yield from by_path(("learner.metrics",), path, 'for example metrics = ["metrics.py:measure"]')
     yield from _optimizer(t)
 
 
 def _optimizer(t: Topology) -> Iterator[Finding]:
     own, name = t.learner, "learner.optimizer"
+    try:
+        selection.parsed(own.train_layers)
+    except ValueError as wrong:
+        yield Finding(("learner.train_layers",), str(wrong), 'for example "20-27, lm_head", or "" for all')
     if own.optimizer.startswith("adamw"):
         if own.options:
             rule = f"{own.optimizer} takes none: its settings are learner.betas, eps and weight_decay"
@@ -320,7 +361,7 @@ def _segments(t: Topology) -> Iterator[Finding]:
 
 def _validation(t: Topology) -> Iterator[Finding]:
     named, asked = _named_prompts(t), count(t, "validator") > 0
-    if not named and asked and not t.validation.every:
+    if not t.validation.names_prompts and asked and not t.validation.every:
         index = next(i for i, entry in enumerate(t.process) if entry.role == "validator")
         rule = "a validator is asked for, and validation.data names no prompts"
         yield Finding((f"process.{index}.role", "validation.data"), rule, OTHER_PROMPTS)

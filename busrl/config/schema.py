@@ -12,12 +12,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from busrl.algorithms import catalog
+from busrl.config.learner import ATTENTIONS as ATTENTIONS
+from busrl.config.learner import ON_GPUS as ON_GPUS
+from busrl.config.learner import OPTIMIZERS as OPTIMIZERS
+from busrl.config.learner import Controller as Controller
+from busrl.config.learner import Learner as Learner
+from busrl.config.learner import Memory as Memory
+from busrl.config.learner import Parallel as Parallel
+from busrl.config.learner import Trigger as Trigger
+from busrl.config.learner import Value as Value
 from busrl.config.names import modern
+from busrl.config.prompts import AskedSet as AskedSet
+from busrl.config.prompts import Data as Data
+from busrl.config.prompts import DataSource as DataSource
+from busrl.config.prompts import MadeSet as MadeSet
+from busrl.config.prompts import Rows as Rows
+from busrl.config.prompts import SourceLines as SourceLines
+from busrl.config.prompts import Validation as Validation
+from busrl.config.prompts import ValidationSet as ValidationSet
 from busrl.config.trials import BusFault as BusFault
 from busrl.config.trials import ControllerRules as ControllerRules
 from busrl.config.trials import CrashFault as CrashFault
@@ -90,6 +105,8 @@ class Model:
     path: str = key(REQUIRED, "a Hugging Face model folder, or the quickstart's own model tiny:sort", path=True)
     reference: str = key("", "model folder of the reference of learner.kl; empty = model.path as the run begins",
                          path=True)
+    teacher: str = key("", "model folder of the teacher of loss topk_kl and learner.teacher_coef; the same tokenizer",
+                       path=True)
     dtype: str = key("auto", "number type of the weights; auto = bfloat16 on an accelerator, float32 on a CPU",
                      choices=("auto", "float32", "bfloat16"))
     device: str = key("auto", "the model's device; auto = best; docs/gpu.md", choices=("auto", "cpu", "cuda", "npu"))
@@ -116,54 +133,11 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class DataSource:
-    """[[data.source]]: prompts of one origin, made into lines once at the start; several are mixed by weight."""
-
-    path: str = key("", "a JSONL or Parquet file, or the folder of a data set", path=True)
-    format: str = key("auto", "what path is; auto = by its name, or by function or tasks",
-                      choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym"))
-    weight: float = key(1.0, "its share of the draws, in relation to the other sources", above=0, high=1e6)
-    split: str = key("train", "hf: which split of the folder")
-    function: str = key("", "instead of path: package.module:function or file.py:function, which yields maps")
-    tasks: dict[str, float] = field(default_factory=dict, metadata={"rule": Rule(
-        "instead of path: tasks of reasoning-gym with their weights: { gsm_symbolic = 1.0 }; seed = run.seed")})
-    size: int = key(0, "rows that are kept at most, 0 = all; of tasks the number that is made", low=0, high=10**8)
-    prompt_key: str = key("", "column of the prompt; empty = data.prompt_key")
-    prompt_text: str = key("", 'the prompt as a text with columns in it, for example "{question} Think first."')
-    answer_key: str = key("", "column of the right answer; empty = data.answer_key")
-    tag: str = key("", "a name that every line without one gets as its key tag; empty = that of file or task")
-    where: str = key("", "rows to keep: conditions on columns, 'pass_rate >= 0.1 and level != \"hard\"'")
-    filter: str = key("", "rows to keep: package.module:function or file.py:function, record -> bool")
-    dedupe: bool = key(False, "leave out a prompt that a row before had, in this source or an earlier one")
-    min_prompt_tokens: int = key(0, "leave out shorter prompts", low=0, high=1 << 20)
-    max_prompt_tokens: int = key(0, "no prompt has more tokens; 0 = no limit", low=0, high=1 << 20)
-    too_long: str = key("drop", "a longer one is left out, or its (last) text loses its beginning or its end",
-                        choices=("drop", "truncate_left", "truncate_right"))
-
-
-@dataclass(frozen=True)
-class Data:
-    """[data]: prompts, one JSON object per line."""
-
-    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True, unless="source")
-    source: tuple[DataSource, ...] = ()
-    prompt_key: str = key("prompt", "the key of a line that holds the prompt")
-    answer_key: str = key("answer", "the key of a line that holds the right answer")
-    shuffle: bool = key(True, "draw the lines of each epoch in an order given by run.seed")
-    arrivals: bool = key(False, "an open stream: a prompt is there arrival_s seconds (of its line) after the start")
-    template: str = key("none", "the prompt as it stands, or by the model's chat template: as a user turn, or as the "
-                        "messages that it is a list of", choices=("none", "chat"))
-    system: str = key("", "template = chat: the system message of every prompt that has none of its own")
-    tools_key: str = key("", "template = chat: the key of a line that holds the tools that the template offers")
-    template_arguments: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
-        "template = chat: further arguments of the template: { enable_thinking = false }")})
-
-
-@dataclass(frozen=True)
 class Groups:
     """[groups]: samples per prompt."""
 
-    size: int = key(8, "samples per prompt, G; their rewards are compared with each other", low=2, high=1024)
+    size: int = key(8, "samples per prompt, G; their rewards are compared with each other, unless learner.advantage "
+                       "compares nothing", low=1, high=1024)
 
 
 @dataclass(frozen=True)
@@ -202,133 +176,6 @@ class Segments:
     def waves(self) -> int:
         """Waves that an answer may take, where rounds are made of segments; else 0."""
         return self.max_segments if self.on and self.rounds == "segments" else 0
-
-
-@dataclass(frozen=True)
-class Trigger:
-    """[learner.trigger]: when an optimiser step fires; counts are in groups."""
-
-    n_min: int = key(32, "fire when this many groups are ready", low=1, high=65536)
-    t_max_s: float = key(math.inf, "fire after this many seconds if n_floor groups are ready; inf = never",
-                         words=("inf",), above=0, finite=False)
-    count: str = key("usable", "what n_min counts: groups to train on, or all that ended", choices=("usable", "ended"))
-    n_floor: int = key(0, "fewest groups that t_max_s may fire with; 0 = max(4, n_min / 4)", low=0, high=65536)
-
-
-@dataclass(frozen=True)
-class Controller:
-    """[learner.controller]: whether n_min and t_max_s follow the entropy of the policy; see docs/control.md."""
-
-    mode: str = key("off", "no controller, log what it would do, or do it", choices=("off", "advise", "act"))
-    n_lo: int = key(0, "smallest n_min that it may choose (high entropy); 0 = n_min / 2", low=0, high=65536)
-    n_hi: int = key(0, "largest n_min that it may choose (low entropy); 0 = 2 x n_min", low=0, high=65536)
-    every: int = key(5, "a decision every so many steps", low=1, high=10000)
-    cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
-
-
-ON_GPUS = ("flex_attention", "flash_attention_2", "flash_attention_3")
-ATTENTIONS = ("sdpa", "eager", *ON_GPUS)  # names of transformers
-
-
-@dataclass(frozen=True)
-class Memory:
-    """[learner.memory]: what the learner keeps for its backward, and what it computes again or in pieces."""
-
-    activation_checkpointing: str = key("auto", "keep the input of each layer alone and compute the rest again; auto = "
-                                                "on an accelerator from 1 B parameters on",
-                                        choices=("auto", "full", "none"))
-    head_rows: int = key(0, "rows of logits that exist at the same time; 0 = as many as 64 MiB hold (on an accelerator "
-                            "256 MiB)", low=0, high=1 << 20)
-    head_dtype: str = key("model", "number type in which logits are multiplied out: that of the weights, or float32",
-                          choices=("model", "float32"))
-    attention: str = key("auto", "auto = packed rows, a shared prompt once; or an implementation of transformers, by "
-                                 "name, over rows of whole samples", choices=("auto", *ATTENTIONS))
-
-
-OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
-    reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
-    collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
-
-
-@dataclass(frozen=True)
-class Learner:
-    """[learner]: loss, optimiser, log and checkpoints."""
-
-    lr: float = key(REQUIRED, "learning rate for n_min groups; scaled by sqrt(groups / n_min)", above=0, high=10)
-    recipe: str = key("", "sets the keys of a published algorithm that are left out; see docs/algorithms.md",
-                      choices=("", *catalog.RECIPES))
-    loss: str = key("ppo_clip", "objective per token; see docs/algorithms.md", choices=tuple(catalog.LOSSES),
-                    function=True)
-    advantage: str = key("group_std", "how an answer compares with others; see docs/algorithms.md",
-                         choices=tuple(catalog.ADVANTAGES), function=True)
-    aggregation: str = key("token-mean", "from the losses of tokens to that of a step", choices=catalog.AGGREGATIONS)
-    length_norm: int = key(0, "aggregation = seq-mean-token-sum-norm: what a sum is divided by; 0 = the limit of an "
-                              "answer", low=0, high=1 << 24)
-    ratio: str = key("behaviour", "what the ratio of a loss is to: recorded log-probabilities, or those of the weights "
-                     "before the step", choices=("behaviour", "proximal"))
-    newest_ratio: str = key("recorded", "ratio of tokens drawn by the very weights that are trained: to what was "
-                            "recorded, or exactly 1", choices=("recorded", "one"))
-    correction: str = key("none", "weight for what separates trainer and engine; see docs/algorithms.md",
-                          choices=tuple(catalog.CORRECTIONS))
-    correction_low: float = key(0.0, "lower bound of the correction; 0 = its own default", low=0, high=1000)
-    correction_high: float = key(0.0, "upper bound of the correction; 0 = its own default", low=0, high=1e6)
-    kl: str = key("none", "estimator of the KL to model.reference", choices=catalog.KL_TERMS)
-    kl_coef: float = key(0.0, "what the KL is multiplied by", low=0, high=100)
-    kl_in: str = key("loss", "add the KL to the loss of each token, or take its sum from the reward of the answer",
-                     choices=("loss", "reward"))
-    entropy_coef: float = key(0.0, "this times the entropy of each token is taken from its loss", low=0, high=100)
-    metrics: tuple[str, ...] = key((), "functions that add numbers of your own to each line of metrics.jsonl, as "
-                                   "package.module:name or file.py:name (docs/extending.md)")
-    optimizer: str = key("adamw", "what turns gradients into updates; adamw8bit has states of 8 bits (busrl[adam8])",
-                         choices=OPTIMIZERS, function=True)
-    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
-        "arguments of adafactor, or of an optimiser class of your own")})
-    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)
-    weight_decay: float = key(0.0, "AdamW weight decay", low=0, high=10)
-    eps: float = key(1e-8, "AdamW epsilon", above=0, high=1)
-    clip_low: float = key(0.2, "the ratio is clipped below at 1 - clip_low", low=0, high=1)
-    clip_high: float = key(0.28, "the ratio is clipped above at 1 + clip_high", low=0, high=100)
-    dual_clip: float = key(3.0, "bound on the loss of tokens with negative advantage", above=1, high=1000)
-    tis_cap: float = key(2.0, "cap of the importance weight (loss = decoupled)", above=0, high=1000)
-    cispo_cap: float = key(5.0, "cap of the ratio itself (loss = cispo)", above=0, high=1000)
-    sapo_taus: tuple[float, float] = key((1.0, 1.05), "temperatures of the gate for A > 0 and others (loss = sapo)",
-                                         above=0, high=1000)
-    two_sided_delta: float = key(4.0, "bound on the ratio (loss = two_sided)", above=1, high=1000)
-    dppo_mask: float = key(0.2, "change of probability beyond which a token is dropped (loss = dppo)", above=0, high=1)
-    dppo_square: float = key(1e-3, "weight of the squared log-ratio (loss = dppo)", low=0, high=100)
-    opsm_delta: float = key(0.5, "mean log-ratio in nats beyond which a bad answer is dropped (loss = opsm)", low=0,
-                            high=100)
-    m2po_tau: float = key(0.04, "mean squared log-ratio that is left (loss = m2po)", above=0, high=100)
-    cov_share: float = key(2e-4, "share of all tokens that is held (loss = clip_cov, kl_cov)", above=0, high=1)
-    clip_cov_range: tuple[float, float] = key((1.0, 5.0), "covariances that are eligible (loss = clip_cov)", low=0,
-                                              high=1e6)
-    kl_cov_coef: float = key(1.0, "weight of the log-ratio's size (loss = kl_cov)", low=0, high=100)
-    max_grad_norm: float = key(1.0, "the gradient is clipped to this norm", above=0, high=1e6)
-    warmup_groups: int = key(0, "groups over which lr rises from 0", low=0)
-    decay: str = key("none", "shape of the fall of lr after the warm-up", choices=("none", "linear", "cosine"))
-    decay_groups: int = key(0, "groups over which it falls; 0 = to the end of the run", low=0)
-    decay_to: float = key(0.0, "share of lr that is left at the end of the fall", low=0, high=1)
-    micro_batch_tokens: int = key(4096, "padded tokens per forward and backward", low=1, high=1 << 26)
-    micro_batch_min_samples: int = key(16, "start a micro-batch when this many samples are ready", low=1, high=65536)
-    updates_per_batch: int = key(1, "optimiser updates per step, each on a mini-batch of whole groups", low=1, high=64)
-    publish_every: int = key(1, "publish the weights every so many steps", low=1, high=1024)
-    checkpoint_every: int = key(50, "a checkpoint every so many steps (of n_min groups); 0 = only at the end", low=0)
-    keep_last: int = key(2, "checkpoints kept", low=1, high=10000)
-    wal: str = key("sync", "write-ahead log: with fsync, without, or none", choices=("sync", "async", "off"))
-    deterministic: bool = key(False, "claim at firing and train in (group, member) order")
-    mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
-                                     "far (nats, mean) from the learner's; 0 = never", low=0)
-    length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all; 0 = off", low=0, high=1)
-    length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)
-    trigger: Trigger = field(default_factory=Trigger)
-    controller: Controller = field(default_factory=Controller)
-    memory: Memory = field(default_factory=Memory)
-    parallel: Parallel = field(default_factory=Parallel)
 
 
 @dataclass(frozen=True)
@@ -386,7 +233,7 @@ class RewardPart:
                            "word after VERDICT:")
     max_tokens: int = key(1024, "judge: tokens of its answer", low=1, high=1 << 20)
     concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
-    retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn anew", low=0, high=100)
+    retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn again", low=0, high=100)
     api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
 
 
@@ -401,6 +248,8 @@ class Reward:
     answer_key: str = key("", "key of the right answer; empty = data.answer_key")
     timeout_s: float = key(10.0, "a single call that takes longer is killed, the sample ends as H", above=0)
     workers: int = key(1, "child processes that call the function (or a part), per reward process", low=1, high=256)
+    memory_mb: int = key(0, "address space of each of them in MiB, but that of a model; a call that needs more raises "
+                            "MemoryError; 0 = no limit", low=0, high=1 << 24)
     truncated: float | str = key("reward", "what a training answer is worth that the limit cut: its reward, this, or "
                                  "(mask) its reward, and none of its tokens is trained", words=("reward", "mask"))
     truncated_penalty: float = key(0.0, "subtracted from the reward of a training answer that the limit cut", low=0)
@@ -410,53 +259,12 @@ class Reward:
     part: tuple[RewardPart, ...] = ()
 
     @property
-    def compares(self) -> str | None:
-        """The pattern that finds the answer which is judged, for maj@k; None where the whole completion is judged."""
-        if not self.part:
-            return self.extract if self.kind == "exact_match" else None
-        compare = (one for one in self.part if one.kind in EXTRACTING and (one.extract or one.kind == "exact_match"))
-        return next((one.extract for one in compare), None)
-
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """[[validation.set]]: one more measurement, by name; a key that is left out is as in [validation]."""
-
-    name: str = key(REQUIRED, "its name in validation.jsonl and on the screen")
-    data: str = key(REQUIRED, "JSONL file of its prompts, or tiny:sort", path=True)
-    samples: int | str = key("auto", "prompts a round; all (or 0) = every line of the file once",
-                             words=("auto", "all"), low=0, high=1 << 24)
-    k: int | str = key("auto", "answers to each prompt", words=("auto",), low=1, high=4096)
-    temperature: float | str = key("auto", "0 = greedy", words=("auto",), low=0, high=10)
-    top_p: float | str = key("auto", "nucleus sampling", words=("auto",), above=0, high=1)
-    max_new_tokens: int | str = key("auto", "an answer is cut after this many tokens", words=("auto",), low=0,
-                                    high=1 << 20)
-    every_steps: int | str = key("auto", "a round every so many steps; 0 = never during the run", words=("auto",),
-                                 low=0)
-
-
-@dataclass(frozen=True)
-class Validation:
-    """[validation]: measuring without training; on when `data` or a set names prompts: a validator is started then."""
-
-    data: str = key("", "JSONL file of validation prompts, or tiny:sort; empty = none but those of sets", path=True)
-    every: int = key(0, "a round every so many steps (of n_min groups); 0 = only before and after the run",
-                     low=0)
-    samples: int | str = key(512, "prompts a round, spread over the file; its prompts count the same; all (or 0) = "
-                             "every line once", words=("all",), low=0, high=1 << 24)
-    k: int = key(1, "answers to each prompt: for pass@k and maj@k", low=1, high=4096)
-    temperature: float = key(1.0, "0 = greedy", low=0, high=10)
-    top_p: float = key(1.0, "nucleus sampling", above=0, high=1)
-    max_new_tokens: int = key(0, "an answer is cut after this many tokens; 0 = generation.max_new_tokens", low=0,
-                              high=1 << 20)
-    solved: float = key(1.0, "an answer with at least this reward counts as right in pass@k and maj@k")
-    tag_key: str = key("", "key of a line by whose values figures are given too; empty = source or tag, where lines "
-                           "have it")
-    at_start: bool = key(True, "one round before the first step")
-    at_end: bool = key(True, "one round after the last step")
-    mode: str = key("hold", "a round pins the version (hold), has rollouts that keep it (dedicated), or lets it "
-                    "move (free: metric mixed)", choices=("hold", "dedicated", "free"))
-    set: tuple[ValidationSet, ...] = ()
+    def compares(self) -> tuple[str, str] | None:
+        """Kind and `extract` of what finds the answer that is judged, for maj@k (`busrl.rewards.kinds.finder`); None
+        where nothing does. What math-verify finds in a whole completion is no text."""
+        asked: tuple[Any, ...] = self.part or (self,)
+        compare = (one for one in asked if one.kind in EXTRACTING and (one.extract or one.kind != "math"))
+        return next(((one.kind, one.extract) for one in compare), None)
 
 
 # -- what runs, and how it meets -----
@@ -582,46 +390,6 @@ class Vllm:
 
 
 @dataclass(frozen=True)
-class AskedSet:
-    """What a round asks of one set: [validation] itself (name "") or a [[validation.set]], every key settled.
-
-    A round has the answers of all sets one behind the other: this one's from place `first` on, k to each prompt.
-    """
-
-    name: str
-    data: str
-    lines: int  # of the file
-    prompts: int  # asked in a round
-    k: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    every: int
-    first: int
-
-    @property
-    def answers(self) -> int:
-        """Answers of a round."""
-        return self.prompts * self.k
-
-    @property
-    def title(self) -> str:
-        """For people."""
-        return self.name or "validation"
-
-
-@dataclass(frozen=True)
-class SourceLines:
-    """Where the lines of a [[data.source]] stand in data.train, and what it has of every 1000 draws."""
-
-    name: str
-    start: int  # line, from 0
-    count: int
-    share: int
-    text: str  # how many rows were kept, and why the others were not
-
-
-@dataclass(frozen=True)
 class Derived:
     """What follows from several keys together; `explain` holds the sums as text."""
 
@@ -641,6 +409,7 @@ class Derived:
     prompt_text: str = ""  # how the tokens of the prompts were counted
     sources: tuple[SourceLines, ...] = ()  # data.train was made of them,
     sources_key: str = ""  # by these settings, of files of this age
+    made: tuple[MadeSet, ...] = ()  # the prompts of validation that were made of others in the same way
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     explain: tuple[str, ...] = ()
     algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them

@@ -63,6 +63,7 @@ class Counted:
     spread: tuple[bool, ...]
     bound: int  # no prompt is longer, as far as is known
     how: str
+    highest: int = 0  # token id
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -123,8 +124,20 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
               for one in counted if one.over(limit)]
     room = context if auto else 0  # what "auto" had to keep to
     found = [_too_many(one, limit, room) for one in counted if one.over(limit) > TOO_MANY * one.prompts]
+    found += _foreign_ids(topology, counted)
     text = f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{' (auto)' if auto else ''}"
     return Limit(limit, text, tuple(found))
+
+
+def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:
+    """Ids in prompts for which the model has no row: its first layer would fail, on an accelerator without a word."""
+    folder = machine.model_at(topology.model.path)
+    size = machine.vocabulary_size(folder) if folder else 0
+    for one in counted if size else ():
+        if one.highest >= size:
+            rule = f"prompts of {one.path} have token ids up to {one.highest}, and the model has {size} (vocab_size)"
+            yield Finding(("model.path",), rule, "put the tokenizer of this model there, or resize its embeddings")
+            return
 
 
 def _too_many(one: Counted, limit: int, context: int) -> Finding:
@@ -197,7 +210,7 @@ def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted
         how += ", chat template included"
     lines = tuple(index + 1 for index in chosen)
     bound = max([1, *tokens, _rest(scan, chosen, tokens)])
-    return Counted(str(scan.path), scan.count, tuple(tokens), lines, tuple(spread), bound, how)
+    return Counted(str(scan.path), scan.count, tuple(tokens), lines, tuple(spread), bound, how, light.highest)
 
 
 def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
@@ -330,13 +343,15 @@ class Subject:
 def _subjects(t: Topology) -> Iterator[Subject]:
     own = t.reward
     if not own.part:
-        setup = {"kind": own.kind, "function": own.function, "extract": own.extract, "answer_key": own.answer_key}
-        yield Subject("reward.function", "", {**setup, "timeout_s": own.timeout_s}, own.timeout_s)
+        told = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
+        setup = {name: getattr(own, name) for name in told}
+        yield Subject("reward.function", "", setup, own.timeout_s)
     more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0")}
     for index, part in enumerate(own.part):
         tries = min(1, part.retries)  # a judge that is not there is soon known
-        told: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
-        whole = {**dataclasses.asdict(part), **more, **told}
+        placed: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
+        placed["memory_mb"] = 0 if part.kind == "model" else own.memory_mb
+        whole = {**dataclasses.asdict(part), **more, **placed}
         waits = part.timeout_s * (1 + tries) + JUDGE_PAUSE_S if part.kind == "judge" else part.timeout_s
         key = f"reward.part.{index}.{'function' if part.kind == 'python' else 'kind'}"
         yield Subject(key, f" part {part.name}", whole, waits, "its timeout_s")
@@ -514,7 +529,7 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
     arguments = [text for pair in asked for text in pair]
     if FUNCTION.fullmatch(own.optimizer) or (own.options and own.optimizer == "adafactor"):
         asked.append(("learner.optimizer", own.optimizer))
-        adam = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay}
+        adam = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay, "parts": t.ranks > 1}
         arguments += "learner.optimizer", json.dumps({"target": own.optimizer, "options": own.options, **adam})
     if not asked:
         return []

@@ -215,7 +215,11 @@ def _environment(value: Any) -> dict[str, str]:
 
 
 def _table(kind: Any, rule: Rule, value: Any) -> dict[str, Any]:
-    """A table of numbers, or of whatever plain values it has."""
+    """A table of numbers, of whatever plain values it has, or of such tables."""
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise Wrong("expected a table of tables", rule.doc)
+        return {name: _table(typing.get_args(kind)[1], rule, item) for name, item in value.items()}
     noun = "numbers" if kind is float else "strings, numbers, true and false, or lists of these"
     if not isinstance(value, dict) or not all(map(_simple, value.values())):
         raise Wrong(f"expected a table of {noun}", rule.doc)

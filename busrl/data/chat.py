@@ -64,6 +64,7 @@ class LightTokenizer:
 
     def __init__(self, folder: Path, core: Any, tools: Sequence[Any] = ()) -> None:
         self._core = core
+        self.highest = 0  # id among those that `counts` has seen
         self._tools = list(tools) or None
         self._special = special_tokens(folder)
         self._templates = {named: template_of(folder, named) for named in (False, True)}
@@ -137,7 +138,9 @@ class LightTokenizer:
 
     def counts(self, texts: Sequence[str], plain: bool) -> list[int]:
         """How many tokens each text of `text` has; `plain`: no template wrote them."""
-        return [len(one) for one in self._core.encode_batch_fast(list(texts), add_special_tokens=plain)]
+        found = self._core.encode_batch_fast(list(texts), add_special_tokens=plain)
+        self.highest = max([self.highest, *(max(one.ids) for one in found if one.ids)])
+        return [len(one) for one in found]
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

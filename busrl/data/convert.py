@@ -25,7 +25,7 @@ from typing import IO, Any
 import msgspec
 
 from busrl.data.chat import LightTokenizer
-from busrl.data.prompts import SHOWN, Prompt, fault, prompt_of
+from busrl.data.prompts import SHOWN, Prompt, fault, parse_line, prompt_lines, prompt_of
 from busrl.data.sources import Condition, Origin, Record, Refused, column, parse_where, rows_of
 from busrl.errors import DataError, Problem, UserError, cause
 from busrl.imports import load
@@ -45,6 +45,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     split: str
     function: str
     tasks: dict[str, float]
+    task_options: dict[str, dict[str, Any]]
     size: int
     prompt_key: str
     prompt_text: str
@@ -72,6 +73,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     tools_key: str
     template_arguments: dict[str, Any]
+    without: str = ""  # a file of prompt lines, none of whose prompts is taken
 
 
 class Made(msgspec.Struct):
@@ -107,6 +109,7 @@ class Conversion:
         self.made: list[Made] = []
         self.problems: list[tuple[int, str, str, str, str]] = []
         self._seen: set[bytes] = set()
+        self._known = _prompts_of(Path(job.without), job.prompt_key) if job.without else frozenset()
         self._crc = self._lines = 0
 
     def run(self) -> Iterator[Event]:
@@ -115,7 +118,8 @@ class Conversion:
                 made = Made(source.name, self._lines)
                 yield Event(f"{source.name}: opening it")
                 try:
-                    yield from self._source(Rules(self.job, source, self._seen), source, made, file, number)
+                    rules = Rules(self.job, source, self._seen, self._known)
+                    yield from self._source(rules, source, made, file, number)
                 except Refused as refused:
                     self._problem(number, refused.problem)
                 except Stopped:
@@ -126,7 +130,8 @@ class Conversion:
 
     def _source(self, rules: Rules, source: Source, made: Made, file: IO[bytes], number: int) -> Iterator[Event]:
         origin = Origin(
-            source.name, source.format, source.path, source.split, source.function, source.tasks, source.size
+            source.name, source.format, source.path, source.split, source.function, source.tasks,
+            source.task_options, source.size, source.tag,
         )
         left_out: Counter[str] = Counter()
         told = time.monotonic()
@@ -163,8 +168,8 @@ class Conversion:
 class Rules:
     """What a source's keys do with a row."""
 
-    def __init__(self, job: Job, source: Source, seen: set[bytes]) -> None:
-        self.job, self.source, self.seen = job, source, seen
+    def __init__(self, job: Job, source: Source, seen: set[bytes], known: frozenset[bytes] = frozenset()) -> None:
+        self.job, self.source, self.seen, self.known = job, source, seen, known
         self.shortened = 0
         self._where: list[Condition] = parse_where(source.where)
         self._filter: Callable[[Record], Any] | None = None
@@ -225,15 +230,17 @@ class Rules:
         prompt = record[self.job.prompt_key]
         if rule := fault(prompt):
             shown = repr(prompt)[:60]
-            remedy = f'correct it, or leave it out: where = "{self.source.prompt_key} != null"'
-            raise Refused(place, rule, remedy, f"{self.source.prompt_key} = {shown}")
+            raise Refused(place, rule, _remedy(self.source.prompt_key, prompt), f"{self.source.prompt_key} = {shown}")
         if self.job.answers and not isinstance(record[self.job.answer_key], (str, int, float)):
             shown = f"{self.source.answer_key} = {record[self.job.answer_key]!r}"
-            raise Refused(place, "must be a string, a number, true or false", "correct it, or leave it out", shown)
+            remedy = _remedy(self.source.answer_key, record[self.job.answer_key])
+            raise Refused(place, "must be a string, a number, true or false", remedy, shown)
         if self._filter is not None and not self._kept(place, record):
             return "by filter"
+        if self.known and _digest(prompt) in self.known:
+            return "as prompts of training"
         if self.source.dedupe:
-            digest = hashlib.blake2b(msgspec.json.encode(prompt, order="sorted"), digest_size=12).digest()
+            digest = _digest(prompt)
             if digest in self.seen:
                 return "as duplicates"
             self.seen.add(digest)
@@ -287,10 +294,33 @@ class Rules:
         return False
 
 
+def _digest(prompt: Any) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(prompt, order="sorted"), digest_size=12).digest()
+
+
+def _prompts_of(path: Path, prompt_key: str) -> frozenset[bytes]:
+    """The prompts of a file of lines, by their digests; broken lines have a message elsewhere."""
+    try:
+        with open(path, "rb") as file:
+            found = (parse_line(line, "", prompt_key, "") for _, line in prompt_lines(file))
+            return frozenset(_digest(one[prompt_key]) for one in found if not isinstance(one, Problem))
+    except OSError:
+        return frozenset()
+
+
 def _present(record: Record, name: str) -> Any:
     if name not in record:
         raise KeyError(name)
     return record[name]
+
+
+def _remedy(name: str, value: Any) -> str:
+    """What to do about a value that can be no prompt, or no answer."""
+    if value is None:
+        return f'correct it, or leave it out: where = "{name} != null"'
+    if isinstance(value, (int, float)):
+        return f'prompt_text = "{{{name}}}" makes a text of it'
+    return "correct it, or leave it out by a filter"
 
 
 def _no_column(place: str, record: Record, name: str) -> Problem:

@@ -11,6 +11,7 @@ imported where they are used. Knows nothing of filters, tokens or runs.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import operator
 import re
@@ -49,7 +50,9 @@ class Origin:
     split: str = "train"
     function: str = ""
     tasks: Mapping[str, float] | None = None
+    task_options: Mapping[str, Mapping[str, Any]] | None = None
     size: int = 0
+    tag: str = ""  # of tasks; empty: the name of each
 
 
 def format_of(path: str, given: str = "auto", function: str = "", tasks: Mapping[str, float] | None = None) -> str:
@@ -107,6 +110,11 @@ def _arrow(path: Path) -> Any:
         raise Refused(str(path), what, "pip install 'busrl[data]'") from None
 
 
+def _said(problem: Exception) -> str:
+    """What pyarrow says, without the place within pyarrow."""
+    return f"{type(problem).__name__}: {problem}"
+
+
 def _parquet_rows(path: Path) -> Rows:
     """Group of rows by group, so that a damaged one is named by its rows."""
     arrow = _arrow(path)
@@ -114,7 +122,7 @@ def _parquet_rows(path: Path) -> Rows:
         file = arrow.parquet.ParquetFile(path)
     except (OSError, arrow.ArrowException) as problem:
         remedy = "give a Parquet file, or its format; a download may not have finished"
-        raise Refused(str(path), f"not a Parquet file: {cause(problem)}", remedy) from None
+        raise Refused(str(path), f"not a Parquet file: {_said(problem)}", remedy) from None
     first = 1
     with file:
         for group in range(file.num_row_groups):
@@ -125,8 +133,8 @@ def _parquet_rows(path: Path) -> Rows:
                         yield f"{path}: row {number}", record
                         number += 1
             except (OSError, arrow.ArrowException, UnicodeDecodeError) as problem:
-                rule = f"rows {number} to {last} cannot be read: {cause(problem)}"
-                remedy = "copy the file again, or write it anew without them"
+                rule = f"rows {number} to {last} cannot be read: {_said(problem)}"
+                remedy = "copy the file again, or write it again without them"
                 raise Refused(f"{path}: row {number}", rule, remedy) from None
             first = last + 1
 
@@ -148,7 +156,7 @@ def _arrow_rows(path: Path) -> Rows:
                         yield f"{path}: row {number}", record
                         number += 1
     except (OSError, arrow.ArrowException, UnicodeDecodeError) as problem:
-        rule = f"cannot be read from row {number} on: {cause(problem)}"
+        rule = f"cannot be read from row {number} on: {_said(problem)}"
         raise Refused(f"{path}: row {number}", rule, "save the data set again, or copy it again") from None
 
 
@@ -217,7 +225,6 @@ def _function_rows(origin: Origin) -> Rows:
 def _gym_rows(origin: Origin, seed: int) -> Rows:
     """Questions of reasoning-gym, their number shared out by the weights of the tasks."""
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
         rule, remedy = "tasks need the package reasoning-gym", "pip install 'busrl[rewards]'"
@@ -231,9 +238,28 @@ def _gym_rows(origin: Origin, seed: int) -> Rows:
     for (name, _), count in zip(tasks.items(), shares(list(tasks.values()), origin.size)):
         if not count:
             continue
-        for number, entry in enumerate(reasoning_gym.create_dataset(name, size=count, seed=seed), 1):
-            row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"], "tag": name}
-            yield f"{name}: item {number}", row
+        made = _gym_task(origin, name, {"size": count, "seed": seed})
+        for number, entry in enumerate(made, 1):
+            row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
+            yield f"{name}: item {number}", row | {"tag": origin.tag or name}
+
+
+def _gym_task(origin: Origin, name: str, own: Record) -> Iterable[Record]:
+    """A task with the options of its source; the library checks them as it makes it, by assertions too."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    given = dict((origin.task_options or {}).get(name, {}))
+    there = sorted({one.name for one in dataclasses.fields(DATASETS[name][1])} - own.keys())
+    if wrong := [option for option in given if option not in there]:
+        rule = f"task {name!r} of reasoning-gym has no option {wrong[0]!r}; it has {', '.join(there)}"
+        raise Refused(origin.name, rule, f"name one of them in task_options.{name}")
+    try:
+        made: Iterable[Record] = reasoning_gym.create_dataset(name, **given, **own)
+    except Exception as problem:
+        rule = f"task {name!r} of reasoning-gym refuses {given}: {cause(problem)}"
+        raise Refused(origin.name, rule, f"correct task_options.{name}") from None
+    return made
 
 
 # -- conditions on columns -----

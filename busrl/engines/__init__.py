@@ -11,12 +11,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, Request, Statistics
+from busrl.engines.base import Engine, Finished, Request, Statistics
 
 if TYPE_CHECKING:
     from busrl.config import Topology
 
-__all__ = ["ABORTED", "EOS", "LENGTH", "Engine", "Finished", "Request", "Statistics", "make_engine"]
+__all__ = ["Engine", "Finished", "Request", "Statistics", "make_engine"]
 
 MAKERS = {  # each module has a function `make(topology, process)`
     "torch": "busrl.engines.torch.engine",

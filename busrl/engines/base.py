@@ -35,15 +35,13 @@ import numpy.typing as npt
 from busrl.config.machine import end_ids
 from busrl.data.chat import parts_of
 from busrl.errors import UserError
+from busrl.states import Finish
 
 if TYPE_CHECKING:
     from busrl.data import Prompt
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings
+    from busrl.weights.factory import TransportSettings
 
-EOS = 1
-LENGTH = 2
-ABORTED = 3
 PROMPTS_KEPT = 65536
 PIECE = 1 << 32  # segments are numbered below it, so piece k of segment s draws from stream s + k * PIECE
 _MASK = (1 << 64) - 1
@@ -69,8 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Finished:
-    """The new tokens of one request. `finish` is EOS (the last token ends the sequence), LENGTH (a limit cut it) or
-    ABORTED (the caller ended it: it may have no token at all).
+    """The new tokens of one request. `finish` is a code of `Finish`; an aborted one may have no token at all.
 
     `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids. `refused`
     says why a server will not answer this request at all.
@@ -195,7 +192,7 @@ class Engine(ABC):
             if room > 0:
                 starting.append(replace(request, max_new_tokens=room))
             else:
-                cut.append(PartialAnswer(request).finished(LENGTH))
+                cut.append(PartialAnswer(request).finished(Finish.LENGTH))
         self._begin(starting)
         self._done += cut
 
@@ -253,7 +250,7 @@ class Engine(ABC):
 
     # -- weights -----
 
-    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """The engine's own receiver of weights, where its model is in another process or there is none; None: the
         caller makes the ordinary one. `name` is the process, as errors name it."""
         return None
@@ -286,7 +283,7 @@ class Engine(ABC):
         """Text of generated ids; with `ended` the final end-of-sequence token is left out."""
         return self._text.decode(ids, ended)
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """End what the engine started; it is not used any more."""
 
 

@@ -27,15 +27,16 @@ import numpy.typing as npt
 
 from busrl.config.machine import Vocabulary, vocabulary
 from busrl.data import JsonlStream, Prompt, plain_text, trace, training_stream
-from busrl.engines.base import ABORTED, EOS, LENGTH, Engine, Finished, Ids, Request, Statistics
+from busrl.engines.base import Engine, Finished, Ids, Request, Statistics
 from busrl.errors import UserError
+from busrl.states import Finish, place_of
 from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.config.schema import Mock
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings
+    from busrl.weights.factory import TransportSettings
 
 BYTES_PER_TOKEN = 4  # of a prompt: what tokenizers come to for plain text
 LINES_KEPT = 4096
@@ -72,7 +73,7 @@ class Script:
 
     def length(self, uid: int) -> int:
         """Tokens of the whole answer, the end of sequence included."""
-        return self._line_of(uid)[0].length(uid % self.group_size)
+        return self._line_of(uid)[0].length(place_of(uid, self.group_size)[2])
 
     def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if it has `ended`."""
@@ -85,7 +86,7 @@ class Script:
     def text(self, uid: int, ended: bool) -> str:
         """The right answer, or a wrong one; what was cut is wrong."""
         task, answer = self._line_of(uid)
-        given = task.reward(uid % self.group_size)
+        given = task.reward(place_of(uid, self.group_size)[2])
         coin = zlib.crc32(f"{self.seed} {uid}".encode()) / (1 << 32)
         right = coin < self.right if given is None else given >= RIGHT
         if right and ended:
@@ -104,7 +105,7 @@ class Script:
         return " ".join(str(int(i)) for i in ids)
 
     def _line_of(self, uid: int) -> tuple[trace.TracedPrompt, str]:
-        return self._line(uid // (2 * self.group_size))
+        return self._line(place_of(uid, self.group_size)[0])
 
     def _read(self, draw: int) -> tuple[trace.TracedPrompt, str]:
         item = self.stream.item(draw)
@@ -183,7 +184,7 @@ class ScriptedEngine(Engine):
         super().resume()
         self._now = max(self._now, self._clock())
 
-    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """One that follows versions and loads nothing: there is no model."""
         return VersionReceiver(settings.segment, timeout_s=settings.timeout_s)
 
@@ -231,8 +232,8 @@ class ScriptedEngine(Engine):
             end = before + now - row.joined
             ended = before < end and end >= self.script.length(uid)
             ids, logprobs = self.script.tokens(uid, before, end, ended)
-            finish = EOS if ended else LENGTH if now == row.ends else ABORTED
-            text = None if finish == ABORTED else self.script.text(uid, ended)
+            finish = Finish.EOS if ended else Finish.LENGTH if now == row.ends else Finish.ABORTED
+            text = None if finish == Finish.ABORTED else self.script.text(uid, ended)
             self._done.append(Finished(key, ids, logprobs, row.version_of_each(now), finish, text))
 
 

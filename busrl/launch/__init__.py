@@ -22,7 +22,7 @@ from busrl.errors import BusrlError, MachineError, RunFinished
 from busrl.launch.display import Display, open_display
 from busrl.launch.run import Interrupted, Launch, Signals, close_run
 from busrl.launch.rundir import made_prompts, open_run
-from busrl.launch.summary import Outcome, build, final_lines
+from busrl.launch.summary import RunOutcome, build, final_lines
 from busrl.ledger.audit import audit
 from busrl.paths import RunPaths
 
@@ -64,7 +64,7 @@ def launch(
 
 
 def _conclude(
-    root: Path, running: Launch, outcome: Outcome, still_open: int, signals: Signals, display: Display
+    root: Path, running: Launch, outcome: RunOutcome, still_open: int, signals: Signals, display: Display
 ) -> int:
     """Audit, summary, the last lines. Nothing is held any more."""
     report, unaudited = None, ""
@@ -79,7 +79,7 @@ def _conclude(
         display.say(f"no audit is made: {unaudited}")
     if outcome.exit_code == 0 and (report is None or report.errors):
         said = "the audit found errors" if report else f"no audit is made: {unaudited}"
-        outcome = Outcome("failed", f"the goal was reached, but {said}", 1)
+        outcome = RunOutcome("failed", f"the goal was reached, but {said}", 1)
     summary = build(
         outcome, running.progress, report, still_open, running.usage.summary(), running.residence.summary(),
         running.crashes.missing(),

@@ -40,7 +40,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 @dataclass
-class Running:
+class RunningChild:
     """A child that was started and whose end has not been seen yet."""
 
     name: str
@@ -134,7 +134,7 @@ def start(
     env: Mapping[str, str] | None = None,
     cores: frozenset[int] = frozenset(),
     mark: str = "",
-) -> Running:
+) -> RunningChild:
     """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
     if threading.current_thread() is not threading.main_thread():
         raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
@@ -149,7 +149,7 @@ def start(
             start_new_session=True,
             preexec_fn=_prepare(os.getpid(), cores),
         )
-    return Running(process.name, popen, os.pidfd_open(popen.pid), mark, unlogged)
+    return RunningChild(process.name, popen, os.pidfd_open(popen.pid), mark, unlogged)
 
 
 def _open_log(log: Path) -> tuple[BinaryIO, str]:

@@ -33,7 +33,7 @@ from busrl.ledger import openbin
 from busrl.ledger.trained import TrainedSet, add_logged, newest_checkpoint
 from busrl.paths import RunPaths
 from busrl.ring import Ring, State
-from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate
+from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate, place_of
 
 # -- put back ----------------------------------------------------------------------------------------------------------
 
@@ -227,9 +227,10 @@ class FateWatch:
 
     def _believed(self, lines: Lines) -> tuple[Lines, npt.NDArray[np.int64]]:
         """The lines that hold a sample and do not contradict themselves, and their slots."""
-        uids, size = lines["uid"], np.uint64(self._group_size)
+        uids = lines["uid"]
         training = (uids & VALIDATE) == 0
-        own = (lines["group"] == uids // (size * np.uint64(2))) & (lines["member"] == uids % size)
+        draw, _, member = place_of(uids, self._group_size)
+        own = (lines["group"] == draw) & (lines["member"] == member)
         believed = (lines["state"] >= State.QUEUED) & ((uids & ~VALIDATE) < CAPACITY) & (own | ~training)
         slots = np.flatnonzero(believed)
         return lines[slots], slots

@@ -4,7 +4,7 @@ Talks to the children (pids, exit codes), to the ring's process table (reading),
 STOP), to the display and to the signals that ask for an end. `supervisor.py` decides what to do about a child and in
 which order to stop. Knows nothing of samples, groups or weights.
 
-- The run has reached its goal when the learner has ended with 0 after setting `run_state` to finished, and the
+- The run has reached its goal when the learner has ended with 0 after setting `run_state` to finishing, and the
   validator, if there is one, with 0 after that; and only then.
 - Everything is done in one thread, with one wait: for a death, a signal, or the next look.
 - Nothing here depends on the bus: with every message lost the picture is poorer and the run the same.
@@ -31,15 +31,15 @@ from busrl.bus import Endpoint
 from busrl.config import ProcessName, machine
 from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
-from busrl.faults import CrashWatch, crash_environment, describe, trouble_for
+from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.gateway import FairClock
-from busrl.launch.children import Running, last_lines, last_words, start
+from busrl.launch.children import RunningChild, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
-from busrl.launch.summary import EventLog, Outcome, Progress, ResidenceTimes, Usage
+from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage
 from busrl.launch.supervisor import Child, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
@@ -171,7 +171,7 @@ class Launch:
         self._processes: dict[str, ProcessName] = {one.name: one for one in topology.processes()}
         self.children = [Child(name, topology.limits) for name in self._processes]
         self._by_address = {address(child.name): child for child in self.children}
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningChild] = {}
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
         self._goal = {"learner", "validator"} & self._processes.keys()
@@ -193,13 +193,13 @@ class Launch:
             "launch", self._paths.frontend, self._paths.backend,
             subscribe=[topic(kind) for kind in SUBSCRIBED],
             hwm=topology.bus.hwm, max_bytes=topology.bus.max_message_bytes,
-            report=self._say, trouble=trouble_for(topology.faults, "launch", "launch"),
+            report=self._say, message_faults=message_faults(topology.faults, "launch", "launch"),
         )
         self._fair = FairClock(TICK_S, time.monotonic())
         self._mark = mark(self._paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Until the goal is reached, the run has failed, or a signal asks for the end."""
         for line in self.progress.faults:
             self._say(f"FAULTS ARE ON: {line}")
@@ -223,7 +223,7 @@ class Launch:
 
     # while it runs
 
-    def _until_decided(self) -> Outcome:
+    def _until_decided(self) -> RunOutcome:
         while True:
             outcome = self._signalled() or self._ledger_damaged() or self._start_due() or self._handle_deaths()
             if outcome is not None:
@@ -231,15 +231,24 @@ class Launch:
             self._receive()
             self._look()
             self._display.show(self.progress)
-            due = [child.due - time.monotonic() for child in self.children if child.phase is Phase.BACKOFF]
+            waiting = (one for one in self.children if one.phase is Phase.BACKOFF and not self._awaits(one))
+            due = [child.due - time.monotonic() for child in waiting]
             self._selector.select(max(0.0, min([TICK_S, *due])))
             self._signals.clear()
 
-    def _start_due(self) -> Outcome | None:
-        started = (self._start(child) for child in self.children if child.is_due(time.monotonic()))
+    def _start_due(self) -> RunOutcome | None:
+        started = (
+            self._start(child) for child in self.children if child.is_due(time.monotonic()) and not self._awaits(child)
+        )
         return next(filter(None, started), None)
 
-    def _start(self, child: Child) -> Outcome | None:
+    def _awaits(self, child: Child) -> bool:
+        """Whether one of its team is still to end: a new rank must not meet an old one."""
+        return child.name in self._team and any(
+            other.went_along and other.name in self._running for other in self.children
+        )
+
+    def _start(self, child: Child) -> RunOutcome | None:
         for line in self._run.restore():
             self._say(line)
         if gone := self._run.ring_gone():
@@ -270,7 +279,7 @@ class Launch:
         self._note(f"{child.name} started, pid {child.pid}")
         return None
 
-    def _handle_deaths(self) -> Outcome | None:
+    def _handle_deaths(self) -> RunOutcome | None:
         """Handle each child that has ended. The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
@@ -281,13 +290,14 @@ class Launch:
             if finishing and self._processes[child.name].role == RANK:
                 child.finished()
                 continue
+            along = child.went_along
             outcome = self._died(child, how)
             if outcome is not None:
                 return outcome
-            if child.name in self._team:
+            if child.name in self._team and not along:
                 self._end_team(child)
         if "learner" in self._done and self._done == self._goal:
-            return Outcome("finished", self._why_finished(), 0)
+            return RunOutcome("finished", self._why_finished(), 0)
         return None
 
     def _end_team(self, dead: Child) -> None:
@@ -342,13 +352,13 @@ class Launch:
         if line := child.no_space(how, time.monotonic()):
             self._warn(line, "error")
 
-    def _died(self, child: Child, how: str) -> Outcome | None:
+    def _died(self, child: Child, how: str) -> RunOutcome | None:
         if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
             self._waits_for_space(child, how)
             return None
         if read_only := self._run.read_only():
             child.ended(how, time.monotonic())
-            return Outcome("failed", f"{child.name} ended ({how}): {read_only}", 1)
+            return RunOutcome("failed", f"{child.name} ended ({how}): {read_only}", 1)
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, time.monotonic(), hopeless, self._did(child))
         self._say(death.text)
@@ -366,7 +376,7 @@ class Launch:
         elif child.name in self._unlogged:
             words = f"it had no log: {self._unlogged[child.name]}"
         what = "cannot do what was asked" if hopeless else death.why.removeprefix("it ")
-        return Outcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
+        return RunOutcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
     def _did(self, child: Child) -> int | None:
         """What grows with a child's own work: steps, dispatches, rounds. A process that finishes samples counts
@@ -389,24 +399,24 @@ class Launch:
             return False
         return how == f"exit code {RUN_FAILED}" or (how == f"exit code {NEEDS_FIX}" and not child.was_ready)
 
-    def _signalled(self) -> Outcome | None:
+    def _signalled(self) -> RunOutcome | None:
         if not self._signals.count:
             return None
         number = self._signals.first
-        return Outcome("stopped", f"asked to by {signal.Signals(number).name}", 128 + number)
+        return RunOutcome("stopped", f"asked to by {signal.Signals(number).name}", 128 + number)
 
-    def _ledger_damaged(self) -> Outcome | None:
+    def _ledger_damaged(self) -> RunOutcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
         if line := self._run.turn():
             self._warn(line, "error")
             if self._run.displaced:
-                return Outcome("failed", line, 1)
+                return RunOutcome("failed", line, 1)
         fault = self._run.moved() or self._fates.look(time.monotonic())
         return self._lost(fault) if fault else None
 
-    def _lost(self, fault: str, before: str = "") -> Outcome:
+    def _lost(self, fault: str, before: str = "") -> RunOutcome:
         record_error(self._paths, "launch", "critical", "ledger", fault)
-        return Outcome("failed", before + fault, 1)
+        return RunOutcome("failed", before + fault, 1)
 
     def _receive(self) -> None:
         for message in self._bus.drain():
@@ -459,7 +469,7 @@ class Launch:
 
     # the end
 
-    def _stop_all(self, outcome: Outcome) -> None:
+    def _stop_all(self, outcome: RunOutcome) -> None:
         """STOP on the bus, then SIGTERM stage by stage; a second signal ends the patience."""
         if outcome.kind != "finished":
             self._run.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)

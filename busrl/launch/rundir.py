@@ -26,16 +26,17 @@ import re
 import shutil
 import time
 import uuid as uuids
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import busrl
 from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.config import Topology
+from busrl.config import Topology, sources
+from busrl.config.machine import model_facts
 from busrl.config.names import modern
 from busrl.config.schema import TINY
 from busrl.errors import (
@@ -53,7 +54,7 @@ from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.guardian import end_left_behind, stat_of
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
-from busrl.ledger.trained import mend_trained_set
+from busrl.ledger.trained import checkpoints_of, mend_trained_set
 from busrl.monitor.runfiles import RunFiles, as_map, read_map
 from busrl.monitor.sources import files_of, living
 from busrl.monitor.state import RunState
@@ -98,10 +99,10 @@ class Start:
 
 
 def compare(
-    paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool, made: Path | None = None
+    paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool, made: Mapping[str, Path] | None = None
 ) -> Start:
     """What this start is to the run in the directory; `before`: its topology.json, empty if there is none; `made`: the
-    prompts that were made of sources, where they lie now.
+    prompts that were made of others, where they lie now.
 
     UserError if it is another run, or has nothing to do; RunFinished if its goal was reached before.
     """
@@ -109,6 +110,7 @@ def compare(
     if not before:
         start.notes += _foreign_files(paths)
         start.notes += [f"prompts of {one.name}: {one.text}" for one in topology.derived.sources]
+        start.notes += [f"validation prompts of {one.text}" for one in topology.derived.made]
         return start
     if not resume:
         raise UserError(
@@ -146,6 +148,11 @@ def _check_identity(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
                 "sample of the run is, so it cannot change: choose another run directory"
             )
+    if (trained := _trained_shape(paths)) and (given := _shape(Path(now["model"]["path"]))) and given != trained:
+        raise UserError(
+            f"model.path = {now['model']['path']!r} has {given}, and the checkpoints in {paths.root} are of {trained}: "
+            "another model lies there now; put back the one that the run began with, or choose another run directory"
+        )
     if (old := _mixture(before)) != (new := _mixture(now)):
         raise UserError(
             f"{paths.root} holds a run whose draws come from {old or 'one file'}, the topology says "
@@ -158,8 +165,19 @@ def _check_identity(
             f"{what}: its content is not what it was when the run in {paths.root} was started last; "
             "the samples of a run are known by their place in this file, so it cannot change: put it back as it was, "
             "or start a new run with it in another directory, from a checkpoint if you like "
-            f'(model.path = "{paths.checkpoints}/global_step_N")'
+            f'(learner.start_from = "{paths.checkpoints}/global_step_N")'
         )
+
+
+def _trained_shape(paths: RunPaths) -> str:
+    """Sizes of the model that the newest checkpoint holds, in words; "" where they are not known."""
+    return next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
+
+
+def _shape(folder: Path) -> str:
+    facts = model_facts(folder)
+    sizes = {"layers": facts.layers, "channels": facts.hidden, "token ids": facts.vocabulary}
+    return ", ".join(f"{size} {name}" for name, size in sizes.items()) if all(sizes.values()) else ""
 
 
 def _mixture(topology: dict[str, Any]) -> str:
@@ -222,17 +240,23 @@ def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) 
     for name, (function, made) in _functions(topology).items():
         if differs(name):
             yield f"{_function_file(function)} is not what it was: {made} from here on are those of the new code"
+    for name, (folder, made) in _models(topology).items():
+        if differs(name):
+            yield f"{folder} is not what it was: {made} from here on are those of the new model"
 
 
-def digests(topology: Topology, made: Path | None = None) -> dict[str, str]:
-    """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts,
-    where these are made of sources."""
+def digests(topology: Topology, made: Mapping[str, Path] | None = None) -> dict[str, str]:
+    """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts
+    that were made of others."""
     sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
     data = {"data.train": topology.data.train, "validation.data": topology.validation.data, **sets}
     named = {name: None if path.startswith(TINY) or not path else Path(path) for name, path in data.items()}
     named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
-    named["data.train"] = made or made_prompts(topology) or named["data.train"]
-    return {name: found for name, path in named.items() if path is not None and (found := _digest(path))}
+    named["data.train"] = made_prompts(topology) or named["data.train"]
+    named |= made or {}
+    found = {name: _digest(path) for name, path in named.items() if path is not None}
+    found |= {name: _digest_of_model(folder) for name, (folder, _) in _models(topology).items()}
+    return {name: digest for name, digest in found.items() if digest}
 
 
 def made_prompts(topology: Topology) -> Path | None:
@@ -256,6 +280,13 @@ def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
     }
 
 
+def _models(topology: Topology) -> dict[str, tuple[Path, str]]:
+    """Folders of models that a run only asks, by the key that names them, and what they make."""
+    parts = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(topology.reward.part)}
+    named = {**parts, "model.reference": (topology.model.reference, "KL terms")}
+    return {name: (Path(path), made) for name, (path, made) in named.items() if path}
+
+
 def _function_file(function: str) -> Path | None:
     file = function.rpartition(":")[0]
     return Path(file) if file.endswith(".py") else None
@@ -266,6 +297,20 @@ def _digest(path: Path) -> str:
     with suppress(OSError), open(path, "rb") as file:  # the process that needs it says so
         while block := file.read(BLOCK):
             found.update(block)
+        return found.hexdigest()
+    return ""
+
+
+def _digest_of_model(folder: Path) -> str:
+    """SHA-256 over the names, sizes and ends of the files of a model: reading all of its weights would take minutes."""
+    found = hashlib.sha256()
+    with suppress(OSError):
+        for path in sorted(one for one in folder.iterdir() if one.suffix in (".json", ".safetensors", ".bin")):
+            with open(path, "rb") as file:
+                found.update(f"{path.name} {path.stat().st_size} ".encode())
+                found.update(file.read(BLOCK))
+                file.seek(max(0, path.stat().st_size - BLOCK))
+                found.update(file.read(BLOCK))
         return found.hexdigest()
     return ""
 
@@ -406,15 +451,13 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
             ) from None
     lock = take_lock(paths)
     try:
-        made = Path(topology.data.train) if topology.derived.sources else None
-        if made is not None:
-            train = str(paths.data / made.name)
-            topology = replace(topology, data=replace(topology.data, train=train))
+        made = sources.made_files(topology)
+        topology = sources.placed(topology, paths.data)
         start = compare(paths, topology, _read_json(paths.topology), resume, made)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
-        if made is not None:
-            _take_prompts(made, Path(topology.data.train))
+        for file in made.values():
+            _take_prompts(file, paths.data / file.name)
         return _opened(paths, topology, lock, start)
     except BaseException:
         remove_runtime_dir(paths)
@@ -423,8 +466,8 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
 
 
 def _take_prompts(made: Path, place: Path) -> None:
-    """Give the prompts that were made of sources their place in the run directory, durably."""
-    if made.resolve() == place.resolve():
+    """Give prompts that were made of others their place in the run directory, durably."""
+    if made.resolve() == place.resolve() or not made.exists():  # two sets may have the same lines
         return
     place.parent.mkdir(exist_ok=True)
     with open(made, "rb") as file:

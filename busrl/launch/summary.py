@@ -281,7 +281,7 @@ def shown(sender: str, severity: str, where: str, text: str) -> str:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: "finished", "stopped" (by a signal) or "failed"; `why` is for a person."""
 
     kind: str
@@ -290,7 +290,7 @@ class Outcome:
 
 
 def build(
-    outcome: Outcome, progress: Progress, report: AuditReport | None, still_open: int,
+    outcome: RunOutcome, progress: Progress, report: AuditReport | None, still_open: int,
     usage: dict[str, dict[str, Any]], residence: dict[str, dict[str, float]], crashes_missing: list[str],
 ) -> dict[str, Any]:
     """The content of summary.json; `usage` as `Usage.summary` gives it, "launch" included; `residence` as

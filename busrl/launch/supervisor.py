@@ -9,8 +9,8 @@ table, deaths and a clock. It starts no process and sends no signal, so every ru
   keeper) has done some once it was there for `SERVED_S`.
 - A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
   the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
-- The ranks of a learner live and die together: with one the others are ended, which is no death of their own, and all
-  start again.
+- The ranks of a learner live and die together: with one the others are ended, which is no death of their own and ends
+  nobody, and all start again as soon as the last of them is gone.
 - A child that ends for want of space in a run that had some is started again until there is; that counts for nothing.
 - A child whose exit code says that another try is of no use (`hopeless`) is not started again.
 - Silence on the bus kills nobody. What counts is the progress counter in the ring, timed on the caller's own clock
@@ -152,6 +152,11 @@ class Child:
     def goes_with(self, name: str) -> None:
         """Launch has killed it because another of its team has ended: that is no death of its own."""
         self._goes_with = name
+
+    @property
+    def went_along(self) -> bool:
+        """Whether it was ended, or is to end, because another of its team has."""
+        return bool(self._goes_with)
 
     @property
     def condemned(self) -> bool:

@@ -84,6 +84,10 @@ class SampleRecord(msgspec.Struct, kw_only=True):
         return np.frombuffer(self.versions, "<u4")
 
     @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
     def earlier(self) -> int:
         """Tokens of all segments but the last."""
         return sum(self.segments[:-1])

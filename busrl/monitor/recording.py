@@ -38,7 +38,7 @@ import busrl
 from busrl.bus.tap import Tap
 from busrl.errors import DiskFull, FileCorrupt, NoSuchRun, UserError
 from busrl.monitor.runfiles import RunFiles
-from busrl.monitor.sources import Look, holder_of
+from busrl.monitor.sources import RingLook, holder_of
 from busrl.monitor.state import Facts
 from busrl.monitor.status import status
 from busrl.paths import RunPaths
@@ -93,7 +93,7 @@ class Header(msgspec.Struct):
     facts: Facts = Facts()
 
 
-class Entry(NamedTuple):
+class RecordedFrame(NamedTuple):
     """One record."""
 
     at_ns: int
@@ -171,7 +171,7 @@ class Recording:
             raise
         self._begin = self._file.tell()
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[RecordedFrame]:
         """Every whole record in order, from the first one."""
         self._file.seek(self._begin)
         self.torn = ""
@@ -195,7 +195,7 @@ class Recording:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _entry(self, frame: bytes) -> Entry | str:
+    def _entry(self, frame: bytes) -> RecordedFrame | str:
         if len(frame) < FRAME.size:
             return "a record is cut"
         size, crc = FRAME.unpack(frame)
@@ -208,7 +208,7 @@ class Recording:
         begin = PAYLOAD.size + topic_bytes
         if zlib.crc32(payload) != crc or begin > size:
             return "a record is damaged"
-        return Entry(at_ns, kind, payload[PAYLOAD.size : begin], payload[begin:])
+        return RecordedFrame(at_ns, kind, payload[PAYLOAD.size : begin], payload[begin:])
 
     def _read_header(self) -> Header:
         fixed = self._file.read(FIXED.size)
@@ -262,7 +262,7 @@ class Recorder:
     def __init__(self, paths: RunPaths, out: Path, seconds: float = math.inf, limit_bytes: float = math.inf) -> None:
         self._files, self._seconds, self._limit_bytes, self._out = RunFiles(paths), seconds, limit_bytes, out
         facts = self._files.facts()
-        self._look = Look(paths, group_size=facts.group_size)
+        self._look = RingLook(paths, group_size=facts.group_size)
         refuse_if_over(paths, self._look)
         begun = {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
         header = Header(VERSION, facts.uuid, **begun, busrl=busrl.__version__, host=os.uname().nodename, facts=facts)
@@ -334,7 +334,7 @@ class Recorder:
         return end
 
 
-def refuse_if_over(paths: RunPaths, look: Look) -> None:
+def refuse_if_over(paths: RunPaths, look: RingLook) -> None:
     """NoSuchRun if nobody runs there, in the words of `busrl status`; a launch that just starts is somebody."""
     seen = look.look()
     if seen is not None and (seen.living or holder_of(paths) is not None):

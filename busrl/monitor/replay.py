@@ -30,7 +30,7 @@ from busrl.bus.broker import EVERYTHING
 from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
 from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
-from busrl.monitor.recording import Drops, Entry, Kind, Recording
+from busrl.monitor.recording import Drops, Kind, RecordedFrame, Recording
 from busrl.monitor.sources import ReplayMark, require_ipc
 from busrl.paths import SHM, RunPaths
 
@@ -141,7 +141,7 @@ class Replayer:
             self._subscribed_at = time.monotonic()
         return changes
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: RecordedFrame) -> None:
         if entry.kind == Kind.MESSAGE:
             self._messages += 1
             if self._messages % 256 == 0:

@@ -52,7 +52,7 @@ KINDS: Final = get_type_hints(Facts)
 T = TypeVar("T")
 
 
-class Follower:
+class LineFollower:
     """The complete lines of one file that were not given before; `skipped` is how many earlier ones were not read."""
 
     def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
@@ -99,9 +99,9 @@ class RunFiles:
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
-        self._metrics, self._errors = Follower(paths.metrics), Follower(paths.errors)
-        self._rounds = Follower(paths.validation)
-        self._samples = Follower(paths.samples, SAMPLE_BYTES)
+        self._metrics, self._errors = LineFollower(paths.metrics), LineFollower(paths.errors)
+        self._rounds = LineFollower(paths.validation)
+        self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
         self.newest_sample: dict[str, Any] = {}
 
     def facts(self) -> Facts:
@@ -175,7 +175,7 @@ def run_of_files(files: RunFiles) -> RunState:
     return run
 
 
-def _decoded(lines: Follower, kind: type[T]) -> Iterator[T]:
+def _decoded(lines: LineFollower, kind: type[T]) -> Iterator[T]:
     decoder = msgspec.json.Decoder(kind, strict=False)
     for line in lines.new():
         with suppress(ValueError, RecursionError):

@@ -42,6 +42,7 @@ def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
         "staleness": _staleness(run),
         "charts": _charts(run),
         "policy": run.steps.policy(run.idle),
+        "by": run.steps.newest.by if run.steps.newest is not None else {},
         "sample": run.sample or None,
         "validations": [
             {"round": one.round, "version": one.version, "mean": one.mean, **({"set": one.set} if one.set else {})}

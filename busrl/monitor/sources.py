@@ -118,7 +118,7 @@ def holder_of(paths: RunPaths) -> int | None:
 
 # -- the ring ----------------------------------------------------------------------------------------------------------
 
-class Look:
+class RingLook:
     """The ring of one run directory, attached while it is there. `close` lets go of it."""
 
     def __init__(self, paths: RunPaths, ring_name: str = "", group_size: int = 0) -> None:
@@ -235,13 +235,13 @@ class ReplayMark(msgspec.Struct):
     missed: int = 0
 
 
-class Reader:
+class RunReader:
     """Ring and files of one run directory, folded into `run`: `refresh` from time to time, `close` at the end."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.files = RunFiles(paths)
         self.run = RunState(facts=self.files.facts())
-        self._look = Look(paths, group_size=self.run.facts.group_size)
+        self._look = RingLook(paths, group_size=self.run.facts.group_size)
         self._first = True
 
     def refresh(self, now: float) -> None:
@@ -266,7 +266,7 @@ class Watcher:
     """`refresh` and `listen` by turns keep `run` true. `close` leaves."""
 
     def __init__(self, target: RunPaths | str) -> None:
-        self._reader = Reader(target) if isinstance(target, RunPaths) else None
+        self._reader = RunReader(target) if isinstance(target, RunPaths) else None
         self.run = self._reader.run if self._reader else RunState()
         # Before ring and files are read: what is sent from here on waits for us.
         self.tap = Tap(self._reader.files.tap() if self._reader else str(target))

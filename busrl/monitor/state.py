@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
@@ -121,6 +121,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     control_n_min: float = 0.0  # what the controller would have or has set; 0: there is none
     control_moves: float = 0.0
     entropy_ratio: float = 0.0  # H / H_ref on the probe set, 0: not known yet
+    by: dict[str, dict[str, float]] = {}  # figures of the groups that ended, by source or tag of their lines
 
     @property
     def length(self) -> float:
@@ -596,5 +597,15 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
     more = {name: update.metrics[name] for name in ONLY_IN_METRICS if name in update.metrics}
     return StepRecord(
         step=update.step, version=update.version, reward=update.reward, age_mean=update.age_mean,
-        entropy=update.entropy, samples=update.samples, tokens=update.tokens, **more,
+        entropy=update.entropy, samples=update.samples, tokens=update.tokens, by=_by(update.metrics), **more,
     )
+
+
+def _by(numbers: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The figures by tag, as by/TAG/NAME among the numbers of a step; a tag may have slashes of its own."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in numbers.items():
+        if name.startswith("by/") and name.count("/") > 1:
+            tag, _, figure = name.removeprefix("by/").rpartition("/")
+            found.setdefault(tag, {})[figure] = value
+    return found

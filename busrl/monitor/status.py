@@ -27,7 +27,7 @@ from busrl.gateway import BAD
 from busrl.monitor import text
 from busrl.monitor.runfiles import as_map, fates, number, read_map
 from busrl.monitor.snapshot import finite
-from busrl.monitor.sources import Reader, holder_of, newest_run
+from busrl.monitor.sources import RunReader, holder_of, newest_run
 from busrl.monitor.state import ProcessRow, RunState
 from busrl.monitor.text import alike, duration, printable, short
 from busrl.paths import RunPaths
@@ -50,7 +50,7 @@ REMEDY_RUNNING = (
 
 
 @dataclass(frozen=True)
-class Found:
+class RunStatus:
     """One look at a run: its state, and what stands beside that in its directory."""
 
     paths: RunPaths
@@ -76,21 +76,22 @@ def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = Fal
     return "\n".join(map(printable, _lines(found)))
 
 
-def look(run_dir: str | os.PathLike[str] | None = None) -> Found:
+def look(run_dir: str | os.PathLike[str] | None = None) -> RunStatus:
     """What is known of a run; without a directory of the newest one under `runs/`. NoSuchRun if there is none."""
     paths = RunPaths.of(run_dir if run_dir is not None else newest_run(Path("runs")))
-    reader, now = Reader(paths), time.monotonic()
+    reader, now = RunReader(paths), time.monotonic()
     reader.refresh(now)
     reader.close()
     holder, summary, state = holder_of(paths), read_map(paths.summary), reader.run.state
     if state in ("ended", "unknown"):
         state = "starting" if holder is not None else str(summary.get("outcome")) if summary else "unfinished"
-    return Found(paths, reader.run, now, state, holder, reader.files.newest_sample, read_map(paths.run_json), summary)
+    info, newest = read_map(paths.run_json), reader.files.newest_sample
+    return RunStatus(paths, reader.run, now, state, holder, newest, info, summary)
 
 
 # -- as data ----------------------------------------------------------------------------------------------------------
 
-def as_data(found: Found) -> dict[str, Any]:
+def as_data(found: RunStatus) -> dict[str, Any]:
     run, steps, info = found.run, found.run.steps, found.info
     speed = steps.pace((run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0)
     idle = run.idle
@@ -114,7 +115,7 @@ def as_data(found: Found) -> dict[str, Any]:
     }
 
 
-def _more(found: Found) -> dict[str, Any]:
+def _more(found: RunStatus) -> dict[str, Any]:
     run, summary = found.run, found.summary
     if found.state in LIVING and run.ring is not None:
         return {
@@ -173,7 +174,7 @@ def _counted(path: Path, section: str, kinds: dict[str, str], what: str) -> Iter
 
 # -- in lines ---------------------------------------------------------------------------------------------------------
 
-def _lines(found: Found) -> Iterator[str]:
+def _lines(found: RunStatus) -> Iterator[str]:
     run, paths = found.run, found.paths
     yield from _headline(found)
     if found.state not in ("starting", "unfinished") or len(run.steps):
@@ -190,7 +191,7 @@ def _lines(found: Found) -> Iterator[str]:
     yield f"  {paths.root}"
 
 
-def _headline(found: Found) -> Iterator[str]:
+def _headline(found: RunStatus) -> Iterator[str]:
     """The first lines: who runs, or how the run ended, and what to do about it."""
     name, root, summary, holder = found.info.get("run_id"), found.paths.root, found.summary, found.holder
     match found.state:
@@ -215,7 +216,7 @@ def _headline(found: Found) -> Iterator[str]:
                 yield f"  {summary['open_samples']} samples are open: the next start generates them again"
 
 
-def _restarts(found: Found, shown: set[str]) -> Iterator[str]:
+def _restarts(found: RunStatus, shown: set[str]) -> Iterator[str]:
     missing = {name: count for name, count in found.run.restarts.items() if count and name not in shown}
     if found.state in LIVING:
         yield from (f"    {name:<14} not in the ring now · restarted {count}×" for name, count in missing.items())

@@ -120,6 +120,7 @@ POLICY: Final = (  # key, name, format
     ("flat_share", "flat groups", ".0%"), ("cut_share", "cut answers", ".0%"), ("entropy", "entropy", ".2f"),
     ("ess", "ess", ".2f"), ("k3", "k3", ".2g"),
 )
+MOST_SOURCES = 6
 ORDER = ("queued", "generating", "generated", "rewarding", "rewarded", "training", "reserved", "dropped", "free")
 
 
@@ -229,6 +230,15 @@ def policy(run: RunState) -> str:
     return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
 
 
+def sources(run: RunState) -> str:
+    """Reward and pass rate of the newest step by source or tag of the prompts, most groups first; "" with one only."""
+    by = run.steps.newest.by if run.steps.newest is not None else {}
+    most = sorted(by, key=lambda tag: (-by[tag].get("groups", 0.0), tag))[:MOST_SOURCES] if len(by) > 1 else ()
+    return " · ".join(
+        f"{safe(tag, 24)} {by[tag].get('reward', 0.0):.2f} ({by[tag].get('pass_rate', 0.0):.0%})" for tag in most
+    )
+
+
 def idle(run: RunState) -> str:
     """Groups in a row that ended without a step, "" if there are none."""
     row = run.idle
@@ -317,7 +327,8 @@ def labelled(run: RunState, now: float) -> dict[str, str]:
     """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
-        "policy": policy(run), "idle": idle(run), "sample": safe(run.sample), "staleness": staleness(run),
+        "policy": policy(run), "sources": sources(run), "idle": idle(run), "sample": safe(run.sample),
+        "staleness": staleness(run),
     }
     return {name: text for name, text in words.items() if text}
 

@@ -118,6 +118,7 @@ class Setup(msgspec.Struct, frozen=True):
     concurrency: int = 16
     retries: int = 4
     api_key_env: str = ""
+    memory_mb: int = 0
 
 
 def build(setup: Setup) -> RewardFunction:

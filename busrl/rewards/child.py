@@ -7,7 +7,8 @@ the parent sees that and continues. Knows nothing of rings or groups.
 - Outcomes are written in the order of the items. A function that judges one at a time has written each before the next
   begins: when the process dies, the first item without one is the one that it was judging.
 - Of a function that judges many at a time, as lists or as coroutines, READY tells the parent so.
-- It dies with its parent, also in the middle of user code.
+- It dies with its parent, also in the middle of user code, and where the machine's memory ends it dies first.
+- A copy that user code makes of it by fork answers nothing. Of what a call prints the first MiB is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import io
 import os
+import resource
 import signal
 import sys
 import time
@@ -33,7 +36,9 @@ from busrl.rewards.pool import READY, Item, Outcome
 PR_SET_PDEATHSIG = 1
 TEXT_LIMIT = 2000
 READ_BYTES = 1 << 20
+PRINTED_BYTES = 1 << 20  # of a call, and of importing it
 AT_ONCE = 64  # answers that a function of lists gets, or calls of a coroutine at the same time
+OWN_PID = os.getpid()
 _batches = msgspec.json.Decoder(list[Item])
 
 
@@ -45,6 +50,7 @@ def main() -> int:
             return 0
     try:
         setup = msgspec.json.decode(rows.pop(0), type=Setup)
+        keep_apart(setup)
         function = build(setup)
         way = way_of(function, setup)
     except BaseException as problem:
@@ -204,8 +210,34 @@ def private_pipes() -> tuple[Requests, int]:
     os.dup2(2, 1)
     os.close(nothing)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout = sys.stderr
+    sys.stdout = sys.stderr = io.TextIOWrapper(printed, errors="backslashreplace", write_through=True)
     return requests, answers
+
+
+class Printed(io.FileIO):
+    """What user code prints: so much of it until the next outcome, the rest is dropped."""
+
+    left = PRINTED_BYTES
+
+    def write(self, data: Any, /) -> int:
+        whole, taken = len(data), memoryview(data)[: max(0, self.left)]
+        self.left -= whole
+        while taken:
+            taken = taken[super().write(taken) or 0 :]
+        if self.left < 0 <= self.left + whole:
+            super().write(b"\n(busrl: the rest of what this call prints is dropped)\n")
+        return whole
+
+
+printed = Printed(2, "w", closefd=False)
+
+
+def keep_apart(setup: Setup) -> None:
+    """Where memory ends it is this process that ends; `memory_mb` bounds what it may ask for."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    if setup.memory_mb:
+        resource.setrlimit(resource.RLIMIT_AS, (setup.memory_mb << 20,) * 2)
 
 
 def die_with_parent(parent: int) -> None:
@@ -216,7 +248,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def write(fd: int, outcome: Outcome) -> None:
-    """One line, complete; a parent that is gone ends this process."""
+    """One line, complete; a parent that is gone ends this process, and so does being a copy of it."""
+    if os.getpid() != OWN_PID:
+        os._exit(0)
+    printed.left = PRINTED_BYTES
     data = memoryview(msgspec.json.encode(outcome) + b"\n")
     try:
         while data:

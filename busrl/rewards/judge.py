@@ -1,7 +1,7 @@
 """A part of kind `judge`: another model, behind an OpenAI-compatible endpoint, is asked what an answer is worth.
 
 Runs on the event loop of a child (`busrl.rewards.child`). Talks HTTP (aiohttp). Knows nothing of other parts, groups or
-of how often a sample is drawn anew.
+of how often a sample is drawn again.
 
 - A verdict that was given is a number; everything else is an accident, never a 0: a try that fails is repeated after a
   growing pause with jitter, and after the last one the call raises what was wrong.
@@ -56,7 +56,7 @@ SPARE_S = 1.0  # the time of a try is over before that of the call
 
 
 class JudgeFailed(Exception):
-    """No verdict; the sample is drawn anew."""
+    """No verdict; the sample is drawn again."""
 
 
 class TryFailed(Exception):

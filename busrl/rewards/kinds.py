@@ -51,6 +51,20 @@ class Numeric(Answer):
         return float(found is not None and abs(found - wanted) <= self.tolerance)
 
 
+def finder(kind: str, extract: str) -> Callable[[str], str | None]:
+    """What finds the answer that a part of this kind judges, as a text that is the same for equal answers."""
+    if kind == "gym":
+        return gym_finder(extract)
+    inside = Answer(extract).find
+
+    def number(completion: str) -> str | None:
+        text = inside(completion)
+        found = None if text is None else last_number(text)
+        return None if found is None else f"{found:.12g}"
+
+    return number if kind == "numeric" else inside
+
+
 class Regex:
     """1 if `pattern` is found in the completion, else 0."""
 
@@ -105,6 +119,17 @@ def plain_number(value: object) -> str:
     return str(int(value)) if whole and isinstance(value, float) else str(value)
 
 
+def gym_finder(extract: str, named: str = "reward.extract") -> Callable[[str], str | None]:
+    """What stands last between <answer> and </answer>, else the whole completion; or what `extract` finds."""
+    inside = Answer(extract or r"(?s)<answer>\s?(.*?)\s?</answer>", named).find
+
+    def find(completion: str) -> str | None:
+        answer = inside(completion)
+        return completion.strip() if answer is None and not extract else answer
+
+    return find
+
+
 class Gym:
     """What reasoning-gym's own `score_answer` gives. The record holds the entry's `metadata` (with `source_dataset`,
     the name of the task), its answer, and its question under the key of prompts or as `question`.
@@ -114,10 +139,7 @@ class Gym:
 
     def __init__(self, setup: Setup) -> None:
         self.library = _library("reasoning_gym", setup.place)
-        self.extract: Callable[[str], str | None] = Answer(
-            setup.extract or r"(?s)<answer>\s?(.*?)\s?</answer>", f"{setup.place}.extract"
-        ).find
-        self.whole = not setup.extract
+        self.find = gym_finder(setup.extract, f"{setup.place}.extract")
         self.answer_key, self.prompt_key = setup.answer_key or "answer", setup.prompt_key
         self._score_of: dict[str, Callable[[str | None, dict[str, Any]], float]] = {}
 
@@ -128,9 +150,7 @@ class Gym:
             raise ValueError("the record has no metadata.source_dataset, by which reasoning-gym knows its task")
         question = record.get("question", plain_text(record.get(self.prompt_key, "")))
         entry = {"question": question, "answer": record[self.answer_key], "metadata": metadata}
-        answer = self.extract(completion)
-        if answer is None and self.whole:
-            answer = completion.strip()
+        answer = self.find(completion)
         if task not in self._score_of:
             self._score_of[task] = self.library.get_score_answer_fn(task)
         return float(self._score_of[task](answer, entry))

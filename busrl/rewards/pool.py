@@ -89,7 +89,7 @@ class ChildProcess:
         self._pending = bytearray()
         self._rest = b""  # of what it wrote: a line that is not whole yet
         self._writing = False
-        self.ended = False
+        self.ended, self.fault = False, ""
         poller.register(self._out, select.EPOLLIN)
         self.send(setup)
 
@@ -121,7 +121,17 @@ class ChildProcess:
                 self._rest += data
                 self.ended = not data
         *lines, self._rest = self._rest.split(b"\n")
-        return [_outcomes.decode(line) for line in lines]
+        found: list[Outcome] = []
+        try:
+            for line in lines:
+                found.append(_outcomes.decode(line))
+        except msgspec.MsgspecError:
+            self.spoilt("it wrote to the pipe of its answers")
+        return found
+
+    def spoilt(self, fault: str) -> None:
+        """Nothing more that it says is believed."""
+        self.ended, self.fault = True, fault
 
     def close(self, grace_s: float = 0.0) -> str:
         """End it and its children, and say how it ended. `grace_s`: time to end by itself first, after what it is
@@ -144,6 +154,8 @@ class ChildProcess:
             self._poller.unregister(self._out)
             os.close(self._out)
             self._out = -1
+        if self.fault:
+            return self.fault
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def _want_write(self, wanted: bool) -> None:
@@ -283,8 +295,10 @@ class Lane:
                 if answer.seconds:
                     self.timeout_s = answer.seconds + OWN_GRACE_S
                 continue
-            if self.sent.popleft().key != answer.key:
-                raise RuntimeError(f"reward child {self.pid} answered {answer.key} out of order")
+            if not self.sent or self.sent[0].key != answer.key:
+                self._child.spoilt(f"it answered {answer.key}, which was not its turn")
+                break
+            self.sent.popleft()
             self._suspects, self._failures = max(0, self._suspects - 1), 0
             outcomes.append(answer)
         return outcomes
@@ -356,17 +370,24 @@ class Stage:
 
 
 class Sum:
-    """The weighted sum of what the parts say of one item; done when all have answered. The first that fails decides."""
+    """The weighted sum of what the parts say of one item, in their order; done when all have answered. Of several that
+    fail the first part decides."""
 
-    def __init__(self, stages: int) -> None:
-        self._left, self._failed = stages, False
-        self._found: dict[str, tuple[float, Outcome]] = {}
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._left = len(stages)
+        self._order = stages
+        self._of: dict[str, Outcome] = {}
 
     def add(self, stage: Stage, outcome: Outcome) -> Outcome | None:
         """The outcome of the whole, once it is there."""
         self._left -= 1
-        self._found[stage.name] = (stage.weight, outcome)
+        self._of[stage.name] = outcome
         return None if self._left else self._whole(outcome.key)
+
+    @property
+    def _found(self) -> dict[str, tuple[float, Outcome]]:
+        """Whoever answered first: the same sum, bit for bit, and the same order of names."""
+        return {stage.name: (stage.weight, self._of[stage.name]) for stage in self._order}
 
     def _whole(self, key: int) -> Outcome:
         seconds = max(one.seconds for _, one in self._found.values())
@@ -392,12 +413,14 @@ def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> lis
     """What children are told, with name and weight, of each part; of a reward without parts, of itself."""
     if not settings.part:
         own = Setup(settings.kind, settings.function, settings.extract, settings.answer_key, base_dir)
-        return [(msgspec.structs.replace(own, timeout_s=settings.timeout_s, prompt_key=prompt_key), "", 1.0)]
+        more = {"timeout_s": settings.timeout_s, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
+        return [(msgspec.structs.replace(own, **more), "", 1.0)]
     found = []
     for part in settings.part:
         told = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)}
         more = {"base_dir": base_dir, "place": f"reward.part {part.name!r}", "prompt_key": prompt_key, "device": device}
-        found.append((Setup(**{**told, **more}), part.name, part.weight))
+        memory_mb = 0 if part.kind == "model" else settings.memory_mb
+        found.append((Setup(**{**told, **more, "memory_mb": memory_mb}), part.name, part.weight))
     return found
 
 
@@ -443,7 +466,7 @@ class RewardPool:
     def submit(self, items: Sequence[Item]) -> None:
         """Hand items to the children of every part. Never waits."""
         now = time.monotonic()
-        self._open.update((item.key, Sum(len(self.stages))) for item in items)
+        self._open.update((item.key, Sum(self.stages)) for item in items)
         for stage in self.stages:
             stage.submit(items, now)
 

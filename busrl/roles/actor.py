@@ -1,7 +1,7 @@
 """The base of every role: attaching to a run, the loop, doorbells, presence on the bus and an orderly end.
 
 Talks to the ring (registration, progress, activity) and to the bus (presence, STOP). A role subclasses `Actor` and
-gives `setup`, `step` and, where it subscribes to messages, `handle`. Knows nothing of prompts, tokens or rewards.
+gives `setup`, `work` and, where it subscribes to messages, `handle`. Knows nothing of prompts, tokens or rewards.
 
 - The loop looks at the ring at least once per `tick_s` even when no message arrives: messages only shorten the wait.
 - Every pass of the loop moves the progress counter; a longer piece of work is declared with `activity`.
@@ -21,6 +21,7 @@ import re
 import signal
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ import numpy.typing as npt
 from busrl.bus import Endpoint
 from busrl.config import Topology
 from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, cause
-from busrl.faults import Trouble, trouble_for
+from busrl.faults import MessageFaults, message_faults
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -43,6 +44,7 @@ log = logging.getLogger("busrl")
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
 BUS_WAIT_S = 3.0
+WAVE_TICK_S = 0.01  # of roles in rounds of segments: a wave begins without a message that could wake them
 
 
 class Doorbell:
@@ -92,7 +94,7 @@ class WorkDeadline:
         self._longest_s, self._begun = max(self._longest_s or 0.0, now - self._begun), now
 
 
-class Actor:
+class Actor(ABC):
     """One process of a run. States: starting -> running -> stopping -> gone; killed is possible from each."""
 
     role: ClassVar[str] = ""
@@ -110,7 +112,7 @@ class Actor:
         self._throttle = Throttle()
         self._random = random.Random(f"{name}:{os.getpid()}")
         self._lock: OfdLock | None = None
-        self.trouble: Trouble | None = None
+        self.message_faults: MessageFaults | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -140,9 +142,9 @@ class Actor:
     def setup(self) -> None:
         """Load what the role needs; the process counts as ready after it."""
 
-    def step(self) -> bool:
+    @abstractmethod
+    def work(self) -> bool:
         """One pass over the work at hand; True when something was done."""
-        raise NotImplementedError
 
     def handle(self, message: m.Message) -> None:
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
@@ -154,7 +156,7 @@ class Actor:
         """Wait for a reason to look again: a message, or the time."""
         message = self.bus.recv(timeout_s)
         if message is not None:
-            self._dispatch(message)
+            self._receive(message)
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -231,11 +233,12 @@ class Actor:
         self.fates = Fates(str(self.paths.fates))
         self.validate_fates = Fates(str(self.paths.validate_fates))
         self.ring.bind_fates(self.fates, self.validate_fates)
-        self.trouble = trouble_for(self.topology.faults, self.role, self.worker_id)
+        self.message_faults = message_faults(self.topology.faults, self.role, self.worker_id)
         own = self.topology.bus
         self.bus = Endpoint(
             self.worker_id, self.paths.frontend, self.paths.backend, subscribe=self.subscriptions(), hwm=own.hwm,
-            max_bytes=own.max_message_bytes, trouble=self.trouble, report=lambda text: self.warn("bus", text),
+            max_bytes=own.max_message_bytes, message_faults=self.message_faults,
+            report=lambda text: self.warn("bus", text),
         )
 
     def subscriptions(self) -> list[str]:
@@ -263,14 +266,14 @@ class Actor:
 
     def _pass(self) -> None:
         for message in self.bus.drain():
-            self._dispatch(message)
+            self._receive(message)
         self.ring.progress()
         self._heartbeat()
-        if not self.step() and not self.stopping:
+        if not self.work() and not self.stopping:
             # Jitter keeps the timers of many processes from falling into step.
             self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
 
-    def _dispatch(self, message: m.Message) -> None:
+    def _receive(self, message: m.Message) -> None:
         if m.is_from_another(message):
             kind = m.name_of(type(message))
             text = f"{kind} of {message.sender!r} is ignored: only {m.ONLY_FROM[type(message)]} sends it"
@@ -301,8 +304,8 @@ class Actor:
             self.bus.send(m.Error(severity="critical", where=self.role, text=text, traceback=trace[-4000:]))
 
     def _leave(self) -> None:
-        if self.trouble is not None:
-            log.info("faults on its messages: %s", self.trouble)
+        if self.message_faults is not None:
+            log.info("faults on its messages: %s", self.message_faults)
         with contextlib.suppress(Exception):
             self._publish_repeats(time.monotonic(), everything=True)
             self.bus.send(m.Goodbye(reason=self.stopping or "error"))

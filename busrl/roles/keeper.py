@@ -1,6 +1,6 @@
 """The keeper: takes back what dead processes held, completes their half-done drops, and serves remote workers.
 
-Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the validation hold
+Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the version pin
 of a dead validator. It is the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway`
 decides, and `RingLedger` claims, writes and commits in the workers' names. Those claims stand in REMOTE entries of the
 process table, which the keeper's death does not touch. `gateway.json` holds the counts that `busrl status` shows.
@@ -28,7 +28,7 @@ from busrl.config import Topology
 from busrl.config.machine import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import FateRefused, MessageTooLarge, NotOwner, RingError, RingFull, SlotTooSmall
-from busrl.gateway import BAD, Answer, AnswerLimits, Claim, ClaimGone, Desk, Refused, Tally, tensor
+from busrl.gateway import BAD, AnswerLimits, ClaimedTask, ClaimGone, Desk, Refused, RemoteAnswer, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
@@ -77,7 +77,7 @@ class RingLedger:
     def members(self) -> list[tuple[int, str, str, int]]:
         return [(one.index, one.role, one.label, one.life) for one in self.ring.processes() if one.remote]
 
-    def held(self) -> list[tuple[int, Claim]]:
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
         remote, lines = [entry[0] for entry in self.members()], self.ring.lines()
         theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
         return [(int(lines["owner"][slot]), _claim(slot, lines[slot])) for slot in theirs.nonzero()[0].tolist()]
@@ -106,7 +106,7 @@ class RingLedger:
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]:
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
         stand_in = self._stand_in(index)
         if role == "reward":
@@ -115,7 +115,7 @@ class RingLedger:
             taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle, self.cuts.cls)
         return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
 
-    def task(self, index: int, claim: Claim) -> g.Task | None:
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
         line, segments = self.ring.line(claim.slot), segments_of(claim.word)
         rewarding = state_of(claim.word) == State.REWARDING
         try:
@@ -141,7 +141,7 @@ class RingLedger:
         arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
         return {name: tensor(array) for name, array in arrays.items()}
 
-    def limits(self, claim: Claim) -> AnswerLimits:
+    def limits(self, claim: ClaimedTask) -> AnswerLimits:
         segments, most = segments_of(claim.word), int(self.ring.line(claim.slot)["max_new_tokens"])
         earlier = len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
         newest = self.ring.header(HeaderWord.VERSION)
@@ -149,7 +149,7 @@ class RingLedger:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def commit_answer(self, index: int, claim: Claim, answer: Answer) -> None:
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
         stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
         line, limits = self.ring.line(slot), self.limits(claim)
         whole = self._whole(limits, answer)
@@ -167,7 +167,7 @@ class RingLedger:
         stand_in.add(tokens=len(answer.token_ids), samples=int(whole))
         self.announce(message)
 
-    def _whole(self, limits: AnswerLimits, answer: Answer) -> bool:
+    def _whole(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
         """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
         most = self.cuts.plan.most
         if answer.done or len(answer.token_ids) >= limits.tokens:
@@ -179,7 +179,7 @@ class RingLedger:
             "1 with segments off): send the answer to its end, with done = true"
         )
 
-    def commit_reward(self, index: int, claim: Claim, reward: float, parts: dict[str, float]) -> None:
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
         stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
         with _as_refusals():
             write_parts(stand_in, slot, word, parts)
@@ -190,10 +190,10 @@ class RingLedger:
         stand_in.add(samples=1)
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
 
-    def give_back(self, index: int, claim: Claim) -> None:
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
         self._stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
 
-    def expire(self, index: int, claim: Claim) -> bool:
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
         rewarding = state_of(claim.word) == State.REWARDING
         if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
             self.drop(index, claim, Fate.REWARD_HUNG)
@@ -201,7 +201,7 @@ class RingLedger:
         self._stand_in(index).expire(claim.slot, claim.word)
         return False
 
-    def drop(self, index: int, claim: Claim, fate: Fate) -> None:
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
         self._stand_in(index).drop(claim.slot, claim.word, fate)
         if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
@@ -224,9 +224,9 @@ def _as_refusals() -> Iterator[None]:
         raise ClaimGone from None
 
 
-def _claim(slot: int, line: np.void) -> Claim:
+def _claim(slot: int, line: np.void) -> ClaimedTask:
     word = int(line["word"])
-    return Claim(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
+    return ClaimedTask(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
 def desk_of(topology: Topology, book: RingLedger, tally: Tally) -> Desk:
@@ -271,7 +271,7 @@ class Keeper(Actor):
         self.desk = desk_of(self.topology, self.book, self.tally)
         self.bus.on_reject = self._answer_unreadable
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         self._tend_workers()
         now = time.monotonic()
         if now < self._next_look:
@@ -294,7 +294,7 @@ class Keeper(Actor):
         except FateRefused as problem:  # a uid that names no sample costs the slot, not the keeper
             self.warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
         if version_pin.clear_stale(self.ring):
-            self.warn("keeper", "cleared the validation hold of a dead process: publication continues")
+            self.warn("keeper", "cleared the version pin of a dead process: publication continues")
         self._drop_poison()
         for text, uids in taken_back(self.ring, reaped):
             self.warn("keeper", text, uids=uids)

@@ -1,7 +1,7 @@
 """A rank of the learner other than 0: holds a part of the model, and does what rank 0 says.
 
-Talks to the learner (`busrl.training.team`) and to its own entry of the ring, for the supervisor. It claims nothing,
-writes nothing and decides nothing; it knows nothing of groups, logs or versions.
+Talks to the learner (`busrl.training.team`) and to its own entry of the ring, for the supervisor. It claims nothing and
+decides nothing, and writes nothing but its part of a checkpoint; it knows nothing of groups, logs or versions.
 
 - It ends when the learner has ended: on its word, or because its connection closed. A STOP on the bus is the learner's
   business, which still needs its ranks for the last checkpoint.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from busrl import device
 from busrl.roles.actor import Actor
 from busrl.training.team import Follower, Message, TeamSettings
-from busrl.training.trainer import TrainerSettings, keep_freed_memory
+from busrl.training.trainer import TrainerSettings
 
 
 class Rank(Actor):
@@ -21,7 +21,7 @@ class Rank(Actor):
     tick_s = 0.2
 
     def setup(self) -> None:
-        keep_freed_memory()
+        device.keep_freed_memory()
         self.heard: Message | None = None
         where = device.choose(self.topology.device_of(self.name))
         team = TeamSettings.of(self.topology, self.paths.ranks, where)
@@ -33,7 +33,7 @@ class Rank(Actor):
     def subscriptions(self) -> list[str]:
         return []
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         heard, self.heard = self.heard, None
         if heard is None:
             return False

@@ -20,14 +20,13 @@ from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
-from busrl.states import Fate
+from busrl.states import REWARD_FATES
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
 WINDOW_S, BUSY = 10.0, 0.9  # a reward that was busy for this share of a window, while samples waited, is slow
-FATE_OF = {"raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED}
 
 
 class RewardLoad:
@@ -88,7 +87,7 @@ class Reward(Actor):
         with self.activity("load the reward function", self.topology.limits.ready_s):
             while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):
                 pass
-        self.held: dict[int, int] = {}  # slot -> the word that we own it by
+        self.claimed: dict[int, int] = {}  # slot -> the word that we own it by
         kinds = {part.kind for part in own.part} or {own.kind}
         self.wants_ids = "python" in kinds  # all others look at the text
         self.bell = Doorbell()
@@ -101,7 +100,7 @@ class Reward(Actor):
     def handle(self, message: m.Message) -> None:
         self.rung = True
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         taken = self._take()
         if taken:
             self.pool.submit(self._items(taken))
@@ -111,7 +110,7 @@ class Reward(Actor):
 
     def _take(self) -> list[tuple[int, int]]:
         """Claim slots when a doorbell rang, or a tick after the last look; a reward that arrived is no reason."""
-        now, limit = time.monotonic(), BATCH - len(self.held)
+        now, limit = time.monotonic(), BATCH - len(self.claimed)
         if not self.rung and now < self.next_look:
             return []
         self.next_look = now + self.tick_s
@@ -123,7 +122,7 @@ class Reward(Actor):
         """In a stream let answers gather until the next doorbell: one wake-up for many of them, not one for each."""
         if self.streaming:
             super().idle(min(timeout_s, STREAM_PAUSE_S))
-        elif not self.held:
+        elif not self.claimed:
             super().idle(timeout_s)
         elif not self._settle():
             self.bus.wait(min(timeout_s, JUDGE_WAIT_S), self.pool.fileno())
@@ -146,13 +145,13 @@ class Reward(Actor):
         if busy_ns := self.load.seen(self.pool.busy_s):
             self.ring.add(busy_ns=busy_ns)
         if self.load.due(now := time.monotonic()):
-            counts, waiting = self.pool.counts, len(self.held) + self.ring.stats().occupancy.get("GENERATED", 0)
+            counts, waiting = self.pool.counts, len(self.claimed) + self.ring.stats().occupancy.get("GENERATED", 0)
             if slow := self.load.slow(counts.total() - counts["hung"], waiting, now):
                 self.warn("reward", slow, kind="slow")
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
         """What the function needs of each; a sample that cannot be read is dropped as malformed."""
-        self.held.update(taken)
+        self.claimed.update(taken)
         try:
             both = zip(read_copies(self.ring, taken, "task"), map(text_of, read_copies(self.ring, taken, "text")))
             return [Item(slot, *read, self._ids(slot, word)) for (slot, word), read in zip(taken, both)]
@@ -172,7 +171,7 @@ class Reward(Actor):
         return read_generated(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else []
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:
-        owned = [(outcome.key, self.held.pop(outcome.key)) for outcome in outcomes]
+        owned = [(outcome.key, self.claimed.pop(outcome.key)) for outcome in outcomes]
         for (slot, word), outcome in zip(owned, outcomes):
             try:
                 write_parts(self.ring, slot, word, outcome.parts)
@@ -186,13 +185,13 @@ class Reward(Actor):
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)
 
     def _drop(self, slot: int, error: str, text: str, trace: str = "") -> None:
-        word = self.held.pop(slot)
+        word = self.claimed.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
         self.warn("reward", f"sample {uid} {text}", kind=error, uids=[uid], trace=trace)
         self.bell.add(lambda: self._message(slot, word, 0.0))
-        self.ring.drop(slot, word, FATE_OF[error])
+        self.ring.drop(slot, word, REWARD_FATES[error])
 
     def teardown(self) -> None:
         self.pool.close()
-        for slot, word in self.held.items():
+        for slot, word in self.claimed.items():
             self.ring.release(slot, word, State.GENERATED)

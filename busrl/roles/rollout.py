@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.data import prompt_of
-from busrl.engines import ABORTED, EOS, Engine, Finished, Request, make_engine
+from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
 from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
@@ -33,7 +33,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
-from busrl.roles.actor import Actor, Doorbell, WorkDeadline
+from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell, WorkDeadline
 from busrl.roles.trajectory import (
     UNREADABLE,
     SegmentCuts,
@@ -42,9 +42,9 @@ from busrl.roles.trajectory import (
     read_prompt_ids,
     read_task,
 )
-from busrl.states import Fate, HeaderWord, SampleClass
+from busrl.states import Fate, Finish, HeaderWord, SampleClass
 from busrl.weights.base import Receiver, VersionSteps
-from busrl.weights.factory import Settings, make_receiver
+from busrl.weights.factory import TransportSettings, make_receiver
 
 log = logging.getLogger("busrl")
 PACE_EVERY_S = 0.25
@@ -55,7 +55,6 @@ BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others may wait for these answers
 WEIGHTS_TURN_S = 0.25
 LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
-WAVE_TICK_S = 0.01
 LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
 Ids = npt.NDArray[np.int32]
 NO_TOKENS: Ids = np.empty(0, np.int32)
@@ -156,7 +155,7 @@ class EngineRestart:
         """Stop the engine and take out what runs. Returns the answers that had ended."""
         ended = []
         for one in engine.pause("abort"):
-            if one.finish == ABORTED:
+            if one.finish == Finish.ABORTED:
                 self._cut.append(one.key)
                 self._answers[one.key].add_piece(one)
             else:
@@ -202,7 +201,7 @@ class Rollout(Actor):
     only_validates = False  # validation.mode = "dedicated"
 
     def setup(self) -> None:
-        self.held: dict[int, ClaimedSlot] = {}  # by slot
+        self.claimed: dict[int, ClaimedSlot] = {}  # by slot
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.alone = False
         self.limits = self.topology.derived.limits
@@ -210,11 +209,11 @@ class Rollout(Actor):
         self.only_validates = self.segments.cls == SampleClass.VALIDATE
         self.waves = self.segments.waves
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # a wave begins without a transition that could wake us
+            self.tick_s = WAVE_TICK_S
         self.version = 0
         self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
-        weights = Settings.of(self.topology, self.paths)
+        weights = TransportSettings.of(self.topology, self.paths)
         own = self.engine.receiver(weights, self.worker_id)
         self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
         if self.receiver.kind == "folder":
@@ -226,7 +225,7 @@ class Rollout(Actor):
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         self._update_weights()
         self._take()
         self._request_tasks()
@@ -356,9 +355,9 @@ class Rollout(Actor):
         """Claim as many slots as the engine has rows for; a suspect one only when nothing else runs."""
         room = self.engine.capacity - self.engine.active
         draining = self.restart is not None and self.restart.draining
-        if room <= 0 or draining or (self.alone and self.held) or self._left_behind():
+        if room <= 0 or draining or (self.alone and self.claimed) or self._left_behind():
             return False
-        taken, self.alone = claim_queued(self.ring, self.waves, room, not self.held, self.segments.cls)
+        taken, self.alone = claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
         if taken:
             requests = self._requests(taken)
             if self.restart is not None:
@@ -409,7 +408,7 @@ class Rollout(Actor):
         left = line["max_new_tokens"] - len(prefix)
         cut = self.segments.next(line["cls"], segments, left)
         counted = (len(prompt), len(prefix), cut.tokens, cut.last)
-        self.held[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
+        self.claimed[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
         return Request(
             key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
             max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
@@ -438,12 +437,12 @@ class Rollout(Actor):
         """Commit a segment that ended. True if this worker is done with the sample: its answer is whole or dropped."""
         if self.restart is not None:
             sequence = self.restart.merged(sequence)
-        slot, task = sequence.key, self.held.pop(sequence.key)
+        slot, task = sequence.key, self.claimed.pop(sequence.key)
         word = task.word
         if sequence.refused:
             self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
             return True
-        if sequence.finish == ABORTED:  # not its fault: the next worker begins this segment again
+        if sequence.finish == Finish.ABORTED:  # not its fault: the next worker begins this segment again
             self.ring.release(slot, word, State.QUEUED)
             return False
         if not len(sequence.token_ids):
@@ -471,23 +470,23 @@ class Rollout(Actor):
         ids = sequence.token_ids
         if segments := segments_of(word):
             ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
-        return self.engine.decode(ids, sequence.finish == EOS)
+        return self.engine.decode(ids, sequence.finish == Finish.EOS)
 
     def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
         """Whether only the segment's own length ended it: not the answer's limit, and no fault."""
-        if task.last or sequence.finish == EOS or len(sequence.token_ids) < task.tokens:
+        if task.last or sequence.finish == Finish.EOS or len(sequence.token_ids) < task.tokens:
             return False
         room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
         return room > 0 and math.isfinite(sequence.logprobs[-1])
 
     def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
-        self.held.pop(slot, None)
+        self.claimed.pop(slot, None)
         self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
         self.ring.drop(slot, word, fate)
 
     def teardown(self) -> None:
-        for slot, task in self.held.items():
+        for slot, task in self.claimed.items():
             self.ring.release(slot, task.word, State.QUEUED)
         log.info("engine: %s", self.engine.statistics())
         self.pace.close()

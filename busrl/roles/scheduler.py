@@ -34,13 +34,13 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
-from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, Waves, not_ahead
-from busrl.scheduling.dispatch import Open, Policy, make_policy
-from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row, uid_of
+from busrl.scheduling.dispatch import OpenGroup, Policy, make_policy
+from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.states import HeaderWord, RunPhase, SampleClass
+from busrl.states import HeaderWord, RunPhase, SampleClass, place_of, uid_of
 
 log = logging.getLogger("busrl")
 RECORDS_A_LINE = 64
@@ -48,7 +48,6 @@ TAG_KEY = "tag"
 STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
-WAVE_TICK_S = 0.01
 WORKER_FORGOTTEN_S = 10.0
 PROBING_TICK_S = 0.02  # an ended probe is seen after this: rows may be waiting for its siblings
 NO_END = 1 << 62
@@ -73,7 +72,7 @@ class DispatchFeed:
             round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
         )
         self._answers = FinishedAnswers()
-        self._records: list[Open] = []
+        self._records: list[OpenGroup] = []
 
     def look(self, view: GroupView, lines: Lines, rows: int) -> None:
         """Feed the policy what finished since the last look, what is open, and how many rows the workers have."""
@@ -83,7 +82,7 @@ class DispatchFeed:
         self.policy.adopt(self._candidates(self.policy.unknown(open_draws)))
         uids, tokens = self._answers.look(lines)
         if len(uids):
-            self.policy.finished((uids // (2 * view.group_size)).tolist(), tokens.tolist())
+            self.policy.finished(place_of(uids, view.group_size)[0].tolist(), tokens.tolist())
         self.policy.look(open_draws, (view.running + view.due).tolist(), rows)
         self._write(self.policy.take_records())
 
@@ -106,7 +105,7 @@ class DispatchFeed:
         measures = self.predictor.metrics()
         return self.policy.metrics() | {name: value for name, value in measures.items() if math.isfinite(value)}
 
-    def _write(self, records: Sequence[Open], least: int = RECORDS_A_LINE) -> None:
+    def _write(self, records: Sequence[OpenGroup], least: int = RECORDS_A_LINE) -> None:
         """Append ended groups to `scheduler.jsonl`, one list per number and line, and how good the predictions are."""
         self._records += records
         if len(self._records) < max(1, least):
@@ -148,10 +147,10 @@ class Scheduler(Actor):
             self.arrivals = Arrivals([task.arrival_s or 0.0 for task in trace.read(data.train, data.prompt_key)])
         self.waves = Waves.of(limits)
         if self.waves is not None:
-            self.tick_s = WAVE_TICK_S  # all workers wait for the next wave
+            self.tick_s = WAVE_TICK_S
         self.bell = Doorbell()
         self.room = Room(0, "starting")
-        self.held = 0  # groups that wait for their probes
+        self.probing = 0  # groups that wait for their probes
         self.trained = 0  # groups, by the learner's last message
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
@@ -177,7 +176,7 @@ class Scheduler(Actor):
     def idle(self, timeout_s: float) -> None:
         super().idle(min(timeout_s, PROBING_TICK_S) if self.probes.on else timeout_s)
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING or self.ring.header(HeaderWord.GENERATION_PAUSE):
             return False
@@ -218,13 +217,13 @@ class Scheduler(Actor):
     # -- dispatch -----------------------------------------------------------------------------------------------
 
     def _dispatch_all(self, view: GroupView) -> None:
-        held = self.probes.held(view, self.ring.header(HeaderWord.NEXT_ADMISSION))
-        sent = self._finish_open(view, ~held)
+        waiting = self.probes.waiting(view, self.ring.header(HeaderWord.NEXT_ADMISSION))
+        sent = self._finish_open(view, ~waiting)
         sent += self._open_new(view, self.lines)
-        if held.any():
+        if waiting.any():
             idle = self.rows.total(view.generating) - view.generating - view.queued - sent
-            self._finish_open(view, self.probes.released(view, held, idle))
-        self.held = int(held.sum())
+            self._finish_open(view, self.probes.released(view, waiting, idle))
+        self.probing = int(waiting.sum())
 
     def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
         """Dispatch members of open groups while a slot is free: missing ones after a crash, siblings of probes,
@@ -300,8 +299,8 @@ class Scheduler(Actor):
             prompts = most // (2 * self.group_size)
             raise CannotTrain(
                 f"{self.paths.fates} is full: a run has at most {most} samples, {prompts} prompts with groups.size = "
-                f"{self.group_size}, as each may be tried twice; continue in a new run directory, with model.path = "
-                "the newest checkpoint's model folder"
+                f"{self.group_size}, as each may be tried twice; continue in a new run directory, with "
+                "learner.start_from = the newest checkpoint"
             )
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -326,7 +325,7 @@ class Scheduler(Actor):
         if values:
             values["rows"] = self.rows.total(view.generating)
         if self.probes.on:
-            values["probing"] = self.held
+            values["probing"] = self.probing
         self.bus.send(m.SchedulerState(
             admitted=self.ring.header(HeaderWord.NEXT_ADMISSION), open_groups=len(view), free=view.free_slots,
             credit=max(0, self.room.groups), waiting=waiting, queued=view.queued, values=values,

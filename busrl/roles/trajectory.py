@@ -42,7 +42,7 @@ from busrl.weights.base import VersionSteps
 
 if TYPE_CHECKING:
     from busrl.engines import Finished
-    from busrl.gateway import Answer
+    from busrl.gateway import RemoteAnswer
 
 log = logging.getLogger("busrl")
 BETA = 0.9  # smoothing of the two times
@@ -200,8 +200,8 @@ class SegmentCuts:
         return self.plan.next(segment, left) if cls == SampleClass.TRAIN else Cut(left, True)
 
     def commit(
-        self, ring: Ring, slot: int, word: int, drawn: Finished | Answer, text: str | None, steps: VersionSteps, *,
-        uid: int, version: int, step: int, earlier: int, prompt_tokens: int,
+        self, ring: Ring, slot: int, word: int, drawn: Finished | RemoteAnswer, text: str | None,
+        steps: VersionSteps, *, uid: int, version: int, step: int, earlier: int, prompt_tokens: int,
     ) -> m.DataGenerated | None:
         """Write what was `drawn` as the next segment and commit it; without a `text` the answer is cut here. `version`
         and `step`: those of its admission, of which the sample's age counts. Returns the doorbell; None if the slot

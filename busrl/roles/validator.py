@@ -37,7 +37,7 @@ from busrl.errors import BadTensor
 from busrl.files import LineFile, json_lines
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.rewards.base import Answer
+from busrl.rewards.kinds import finder
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
@@ -155,7 +155,8 @@ class Validator(Actor):
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.sets = [self._measured(asked) for asked in topology.sets]
         self.answers = topology.derived.val_samples
-        self.find = None if topology.reward.compares is None else Answer(topology.reward.compares).find
+        compares = topology.reward.compares
+        self.find = None if compares is None else finder(*compares)
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.
         self.interval = topology.learner.trigger.n_min if batch_varies(topology) else 0
         self.keepers = {one.name for one in topology.processes() if one.spec.serves == "validation"}
@@ -180,7 +181,7 @@ class Validator(Actor):
             total = message.metrics.get("groups_total", 0.0)
             self.groups = max(self.groups, int(total) if np.isfinite(total) else 0)
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         if self.round is None:
             return self._maybe_start()
         moved = self._dispatch_some() + self._collect()

@@ -1,10 +1,10 @@
-"""The validation hold: one word of the ring's header by which a validator pins the published policy version.
+"""The version pin: the header word `hold`, by which a validator keeps the published policy version for its round.
 
-Used by the validator (pins and unpins), the learner (waits) and the keeper (clears the hold of a dead one). Talks to
+Used by the validator (pins and unpins), the learner (waits) and the keeper (clears the pin of a dead one). Talks to
 the ring only. A module of its own because three roles share it.
 
 - The word names one life of one process: index in the process table and its epoch there. Indexes are used again, so an
-  index alone would let a hold outlive its holder.
+  index alone would let a pin outlive its process.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ INDEX_BITS = 16
 
 
 def token(ring: Ring) -> int:
-    """The word while this process holds; never 0."""
+    """The word while this process pins the version; never 0."""
     epoch = next(entry.epoch for entry in ring.processes() if entry.index == ring.index)
     return epoch << INDEX_BITS | ring.index
 
 
 def pin(ring: Ring) -> bool:
-    """Take the hold if no living process has it."""
+    """Pin the version if no living process does; False if one does."""
     seen = ring.header(HeaderWord.HOLD)
     return (not seen or is_stale(ring, seen)) and ring.cas_header(HeaderWord.HOLD, seen, token(ring))
 
 
 def unpin(ring: Ring) -> None:
-    """Give up the hold if this process has it."""
+    """End the pin if it is of this process."""
     ring.cas_header(HeaderWord.HOLD, token(ring), 0)
 
 
 def pinned_by(ring: Ring) -> int:
-    """The word of a living holder, 0 if there is none."""
+    """The word of the living process that pins the version, 0 if there is none."""
     seen = ring.header(HeaderWord.HOLD)
     return 0 if not seen or is_stale(ring, seen) else seen
 
 
 def clear_stale(ring: Ring) -> bool:
-    """Clear the hold of a dead process; True if there was one."""
+    """Clear the pin of a dead process; True if there was one."""
     seen = ring.header(HeaderWord.HOLD)
     return bool(seen) and is_stale(ring, seen) and ring.cas_header(HeaderWord.HOLD, seen, 0)
 

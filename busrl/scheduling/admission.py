@@ -105,8 +105,8 @@ class Admission:
         """
         due = int(view.due.sum())
         blocker = view.oldest_unresolved()
-        if (held := self.staleness.holds(view.oldest_step, step)).any():
-            oldest = np.argmin(np.where(held, view.oldest_step, NOT_STARTED))
+        if (too_old := self.staleness.holds(view.oldest_step, step)).any():
+            oldest = np.argmin(np.where(too_old, view.oldest_step, NOT_STARTED))
             return Room(0, "staleness", int(view.draws[oldest]))
         if self.limits.max_staleness == 0 and unpublished and not self.limits.sync:
             return Room(0, "in_flight", blocker)  # the step under way would make it too old before it is trained
@@ -269,16 +269,16 @@ class Probes:
     def on(self) -> bool:
         return self.bound > 0
 
-    def held(self, view: GroupView, next_admission: int) -> Bools:
+    def waiting(self, view: GroupView, next_admission: int) -> Bools:
         """Groups whose siblings wait."""
         if not self.on:
             return np.zeros(len(view), np.bool_)
         found: Bools = view.probing & (view.admission != UNKNOWN) & (next_admission - view.admission < self.bound)
         return found
 
-    def released(self, view: GroupView, held: Bools, idle: int) -> Bools:
-        """Those of the `held` groups that go now because `idle` rows have nothing to run."""
-        order = np.flatnonzero(held)
+    def released(self, view: GroupView, waiting: Bools, idle: int) -> Bools:
+        """Those of the `waiting` groups that go now because `idle` rows have nothing to run."""
+        order = np.flatnonzero(waiting)
         order = order[np.argsort(view.admission[order], kind="stable")]
         before = np.concatenate(([0], np.cumsum(view.due[order])))[:-1]  # members released before each
         found = np.zeros(len(view), np.bool_)

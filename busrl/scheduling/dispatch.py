@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from busrl.scheduling.lengths import Candidate, Predictor, make_predictor
 POLICIES = ("fifo", "sjf", "ljf", "adaptive")
 
 
-class Policy:
+class Policy(ABC):
     """Order of the waiting groups. The caller keeps it supplied with the oldest draws that have no fate yet.
 
     `offer` and `next` are all that an order needs. `look` before them (what is open, what workers can run) and
@@ -45,17 +46,17 @@ class Policy:
             raise ValueError(f"horizon = {horizon}: must be >= 1")
         self.horizon = horizon
 
+    @abstractmethod
     def missing(self, draws: Iterable[int]) -> list[int]:
         """Those of `draws` that do not wait here, so that only their prompts need to be read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def offer(self, candidates: Sequence[Candidate]) -> None:
         """Add waiting groups; one that is offered again (its dispatch failed) has lost nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next(self) -> Candidate | None:
         """The group to open now; it leaves the pool. None if the pool is empty."""
-        raise NotImplementedError
 
     def feedback(self, entropy: float) -> None:
         """The mean entropy of a learner's update, in the order of its steps."""
@@ -77,7 +78,7 @@ class Policy:
         """Priority of a slot with a member of this open group; larger goes first."""
         return slot_priority(admission)
 
-    def take_records(self) -> list[Open]:
+    def take_records(self) -> list[OpenGroup]:
         """What was predicted of groups that ended since the last call, and what came out."""
         return []
 
@@ -95,7 +96,7 @@ class Fifo(Policy):
         super().__init__(horizon)
         self._waiting: dict[int, Candidate] = {}
         self._draws: list[int] = []
-        self._present = Present()
+        self._present = WaitingDraws()
 
     def missing(self, draws: Iterable[int]) -> list[int]:
         return self._present.missing(draws)
@@ -121,7 +122,7 @@ BEYOND = -1
 SPARE = 1024
 
 
-class Entry:
+class WaitingGroup:
     """One waiting group. `since`: groups opened when it came within the horizon, BEYOND until then."""
 
     __slots__ = ("candidate", "predicted", "since")
@@ -147,8 +148,8 @@ class Pool:
         self.near_sum = 0.0  # of the predictions of the groups within the horizon
         self.near_count = 0
         self._reached = 0  # the limit at the last `near`
-        self._waiting: dict[int, Entry] = {}
-        self._present = Present()
+        self._waiting: dict[int, WaitingGroup] = {}
+        self._present = WaitingDraws()
         # Heaps with stale entries: one counts only while its draw waits, within the horizon.
         self._draws: list[int] = []
         self._beyond: list[int] = []
@@ -158,7 +159,7 @@ class Pool:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[WaitingGroup]:
         return iter(self._waiting.values())
 
     def missing(self, draws: Iterable[int]) -> list[int]:
@@ -169,7 +170,7 @@ class Pool:
         draw = candidate.draw
         if draw in self._waiting:
             return
-        self._waiting[draw] = Entry(candidate, predicted)
+        self._waiting[draw] = WaitingGroup(candidate, predicted)
         self._present.set(draw)
         heapq.heappush(self._draws, draw)
         heapq.heappush(self._beyond, draw)
@@ -198,18 +199,18 @@ class Pool:
                 heapq.heappush(self._best, (self._way * predicted, draw))
         return True
 
-    def first(self) -> Entry | None:
+    def first(self) -> WaitingGroup | None:
         """The entry with the smallest key within the horizon, as it was at the last `near`."""
         return self._peek(self._near)
 
-    def best(self) -> Entry | None:
+    def best(self) -> WaitingGroup | None:
         """The entry within the horizon that would be taken by length alone."""
         return self._peek(self._best)
 
-    def entry(self, draw: int) -> Entry | None:
+    def entry(self, draw: int) -> WaitingGroup | None:
         return self._waiting.get(draw)
 
-    def take(self, entry: Entry) -> int:
+    def take(self, entry: WaitingGroup) -> int:
         """Remove an entry; the number of groups that were opened since it came within the horizon."""
         draw = entry.candidate.draw
         del self._waiting[draw]
@@ -228,7 +229,7 @@ class Pool:
         self._near = _sorted(per_token * predicted + per_draw * draws, draws)
         self._best = _sorted(self._way * predicted, draws)
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: WaitingGroup) -> None:
         self.near_count -= 1
         self.near_sum = self.near_sum - entry.predicted if self.near_count else 0.0
 
@@ -240,7 +241,7 @@ class Pool:
                 entry.since = BEYOND
                 heapq.heappush(self._beyond, draw)
 
-    def _peek(self, heap: list[tuple[float, int]]) -> Entry | None:
+    def _peek(self, heap: list[tuple[float, int]]) -> WaitingGroup | None:
         while heap:
             entry = self._waiting.get(heap[0][1])
             if entry is not None and entry.since != BEYOND:
@@ -255,7 +256,7 @@ def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int
     return list(zip(keys[order].tolist(), draws[order].tolist()))
 
 
-class Present:
+class WaitingDraws:
     """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once."""
 
     def __init__(self) -> None:
@@ -302,7 +303,7 @@ UNSEEN = -1
 
 
 @dataclass(slots=True)
-class Open:
+class OpenGroup:
     """An open group: what was predicted, and what came out. Lengths in tokens.
 
     `wait`: groups opened while it waited, UNSEEN if an earlier scheduler opened it; `members`: those that finished.
@@ -428,8 +429,8 @@ class Ordered(Policy):
         self.pool = Pool(self._limit, direction)
         self.promoted = 0.0  # share of the groups opened lately that length alone would have put later
         self.tail_rows = 0  # members of long groups that run or are due
-        self._open: dict[int, Open] = {}
-        self._records: deque[Open] = deque(maxlen=RECORDS_KEPT)
+        self._open: dict[int, OpenGroup] = {}
+        self._records: deque[OpenGroup] = deque(maxlen=RECORDS_KEPT)
         self._waits: deque[int] = deque(maxlen=WAITS_KEPT)
         self._mean = 0.0
         self._observed = 0
@@ -455,7 +456,7 @@ class Ordered(Policy):
         self.promoted = RECENT * self.promoted + (1 - RECENT) * jumped
         wait = self.pool.take(entry)
         self._waits.append(wait)
-        self._opened(Open(entry.candidate, entry.predicted, wait, running=self.group_size))
+        self._opened(OpenGroup(entry.candidate, entry.predicted, wait, running=self.group_size))
         return entry.candidate
 
     def feedback(self, entropy: float) -> None:
@@ -469,7 +470,7 @@ class Ordered(Policy):
 
     def adopt(self, candidates: Sequence[Candidate]) -> None:
         for candidate, predicted in self._predicted(candidates):
-            self._opened(Open(candidate, predicted))
+            self._opened(OpenGroup(candidate, predicted))
 
     def look(self, draws: Sequence[int], running: Sequence[int], rows: int) -> None:
         now = dict(zip(draws, running))
@@ -498,7 +499,7 @@ class Ordered(Policy):
         estimate = group.estimate if group else 1.0
         return PROBE if probe else priority_by_length(self.window, self.way, admission, estimate)
 
-    def take_records(self) -> list[Open]:
+    def take_records(self) -> list[OpenGroup]:
         found = list(self._records)
         self._records.clear()
         return found
@@ -518,7 +519,7 @@ class Ordered(Policy):
     def _predicted(self, candidates: Sequence[Candidate]) -> Iterable[tuple[Candidate, float]]:
         return zip(candidates, self.predictor.predict(candidates).tolist()) if candidates else ()
 
-    def _opened(self, group: Open) -> None:
+    def _opened(self, group: OpenGroup) -> None:
         group.tail = self._is_tail(group.predicted)
         self._open[group.draw] = group
         self.tail_rows += group.running if group.tail else 0
@@ -526,7 +527,7 @@ class Ordered(Policy):
     def _limit(self, oldest: int) -> int:
         return oldest + self.horizon
 
-    def _choose(self) -> Entry:
+    def _choose(self) -> WaitingGroup:
         entry = self.pool.first()
         assert entry is not None, "within the horizon there is always the oldest draw"
         return entry
@@ -610,14 +611,14 @@ class Adaptive(Ordered):
         # The order inside a round changes when it ends, not what is learned from it: no aging, always full strength.
         return (-1.0, 0.0) if self.round_groups else super()._scale()
 
-    def _choose(self) -> Entry:
+    def _choose(self) -> WaitingGroup:
         if self.tail_rows + self.group_size <= self.tail_share * self.rows:
             entry = self._oldest_long()
             if entry is not None:
                 return entry
         return super()._choose()
 
-    def _oldest_long(self) -> Entry | None:
+    def _oldest_long(self) -> WaitingGroup | None:
         while self._tail:
             entry = self.pool.entry(self._tail[0])
             if entry is not None:
@@ -628,7 +629,7 @@ class Adaptive(Ordered):
     def _is_tail(self, predicted: float) -> bool:
         return predicted > self._long
 
-    def _learn_tail(self, entries: Sequence[Entry]) -> None:
+    def _learn_tail(self, entries: Sequence[WaitingGroup]) -> None:
         """Take predictions into the quantile, and the draws of the long ones into the heap."""
         self._offered.extend(entry.predicted for entry in entries)
         self._fresh += len(entries)

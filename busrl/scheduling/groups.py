@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.scheduling.limits import least_survivors
-from busrl.states import ACCIDENTS, VALIDATE_BIT, Fate, SampleClass, State
+from busrl.states import ACCIDENTS, VALIDATE_BIT, Fate, SampleClass, State, uid_of
 
 Lines = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
@@ -321,10 +321,6 @@ def in_a_row(todo: Iterable[Todo]) -> Iterator[tuple[Todo, int]]:
     for _, run in runs:
         first, *rest = (one for _, one in run)
         yield first, 1 + len(rest)
-
-
-def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
-    return (draw * 2 + attempt) * group_size + member
 
 
 def slot_priority(admission: int) -> int:

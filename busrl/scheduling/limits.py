@@ -67,8 +67,8 @@ class AdmissionLimits:
     def problems(self) -> list[str]:
         """Rules that these numbers break; a run must not start with any."""
         found = []
-        if self.n_min < 1 or self.group_size < 2:
-            found.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1 and >= 2")
+        if self.n_min < 1 or self.group_size < 1:
+            found.append(f"n_min = {self.n_min}, groups.size = {self.group_size}: must be >= 1")
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
             found.append(f"n_lo <= n_min <= n_hi <= B does not hold: {self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}")
         if self.window and self.window > min(self.B, self.W):
@@ -158,8 +158,8 @@ def oldest_age(admitted: int, window: int, n_lo: int) -> int:
 
 
 def least_survivors(group_size: int) -> int:
-    """g_min: members that must have survived for a group to be trained."""
-    return max(2, math.ceil(0.75 * group_size))
+    """g_min: members that must have survived for a group to be trained; at least 2 of several are compared."""
+    return min(group_size, max(2, math.ceil(0.75 * group_size)))
 
 
 def least_staleness(n_lo: int, n_hi: int) -> int:

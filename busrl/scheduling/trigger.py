@@ -40,7 +40,7 @@ class Window:
     waiting: int
 
 
-def look(admission: Ints, ready: Bools, width: int, limit: int) -> Window:
+def window_of_ready(admission: Ints, ready: Bools, width: int, limit: int) -> Window:
     """Choose up to `limit` ready groups among those neither claimed nor set aside, oldest first.
 
     The window is the `width` admission indices from the oldest group that is not ready (the anchor), so that answers
@@ -82,19 +82,13 @@ class Trigger:
     """
 
     def __init__(
-        self, n_min: int, n_floor: int = 0, t_max_s: float = math.inf, *, sync: bool = False, count_ended: bool = False
+        self, n_min: int, n_floor: int = 1, t_max_s: float = math.inf, *, sync: bool = False, count_ended: bool = False
     ) -> None:
-        if n_min < 1 or n_floor < 0 or t_max_s <= 0:
-            raise ValueError(f"n_min = {n_min}, n_floor = {n_floor}, t_max_s = {t_max_s}: must be >= 1, >= 0 and > 0")
-        self.n_min, self.t_max_s, self.sync = n_min, t_max_s, sync
+        if n_min < 1 or n_floor < 1 or t_max_s <= 0:
+            raise ValueError(f"n_min = {n_min}, n_floor = {n_floor}, t_max_s = {t_max_s}: must be >= 1, >= 1 and > 0")
+        self.n_min, self.n_floor, self.t_max_s, self.sync = n_min, n_floor, t_max_s, sync
         self.count_ended = count_ended
-        self._floor = n_floor
         self._since: float | None = None
-
-    @property
-    def n_floor(self) -> int:
-        """Fewest groups that a step by time may have."""
-        return self._floor or min(self.n_min, max(4, self.n_min // 4))
 
     def set(self, n_min: int, t_max_s: float) -> None:
         """New thresholds, between two steps."""
@@ -178,8 +172,16 @@ Action = SetAside | Claim | Fire | Wait
 class LearnerPlan:
     """Pure: its state is the trigger's clock. Call `decide` whenever something changed."""
 
-    def __init__(self, limits: AdmissionLimits, trigger: Trigger, staleness: Staleness, *, streaming: bool) -> None:
+    def __init__(
+        self, limits: AdmissionLimits, trigger: Trigger, staleness: Staleness, *, streaming: bool,
+        trains_flat: bool = False,
+    ) -> None:
+        """`trains_flat`: groups whose rewards are all equal are trained like any other."""
         self.limits, self.trigger, self.staleness, self.streaming = limits, trigger, staleness, streaming
+        self.trains_flat = trains_flat
+
+    def _flat(self, view: GroupView) -> Bools:
+        return np.zeros(len(view), np.bool_) if self.trains_flat else view.flat
 
     def decide(
         self, view: GroupView, claimed: Sequence[int], *, step: int, now: float, next_admission: int = 0,
@@ -194,7 +196,7 @@ class LearnerPlan:
         """
         asides, active = self._set_aside(view, claimed, step)
         counted = len(claimed) + (aside + len(asides) if self.trigger.count_ended else 0)
-        seen = _Seen(view, active)
+        seen = _Seen(view, active, self._flat(view))
         fresh, blocker = self._choose(seen, len(claimed), counted, step)
         cause = self.trigger.cause(
             len(claimed) + len(fresh), now, counted=counted + len(fresh),
@@ -213,13 +215,14 @@ class LearnerPlan:
         active = (view.admission != UNKNOWN) & ~np.isin(view.draws, np.fromiter(claimed, np.int64, len(claimed)))
         active &= ~view.resolved | (view.survivors > 0)
         old = self.staleness.too_old(view.oldest_step, step) & (self.staleness.over_age == "drop")
-        gone = active & view.resolved & (view.training == 0) & (~view.usable | view.flat | old)
-        return [SetAside(int(view.draws[i]), _fate(view, int(i))) for i in np.flatnonzero(gone)], active & ~gone
+        flat = self._flat(view)
+        gone = active & view.resolved & (view.training == 0) & (~view.usable | flat | old)
+        return [SetAside(int(view.draws[i]), _fate(view, int(i), flat)) for i in np.flatnonzero(gone)], active & ~gone
 
     def _choose(self, seen: _Seen, claimed: int, counted: int, step: int) -> tuple[list[int], int | None]:
         """Groups to add to the step, and the one that the step would leave too old, if any (both as draws)."""
         limit = self.limits.B if self.limits.sync else max(0 if claimed else 1, self.trigger.n_min - counted)
-        window = look(seen.admission, seen.ready, self.limits.W, limit)
+        window = window_of_ready(seen.admission, seen.ready, self.limits.W, limit)
         late = self.staleness.would_outlive(seen.oldest_step, step)
         urgent = window.inside[late[window.inside]]
         chosen = list(dict.fromkeys([*window.chosen.tolist(), *urgent.tolist()]))
@@ -241,29 +244,29 @@ class LearnerPlan:
     def _wait(self, seen: _Seen, groups: int, blocker: int | None) -> Wait:
         if blocker is not None and groups >= self.trigger.n_min:
             return Wait("staleness", blocker)
-        window = look(seen.admission, seen.ready, self.limits.W, self.limits.B)
+        window = window_of_ready(seen.admission, seen.ready, self.limits.W, self.limits.B)
         if window.anchor is None:
             return Wait("round" if self.limits.sync and groups else "groups" if groups else "admission")
         reason = "window" if window.waiting else "round" if self.limits.sync else "groups"
         return Wait(reason, int(seen.draws[window.anchor]))
 
 
-def _fate(view: GroupView, i: int) -> str:
+def _fate(view: GroupView, i: int, flat: Bools) -> str:
     """Why group i is set aside: the reason that a killed learner already gave to some of it, else what it is."""
     begun = int(view.closed_by[i])
     if begun in RULES:
         return chr(begun)
-    return (Fate.INCOMPLETE if not view.usable[i] else Fate.FLAT if view.flat[i] else Fate.OLD).letter
+    return (Fate.INCOMPLETE if not view.usable[i] else Fate.FLAT if flat[i] else Fate.OLD).letter
 
 
 class _Seen:
     """The groups in play, without those set aside or claimed. Ready: resolved, usable, not flat, and claimed by no
     learner (a dead one's claims come back by reaping)."""
 
-    def __init__(self, view: GroupView, active: Bools) -> None:
+    def __init__(self, view: GroupView, active: Bools, flat: Bools) -> None:
         at = np.flatnonzero(active)
         self.draws, self.admission, self.oldest_step = view.draws[at], view.admission[at], view.oldest_step[at]
-        self.ready: Bools = (view.usable & ~view.flat & (view.training == 0))[at]
+        self.ready: Bools = (view.usable & ~flat & (view.training == 0))[at]
 
 
 def publication_is_due(unpublished: int, step: int, *, n_min: int, admitted: int, publish_every: int) -> bool:

@@ -19,12 +19,12 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.config.schema import Simulate
 from busrl.scheduling.admission import ages
-from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView, uid_of
+from busrl.scheduling.groups import DISPATCHED, FREE, GENERATING, QUEUED, REWARDED, TRAINING, GroupView
 from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.segments import SegmentPlan
 from busrl.scheduling.trigger import Claim, Fire, LearnerPlan, SetAside, Wait, publication_is_due
 from busrl.simulate.figures import Counts, StepRow
-from busrl.states import Fate
+from busrl.states import Fate, uid_of
 
 # -- service times -------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class SimRing:
         self.uid, self.admission, self.step = self.lines["uid"], self.lines["admission"], self.lines["step"]
         self.free = list(range(slots - 1, -1, -1))
         self.queue: list[tuple[int, int, int]] = []  # (less its priority, when it came, slot)
-        self.held: list[tuple[int, int, int]] = []  # those that are QUEUED and may not be taken yet
+        self.blocked: list[tuple[int, int, int]] = []  # those that are QUEUED and may not be taken yet
         self.priority = [0] * slots
         self.changes = 0
         self._order = 0
@@ -133,8 +133,8 @@ class SimRing:
 
     def allow(self, slots: npt.NDArray[np.bool_]) -> None:
         """Those of the slots (a mask of all) that are held may be taken from now on."""
-        self.queue += [one for one in self.held if slots[one[2]]]
-        self.held = [one for one in self.held if not slots[one[2]]]
+        self.queue += [one for one in self.blocked if slots[one[2]]]
+        self.blocked = [one for one in self.blocked if not slots[one[2]]]
         heapq.heapify(self.queue)
 
     def move(self, slots: int | Sequence[int], state: int) -> None:
@@ -155,7 +155,7 @@ class SimRing:
 
     def _wait(self, slot: int, ahead: int, hold: bool) -> None:
         self._order += 1
-        heapq.heappush(self.held if hold else self.queue, (-self.priority[slot] - ahead, self._order, slot))
+        heapq.heappush(self.blocked if hold else self.queue, (-self.priority[slot] - ahead, self._order, slot))
 
     def _reserve(self, upto: int) -> None:
         if upto > len(self.fates):
@@ -368,7 +368,7 @@ def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
 # -- the learner ---------------------------------------------------------------------------------------------
 
 @dataclass
-class Group:
+class SimulatedGroup:
     candidate: Candidate
     lengths: tuple[int, ...]
     rewards: tuple[float, ...]
@@ -398,7 +398,7 @@ class Learner:
     ring: SimRing
     counts: Counts
     paces: Iterator[float]
-    groups: dict[int, Group]
+    groups: dict[int, SimulatedGroup]
     pace: float = 1.0  # factor on the work of the step that fills up now
     step: int = 0
     unpublished: int = 0

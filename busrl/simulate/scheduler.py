@@ -3,7 +3,7 @@
 Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, called in
 its order. It takes no time; `world` decides when it looks. Knows nothing of actors, rewards or events.
 
-- Members of open groups (siblings of probes) go before new groups, and those held for a probe come last, if rows idle.
+- Members of open groups (siblings of probes) go before new groups; those that wait for a probe come last, if rows idle.
 - No process dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
 - A finished answer is given to the policy alone, which hands it on to the predictor.
 """
@@ -23,7 +23,7 @@ from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
-from busrl.simulate.actors import Group, Learner, SimRing
+from busrl.simulate.actors import Learner, SimRing, SimulatedGroup
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
 
@@ -107,7 +107,7 @@ class Scheduler:
         self.feed = Feed(topology, answers, oracle)
         self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = Waves.of(self.limits)
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, SimulatedGroup] = {}
         slots = topology.derived.train_slots
         self.of: list[tuple[int, int]] = [(-1, -1)] * slots  # slot -> draw, member
         self.to_make: list[int] = [0] * slots  # slot -> tokens still to be generated
@@ -123,10 +123,10 @@ class Scheduler:
         self.feed.look(view, self.rows)
         if not self.probes.on:
             return self._open_new(view, learner, now)
-        held = self.probes.held(view, self.next_admission)
-        sent = self._finish_open(view, ~held) + self._open_new(view, learner, now)
+        waiting = self.probes.waiting(view, self.next_admission)
+        sent = self._finish_open(view, ~waiting) + self._open_new(view, learner, now)
         idle = self.rows - view.generating - view.queued - sent
-        return sent + self._finish_open(view, self.probes.released(view, held, idle))
+        return sent + self._finish_open(view, self.probes.released(view, waiting, idle))
 
     def wave_over(self, view: GroupView) -> bool | None:
         """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
@@ -167,7 +167,7 @@ class Scheduler:
         task: TracedPrompt | None = self.answers.prompt(draw)
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
-        self.groups[draw] = Group(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
+        self.groups[draw] = SimulatedGroup(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
         return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))

@@ -182,3 +182,29 @@ def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device)
         mask=placed(numbered(counts) >= context[rows], torch.bool) if context.any() else None,
         uids=[sample.uid for sample in samples],
     )
+
+
+# -- rounds of several ranks ------------------------------------------------------------
+
+Round = list[list[int]]  # of each rank the positions of its samples
+
+
+def rounds_of(lengths: Sequence[int], ranks: int, budget: int, quadratic: float = 0.0) -> list[Round]:
+    """Every position once, the longest first to the rank that has the least to do, at most `budget` tokens per rank and
+    round; a single longer one is a share by itself. `quadratic`: cost of a token per token before it, in tokens.
+    """
+    rounds, left = [], sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
+    while left:
+        shares: Round = [[] for _ in range(ranks)]
+        loads, costs, later = [0] * ranks, [0.0] * ranks, []
+        for at in left:
+            length, rank = lengths[at], min(range(ranks), key=costs.__getitem__)
+            if loads[rank] and loads[rank] + length > budget:
+                later.append(at)
+                continue
+            shares[rank].append(at)
+            loads[rank] += length
+            costs[rank] += length + quadratic * length * length
+        rounds.append([sorted(share) for share in shares])
+        left = later
+    return rounds

@@ -1,11 +1,13 @@
-"""Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder, the optimiser, random state
-and meta; and directories that appear whole or not at all.
+"""Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder and the optimiser in a file, or
+both in shards; random state and meta; and directories that appear whole or not at all.
 
 Written and read by the learner, and by transports that publish folders. Talks to the file system and to the model's own
-save function; knows nothing of ledgers: the learner adds its files (the trained set) through `extras`.
+save function; knows nothing of the log: the learner adds its files (the trained set) through `extras`.
 
 - A checkpoint is there whole or not at all; `files.json` lists every file with size and CRC-32. One that does not match
   is torn: it is skipped with a warning and never removed, and an older one is used.
+- One in shards (`shards/`, docs/operating.md) is written while training goes on and is there from its commit on; its
+  `model/` has everything but the weights. Whoever reads checkpoints reads both kinds.
 - The newest `keep_last` whole ones are kept; older ones go only after the new one is on disk.
 - Nothing in it is a pickle that could run code: tensors are read with `weights_only=True`.
 """
@@ -24,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from busrl import device
 from busrl.errors import DiskFull
 from busrl.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
 from busrl.ledger.trained import checkpoints_of, step_of
+from busrl.training.shards import FOLDER, REST, Shards, wait
 
 # -- directories that appear whole or not at all ----------------------------------
 
@@ -105,6 +109,7 @@ def sync_tree(root: Path, moved: Callable[[], None] = lambda: None) -> None:
 
 log = logging.getLogger(__name__)
 
+WEIGHTS = "weights."  # what the names of a model's tensors in shards begin with
 META, OPTIMIZER, RANDOM, FILES, MODEL = "meta.json", "optimizer.pt", "random.json", "files.json", "model"
 OS_ERROR = re.compile(r"os error (\d+)")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trained ones replace them
@@ -123,6 +128,11 @@ class Checkpoint:
         """The Hugging Face folder of the weights, to be given to `model.load`."""
         return self.path / MODEL
 
+    @property
+    def sharded(self) -> bool:
+        """Whether weights and optimiser are in shards, and `model` has no weights."""
+        return is_sharded(self.path)
+
     def optimizer_state(self) -> dict[str, Any]:
         """For `Trainer.load_optimizer_state`."""
         state: dict[str, Any] = torch.load(self.path / OPTIMIZER, map_location="cpu", weights_only=True)
@@ -134,6 +144,11 @@ class Checkpoint:
         torch.set_rng_state(_tensor(saved["torch"]))
         if where is not None and where.type in saved:
             device.restore_random(where, _tensor(saved[where.type]))
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Whether its weights and optimiser are in shards."""
+    return (checkpoint / FOLDER).is_dir()
 
 
 def save(
@@ -157,13 +172,88 @@ def save(
         moved()
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
         moved()
-        (directory / RANDOM).write_text(json.dumps(_random(where)))
-        (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
+        _describe(directory, step, meta, where)
         extras(directory)
         (directory / FILES).write_text(json.dumps(_listing(directory, moved), indent=1))
+    _thin_out(root, keep_last)
+    return Checkpoint(final, step, {**meta, "step": step})
+
+
+def _describe(directory: Path, step: int, meta: Mapping[str, Any], where: torch.device | None) -> None:
+    (directory / RANDOM).write_text(json.dumps(_random(where)))
+    (directory / META).write_text(json.dumps({**meta, "step": step}, indent=1))
+
+
+def _thin_out(root: Path, keep_last: int) -> None:
     for old in checkpoints_of(root)[keep_last:]:
         _delete(old)
-    return Checkpoint(final, step, {**meta, "step": step})
+
+
+class Pending:
+    """A checkpoint in shards that is being written: `commit` makes it one, `leave` gives it up.
+
+    Small files are written at once; `trainer.save(directory)` begins to write the shards and gives what has `ready`,
+    `entries` and `leave`. The other arguments are those of `save`.
+    """
+
+    def __init__(
+        self, root: Path, step: int, *, trainer: Any, meta: Mapping[str, Any], source: Path | None,
+        extras: Callable[[Path], None], keep_last: int, moved: Callable[[], None], where: torch.device | None,
+    ) -> None:
+        self.step, self._meta, self._final = step, dict(meta), root / f"global_step_{step}"
+        self._keep_last, self._moved = keep_last, moved
+        with contextlib.ExitStack() as stack:
+            self.directory = stack.enter_context(whole_directory(self._final, moved))
+            _write_shell(trainer.model, self.directory / MODEL, source)
+            _describe(self.directory, step, meta, where)
+            extras(self.directory)
+            self.saving = trainer.save(self.directory)
+            self._stack = stack.pop_all()
+
+    def ready(self) -> bool:
+        """Whether `commit` would not wait."""
+        found: bool = self.saving.ready()
+        return found
+
+    def commit(self, limit_s: float = 600.0) -> Checkpoint:
+        """Wait for all shards; then it is there, and old ones go. DiskFull or WriteFailed with nothing left of it, and
+        RankLost if one takes longer than the limit."""
+        with self._stack:
+            try:
+                wait(self.saving, limit_s, self._moved)
+                shards = self.saving.entries()
+            except BaseException:
+                self.saving.leave()
+                raise
+            rest = _listing(self.directory, self._moved, shards)
+            (self.directory / FILES).write_text(json.dumps({**rest, **shards}, indent=1))
+        _thin_out(self._final.parent, self._keep_last)
+        return Checkpoint(self._final, self.step, {**self._meta, "step": self.step})
+
+    def leave(self) -> None:
+        """Nothing of it is left."""
+        with contextlib.suppress(_GivenUp), self._stack:
+            self.saving.leave()
+            raise _GivenUp
+
+
+class _GivenUp(Exception):
+    pass
+
+
+def _write_shell(model: Any, folder: Path, source: Path | None) -> None:
+    """A Hugging Face folder without its weights."""
+    model.config.save_pretrained(str(folder))
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(str(folder))
+    _copy_rest(source, folder)
+
+
+def _copy_rest(source: Path | None, folder: Path) -> None:
+    """What belongs to a model and is none of its weights: the tokenizer, templates."""
+    for path in source.iterdir() if source is not None else ():
+        if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _random(where: torch.device | None) -> dict[str, str]:
@@ -177,11 +267,14 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None) -> None:
+def export(
+    model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None, buffered: bool = True
+) -> None:
     """A Hugging Face folder of the model, or of its architecture with the weights `named`, in their number type; with
-    its tokenizer."""
+    its tokenizer. `buffered`: the model's own buffers belong to them."""
     try:
-        more = {} if named is None else {"state_dict": {**_buffers(model), **named}}
+        named = None if named is None else dict(named)  # each is made when it is asked for, perhaps
+        more = {} if named is None else {"state_dict": {**(buffers(model) if buffered else {}), **named}}
         model.save_pretrained(str(folder), **more)
         if named is not None:
             _name_type(folder / "config.json", named)
@@ -191,27 +284,18 @@ def export(model: Any, folder: Path, source: Path | None, named: Mapping[str, An
         if number is None or isinstance(error, OSError):
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
-    if source is None:
-        return
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(NOT_COPIED) and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
+    _copy_rest(source, folder)
 
 
-def copy_model(model: Path, out: Path, dtype: str = "") -> None:
-    """The files of a Hugging Face folder in a new one, which is there whole or not at all; nothing is overwritten.
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "") -> None:
+    """The model of a checkpoint as a new Hugging Face folder, which is there whole or not at all; nothing is
+    overwritten.
 
-    `dtype`: torch's name of what its weights become, a file at a time; empty: they stay as they are.
+    `dtype`: torch's name of what its weights become; empty: that in which the run published them.
     """
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        for path in sorted(path for path in model.iterdir() if path.is_file()):
-            if path.suffix == ".safetensors" and dtype:
-                _cast(path, temporary / path.name, getattr(torch, dtype))
-            else:
-                shutil.copyfile(path, temporary / path.name)
-        if dtype:
-            _write_type(temporary / "config.json", dtype)
+        (_put_together if is_sharded(checkpoint) else _copied)(checkpoint, temporary, dtype)
         temporary.chmod(0o777 & ~_umask())
         sync_tree(temporary)
         os.rename(temporary, out)
@@ -221,6 +305,34 @@ def copy_model(model: Path, out: Path, dtype: str = "") -> None:
         if isinstance(error, OSError) and error.errno in FULL:
             raise DiskFull(f"{out}: {error.strerror} while it was written; nothing of it is left; make room") from error
         raise
+
+
+def _copied(checkpoint: Path, folder: Path, dtype: str) -> None:
+    """A file at a time."""
+    for path in sorted(path for path in (checkpoint / MODEL).iterdir() if path.is_file()):
+        if path.suffix == ".safetensors" and dtype:
+            _cast(path, folder / path.name, getattr(torch, dtype))
+        else:
+            shutil.copyfile(path, folder / path.name)
+    if dtype:
+        _write_type(folder / "config.json", dtype)
+
+
+def _put_together(checkpoint: Path, folder: Path, dtype: str) -> None:
+    """The weights of all shards, all of them in memory in their number type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # it has no type hints
+    meta = json.loads((checkpoint / META).read_text())
+    wanted, found = getattr(torch, dtype or meta.get("dtype", "float32")), Shards(checkpoint)
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(str(checkpoint / MODEL), local_files_only=True)
+        model = auto.from_config(config, dtype=wanted)
+    named = {}
+    for name in found.names(WEIGHTS):
+        tensor = found.whole(f"{WEIGHTS}{name}")
+        named[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
+    export(model, folder, checkpoint / MODEL, named, buffered=False)
 
 
 def _umask() -> int:
@@ -249,16 +361,20 @@ def _write_type(config: Path, name: str) -> None:
     config.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
 
 
-def _buffers(model: Any) -> dict[str, Any]:
+def buffers(model: Any) -> dict[str, Any]:
     """What belongs to a model's state and is no parameter."""
     kept = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def _listing(directory: Path, moved: Callable[[], None]) -> dict[str, list[int]]:
-    listed = {}
+def _listing(
+    directory: Path, moved: Callable[[], None], known: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, list[int]]:
+    """Of all files but those that are known."""
+    listed: dict[str, list[int]] = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
-        listed.update(listing(directory, [path]))
+        if str(path.relative_to(directory)) not in known:
+            listed.update(listing(directory, [path]))
         moved()
     return listed
 
@@ -283,4 +399,5 @@ def fault_of(path: Path) -> str | None:
             return fault
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{FILES} cannot be read: {error}"
-    return next((f"{name} is not listed" for name in (META, OPTIMIZER, RANDOM) if name not in listed), None)
+    needed = (META, RANDOM, f"{FOLDER}/{REST}" if is_sharded(path) else OPTIMIZER)
+    return next((f"{name} is not listed" for name in needed if name not in listed), None)

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,6 @@ from busrl.training import optimizers
 
 LOSS, ADVANTAGE, METRICS = "learner.loss", "learner.advantage", "learner.metrics"
 TRIAL_S = 90  # to load and try all of them; the process that asked has given up before
-
-# The trained samples of a step, whole groups one after the other, and the step's line of metrics.jsonl -> numbers.
-Metric = Callable[[Sequence[SampleRecord], Mapping[str, Any]], Mapping[str, float]]
 
 
 class _Checked:
@@ -55,23 +53,52 @@ class _Checked:
         return FunctionRefused(f"{self.named}: it {what}; {remedy}")
 
 
-def load_loss(target: str) -> LossFunction:
-    """The loss of that name, or that of an import path."""
-    if ":" not in target:
-        return losses.LOSSES[target]
-    own = _Checked(LOSS, target)
+USES = ("prox", "entropy", "reference", "teacher")  # what a loss may say that it reads, besides what is always there
 
-    def loss(inputs: LossInputs, settings: LossSettings) -> Tensor:
-        found = own.call(inputs, settings)
+
+class OwnLoss(_Checked):
+    """A loss of the user's. Its attribute `streamable` (False) says that a sample's losses depend on no other sample,
+    `uses` what of USES it reads; left out, it gets what there is."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(LOSS, target)
+        self.streamable = getattr(self.function, "streamable", False)
+        self.uses = getattr(self.function, "uses", None)
+        if not isinstance(self.streamable, bool):
+            raise self.refuse(f"has streamable = {self.streamable!r}", "set it to True or False")
+        named = () if self.uses is None else self.uses
+        if isinstance(named, str) or not set(named) <= set(USES):
+            raise self.refuse(f"has uses = {named!r}", f"set it to a tuple of some of {', '.join(USES)}")
+
+    def reads(self, name: str) -> bool:
+        """Whether it says that it reads that."""
+        return self.uses is not None and name in self.uses
+
+    def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
+        found = self.call(self._shown(inputs), settings)
         shape = tuple(inputs.trainer_logprobs.shape)
         if not isinstance(found, Tensor) or tuple(found.shape) != shape:
             what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise own.refuse(f"returned {what}", f"return a tensor of shape {shape}: one loss per token, not averaged")
+            raise self.refuse(f"returned {what}", f"return a tensor of shape {shape}: one loss per token, not averaged")
         if not found.requires_grad:
-            raise own.refuse("returned a loss without gradient", "compute it from inputs.trainer_logprobs")
+            raise self.refuse("returned a loss without gradient", "compute it from inputs.trainer_logprobs")
         return found
 
-    return loss
+    def _shown(self, inputs: LossInputs) -> LossInputs:
+        """Without what it says that it does not read."""
+        if self.uses is None:
+            return inputs
+        return replace(
+            inputs, entropy=inputs.entropy if "entropy" in self.uses else None,
+            reference_logprobs=inputs.reference_logprobs if "reference" in self.uses else None,
+            teacher_logprobs=inputs.teacher_logprobs if "teacher" in self.uses else None,
+            student_logprobs=inputs.student_logprobs if "teacher" in self.uses else None,
+        )
+
+
+def load_loss(target: str) -> LossFunction:
+    """The loss of that name, or that of an import path."""
+    return losses.LOSSES[target] if ":" not in target else OwnLoss(target)
 
 
 def load_estimator(target: str) -> AdvantageEstimator:
@@ -96,7 +123,8 @@ def load_estimator(target: str) -> AdvantageEstimator:
 
 
 class Metrics:
-    """The user's metrics of a run."""
+    """The user's metrics of a run: functions of a step's trained samples and its line of metrics.jsonl, which give
+    numbers by name."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._own = [_Checked(METRICS, target) for target in targets]
@@ -127,31 +155,94 @@ def _numbers(own: _Checked, found: Any) -> dict[str, float]:
 # -- the trial of `busrl check` -----------------------------------------------
 
 
+ROWS, HIDDEN = (4, 3, 5), (1, 0, 2)  # trained tokens of the samples of the trial, and masked ones behind them
+
+
 def try_loss(target: str) -> None:
-    """FunctionRefused if it cannot be loaded or breaks its contract on tokens of three samples, one of them masked."""
-    loss, mask = load_loss(target), torch.tensor([True, True, True, False, True, True])
-    for trained in (None, mask):
-        logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1, -3.0, -0.7], requires_grad=True)
-        recorded = torch.tensor([-0.6, -0.9, -2.0, -0.2, -2.0, -0.7])
-        inputs = LossInputs(
-            logprobs, recorded, logprobs.detach(), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.5, 0.5]), trained,
-            samples=torch.tensor([0, 0, 1, 1, 2, 2]), policy_versions=torch.tensor([3, 3, 2, 3, 3, 3]),
-            ages=torch.tensor([0, 0, 1, 0, 0, 0]), lengths=torch.tensor([2, 2 if trained is None else 1, 2]),
-            entropy=torch.tensor([0.4, 0.9, 1.1, 0.2, 1.5, 0.6], requires_grad=True),
-        )
-        found = losses.per_token(loss, inputs, LossSettings())
-        found.sum().backward()  # type: ignore[no-untyped-call]
-        gradient = logprobs.grad
-        if not found.isfinite().all() or gradient is None or not gradient.isfinite().all():
-            what = f"the loss {found.tolist()} with the gradient {gradient}"
-            raise FunctionRefused(f"{LOSS} = {target!r}: it gave {what} for {inputs}; both must be finite")
+    """FunctionRefused if it cannot be loaded or breaks its contract on random tokens of three samples: a finite loss
+    and gradient of the right shape, the same at each call, without influence of masked tokens, and of other samples
+    where it says that it is streamable."""
+    loss = load_loss(target)
+    assert isinstance(loss, OwnLoss)
+    for seed in range(3):
+        whole = _random_tokens(seed)
+        assert whole.mask is not None and whole.samples is not None
+        found = _losses(loss, whole)
+        _same(loss, found, _losses(loss, whole), "another call", "compute it from its arguments alone, or seed it")
+        with_others, alone = found[:, whole.mask], _losses(loss, _part(whole, whole.mask))
+        remedy = "masked tokens must have no influence: weight by inputs.mask, and count with inputs.lengths"
+        _same(loss, with_others, alone, "the masked tokens taken away", remedy)
+        for sample in range(len(ROWS)) if loss.streamable else ():
+            own = whole.samples == sample
+            remedy = "a loss that depends on other samples is not streamable: leave streamable = True away"
+            _same(loss, found[:, own], _losses(loss, _part(whole, own)), "the other samples taken away", remedy)
+
+
+def _random_tokens(seed: int) -> LossInputs:
+    random = torch.Generator().manual_seed(seed)
+    counts = torch.tensor(ROWS) + torch.tensor(HIDDEN)
+    samples = torch.arange(len(ROWS)).repeat_interleave(counts)
+    size = len(samples)
+    place = torch.cat([torch.arange(count) for count in counts.tolist()])
+
+    def drawn(*shape: int) -> Tensor:
+        return -3 * torch.rand(*(shape or (size,)), generator=random) - 0.05
+
+    worth = torch.randn(len(ROWS), generator=random)[samples]
+    return LossInputs(
+        drawn(), drawn(), drawn(), worth, place < torch.tensor(ROWS)[samples],
+        samples=samples, policy_versions=torch.randint(2, 4, (size,), generator=random), entropy=-drawn(),
+        ages=torch.randint(0, 2, (size,), generator=random), lengths=torch.tensor(ROWS), reference_logprobs=drawn(),
+        teacher_logprobs=drawn(size, 2) - 1, student_logprobs=drawn(size, 2) - 1,
+    )
+
+
+def _part(tokens: LossInputs, kept: Tensor) -> LossInputs:
+    """Some of the tokens as a micro-batch of their own."""
+    assert tokens.samples is not None and tokens.mask is not None
+    fields = {name: one[kept] for name, one in vars(tokens).items() if name != "lengths" and one is not None}
+    _, samples = fields["samples"].unique(return_inverse=True)
+    mask = fields["mask"]
+    lengths = torch.bincount(samples[mask], minlength=int(samples.max()) + 1)
+    return LossInputs(**{**fields, "samples": samples, "lengths": lengths, "mask": None if bool(mask.all()) else mask})
+
+
+def _losses(own: OwnLoss, tokens: LossInputs) -> Tensor:
+    """Loss and gradient of each token, [2, tokens]; FunctionRefused if one of them is not finite."""
+    leaves = {name: getattr(tokens, name).clone().requires_grad_() for name in ("trainer_logprobs", "entropy")}
+    inputs = replace(tokens, **leaves)
+    found = losses.per_token(own, inputs, LossSettings())
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    gradient = leaves["trainer_logprobs"].grad
+    gradient = torch.zeros_like(found) if gradient is None else gradient
+    both = torch.stack([found.detach(), gradient])
+    if not both.isfinite().all():
+        what = f"gave the loss {found.tolist()} with the gradient {gradient.tolist()} for {inputs}"
+        raise own.refuse(what, "both must be finite for every token")
+    return both
+
+
+def _same(own: OwnLoss, one: Tensor, other: Tensor, how: str, remedy: str) -> None:
+    wrong = ((one - other).abs() > 1e-5 + 1e-4 * one.abs()).nonzero()
+    if len(wrong):
+        kind, token = wrong[0].tolist()
+        what = ("loss", "gradient")[kind]
+        values = f"{float(one[kind, token]):.6g} and, with {how}, {float(other[kind, token]):.6g}"
+        raise own.refuse(f"gave a token the {what} {values}", remedy)
 
 
 def try_estimator(target: str) -> None:
-    """FunctionRefused if it cannot be loaded, or breaks its contract on a group of four and on one of two."""
-    estimator = load_estimator(target)
-    estimator([1.0, 0.0, 0.0, 0.5], [3, 7, 1, 4])
-    estimator([0.0, 1.0], [1, 2])
+    """FunctionRefused if it cannot be loaded, or breaks its contract on a few groups of 2 to 16."""
+    estimator, random = load_estimator(target), np.random.default_rng(0)
+    groups = [([1.0, 0.0, 0.0, 0.5], [3, 7, 1, 4]), ([0.0, 1.0], [1, 2])]
+    groups += [(random.normal(size=size).tolist(), random.integers(1, 9, size).tolist()) for size in (2, 3, 8, 16)]
+    for rewards, lengths in groups:
+        one, other = (list(estimator(list(rewards), list(lengths))) for _ in range(2))
+        if one != other:
+            raise FunctionRefused(
+                f"{ADVANTAGE} = {target!r}: for the rewards {rewards} it returned {one} and, at another call, {other}; "
+                "compute it from its arguments alone: a step of the log is trained again with the same numbers"
+            )
 
 
 def try_metric(target: str) -> None:
@@ -175,10 +266,13 @@ def _sample(member: int, length: int) -> SampleRecord:
 
 
 def try_optimizer(asked: str) -> None:
-    """FunctionRefused if the optimiser described by a JSON map (`target`, `options`, and the keys of AdamW) cannot be
-    used; `optimizers.try_optimizer` says what is tried."""
+    """FunctionRefused if the optimiser described by a JSON map (`target`, `options`, the keys of AdamW, and whether it
+    updates `parts` on several ranks) cannot be used; `optimizers.try_optimizer` says what is tried."""
     own = json.loads(asked)
-    optimizers.try_optimizer(own.pop("target"), own, own.pop("options"))
+    target, options, parts = own.pop("target"), own.pop("options"), own.pop("parts", False)
+    optimizers.try_optimizer(target, own, options)
+    if parts:
+        optimizers.require_elementwise(target, own, options)
 
 
 TRIALS: dict[str, Callable[[str], None]] = {

@@ -13,6 +13,7 @@ Face model or its decoder. Knows nothing of losses.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from busrl.errors import ModelNotLoaded
+from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
 from busrl.training.batch import Flat, Sample, flatten, join, pad
 from busrl.training.head import Head
@@ -39,13 +40,40 @@ class Forward:
         self.model = model
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
-        """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, which is `samples`."""
+        """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, which is `samples`; of
+        several tokens in the place of each where its targets are a matrix."""
         ids, rows, columns = self._padded(samples)
         logits = self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(flat.behaviour_logprobs.dtype)
         logits = logits if flat.temperature is None else logits / flat.temperature[:, None]
         every = torch.log_softmax(logits, -1)
         # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
-        return every.gather(-1, flat.targets[:, None])[:, 0], -(every.exp() * every.clamp(min=-1e4)).sum(-1)
+        one = flat.targets.ndim == 1
+        found = every.gather(-1, flat.targets[:, None] if one else flat.targets)
+        return found[:, 0] if one else found, -(every.exp() * every.clamp(min=-1e4)).sum(-1)
+
+    @torch.no_grad()
+    def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities, [tokens, count], of the most probable tokens in the place of each generated one,
+        among the ids below `limit`."""
+        ids, rows, columns = self._padded(samples)
+        logits = self.model(input_ids=ids, use_cache=False).logits[rows, columns].float()
+        logits = logits if flat.temperature is None else logits / flat.temperature[:, None]
+        found, best = logits[:, :limit].topk(min(count, limit), -1)
+        return best, found - logits.logsumexp(-1, keepdim=True)
+
+    def states(self, samples: Sequence[Sample]) -> Tensor:
+        """The last hidden states that predict the generated tokens, [tokens, width]: what `of_states` takes."""
+        raise ModelNotLoaded(f"{type(self.model).__name__} was loaded in a way that has no hidden states")
+
+    def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
+        """`score` of states that are there."""
+        raise ModelNotLoaded(f"{type(self.model).__name__} was loaded in a way that has no hidden states")
+
+    def on(self, model: Any) -> Forward:
+        """This way for another model of the same architecture."""
+        found = copy.copy(self)
+        found.model = model
+        return found
 
     def size(self, samples: Sequence[Sample]) -> int:
         """How many positions are computed, padding included."""
@@ -68,10 +96,19 @@ class PaddedRows(Forward):
         self.head: Callable[..., Scores] = head or Head.of(model.config)
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
-        head: nn.Linear = self.model.get_output_embeddings()
-        return self.head(self._hidden(samples), head.weight, flat.targets, flat.temperature, head.bias)
+        return self.of_states(self.states(samples), flat)
 
-    def _hidden(self, samples: Sequence[Sample]) -> Tensor:
+    def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
+        head: nn.Linear = self.model.get_output_embeddings()
+        return self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias)
+
+    @torch.no_grad()
+    def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
+        found: nn.Linear = self.model.get_output_embeddings()
+        ways: Head = self.head  # type: ignore[assignment]
+        return ways.best(self.states(samples), found.weight, count, limit, flat.temperature, found.bias)
+
+    def states(self, samples: Sequence[Sample]) -> Tensor:
         ids, rows, columns = self._padded(samples)
         found: Tensor = self.model.base_model(input_ids=ids, use_cache=False)[0][rows, columns]
         return found
@@ -82,7 +119,11 @@ class PackedRows(PaddedRows):
 
     name, together = "packed", True
 
-    def _hidden(self, samples: Sequence[Sample]) -> Tensor:
+    def on(self, model: Any) -> Forward:
+        packing.adopt(model)
+        return super().on(model)
+
+    def states(self, samples: Sequence[Sample]) -> Tensor:
         plan = packing.plan_of(samples, self.model.device)
         found: Tensor = self.model.base_model(
             input_ids=plan.ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
@@ -96,7 +137,7 @@ class JoinedRows(PaddedRows):
 
     name, together = "joined", True
 
-    def _hidden(self, samples: Sequence[Sample]) -> Tensor:
+    def states(self, samples: Sequence[Sample]) -> Tensor:
         ids, positions, wanted = (part.to(self.model.device) for part in join(samples))
         found: Tensor = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
         return found[0, wanted]
@@ -177,6 +218,13 @@ def checkpoint_layers(way: Forward) -> None:
         raise ModelNotLoaded(f"{type(model).__name__} cannot compute its layers again; {WITHOUT}")
     samples = _probe(model)
     expected = _scores(way, samples)
+    compute_again(model)
+    if not _agrees(way, samples, expected, PROBE_TOLERANCE):
+        raise ModelNotLoaded(f"{type(model).__name__} computes something else in training mode; {WITHOUT}")
+
+
+def compute_again(model: Any) -> None:
+    """The same without a proof, for a model whose architecture has given it."""
     # It acts in training mode alone, in which a model may also draw random numbers: none that it may.
     silence_chance(model)
     again = {"use_reentrant": False}
@@ -185,11 +233,38 @@ def checkpoint_layers(way: Forward) -> None:
     else:
         model.gradient_checkpointing_enable(again)
     model.train()
-    if not _agrees(way, samples, expected, PROBE_TOLERANCE):
-        raise ModelNotLoaded(f"{type(model).__name__} computes something else in training mode; {WITHOUT}")
 
 
 WITHOUT = 'learner.memory.activation_checkpointing = "none"'
+
+
+def compile_layers(way: Forward) -> None:
+    """Compile each layer with torch.compile, for any number of rows; forward, backward and scoring are tried here, for
+    the first of each takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes
+    something else."""
+    model = way.model
+    layers, name = getattr(model.base_model, "layers", None), type(model).__name__
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelNotLoaded(f"{name}: its layers are not at base_model.layers, and cannot be compiled; {UNCOMPILED}")
+    samples = _probe(model)
+    expected = _scores(way, samples)
+    packing.stay_out_of_graphs()
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        for part in (samples, samples[:2]):
+            flat = flatten(part, torch.promote_types(model.dtype, torch.float32), model.device)
+            torch.cat(way.score(part, flat)).sum().backward()  # type: ignore[no-untyped-call]
+        _scores(way, samples)
+    except Exception as problem:  # of a compiler, whatever type it has
+        raise ModelNotLoaded(
+            f"{name}: its layers cannot be compiled here: {cause(problem).splitlines()[0]}; {UNCOMPILED}"
+        ) from problem
+    if not _agrees(way, samples, expected):
+        raise ModelNotLoaded(f"{name} computes something else when it is compiled; {UNCOMPILED}")
+
+
+UNCOMPILED = "learner.memory.compile = false"
 
 
 def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor, limit: float = 0.0) -> bool:

@@ -50,16 +50,38 @@ class Head:
         """Log-probability of the target and entropy in nats, float32 [n] each, both with gradient.
 
         hidden [n, width], weight [vocabulary, width], targets int64 [n], bias [vocabulary]; `temperature` per row, None
-        where all are 1. Float64 inputs are computed in float64.
+        where all are 1. Targets [n, m] give log-probabilities [n, m]. Float64 inputs are computed in float64.
         """
-        kind = hidden.device.type
+        one = targets.ndim == 1
         dtype = self.dtype or hidden.dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-        rows = self.rows or max(1, PIECE_BYTES.get(kind, OTHERWISE) // (4 * len(weight)))
-        found: tuple[Tensor, Tensor] = _Pieces.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, temperature, bias, self.scale, self.cap, rows,
+        rows = self._rows(len(weight), hidden.device.type)
+        logprobs, entropy = _Pieces.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets[:, None] if one else targets, temperature, bias, self.scale, self.cap, rows,
         )
-        return found
+        return (logprobs[:, 0] if one else logprobs), entropy
+
+    @torch.no_grad()
+    def best(
+        self, hidden: Tensor, weight: Tensor, count: int, limit: int, temperature: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities, [n, count], of each row's most probable tokens among those below `limit`; the
+        log-probabilities are over all tokens."""
+        dtype = self.dtype or hidden.dtype
+        hidden, weight, found = hidden.to(dtype), weight.to(dtype), []
+        rows = self._rows(len(weight), hidden.device.type)
+        room = _room(hidden, weight, rows)
+        for part in _parts(len(hidden), rows):
+            logits = _logits(hidden[part], weight, bias, self.scale, self.cap, room)
+            _divide(logits, temperature, part)
+            values, ids = logits[:, :limit].topk(min(count, limit), -1)
+            found.append((ids, values - logits.logsumexp(-1, keepdim=True)))
+        ids, logprobs = (torch.cat(some) for some in zip(*found, strict=True))
+        return ids, logprobs
+
+    def _rows(self, words: int, kind: str) -> int:
+        return self.rows or max(1, PIECE_BYTES.get(kind, OTHERWISE) // (4 * words))
 
 
 class _Pieces(torch.autograd.Function):
@@ -73,15 +95,17 @@ class _Pieces(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.cap, ctx.rows = scale, cap, rows
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
+        entropy, normaliser = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(2))
+        logprobs = hidden.new_empty(targets.shape, dtype=exact)
+        room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, scale, cap)
+            logits = _logits(hidden[part], weight, bias, scale, cap, room)
             _divide(logits, temperature, part)
-            wanted, largest = logits.gather(-1, targets[part, None])[:, 0], logits.amax(-1)
+            wanted, largest = logits.gather(-1, targets[part]), logits.amax(-1)
             shares = logits.sub_(largest[:, None]).exp_()
             sums = shares.sum(-1)
             normaliser[part] = sums.log() + largest
-            logprobs[part] = wanted - normaliser[part]
+            logprobs[part] = wanted - normaliser[part, None]
             entropy[part] = torch.special.entr(shares.div_(sums[:, None]), out=shares).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, temperature, bias, normaliser, entropy)
         return logprobs, entropy
@@ -92,8 +116,9 @@ class _Pieces(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
         to_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if ctx.needs_input_grad[4] else None
+        room = _room(hidden, weight, ctx.rows)
         for part in _parts(len(hidden), ctx.rows):
-            change = _to_logits(ctx, part, gradients)
+            change = _to_logits(ctx, part, gradients, room)
             if to_bias is not None:
                 to_bias += change.sum(0)
             change = change.to(hidden.dtype)
@@ -107,32 +132,40 @@ class _Pieces(torch.autograd.Function):
         return to_hidden, as_weight, None, None, None if to_bias is None else to_bias.to(bias.dtype), None, None, None
 
 
-def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...]) -> Tensor:
-    """The gradient of one piece's h W^T + b: g (1[target] - p) of a log-probability, -g p (log p + H) of an entropy."""
+def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room: Tensor) -> Tensor:
+    """The gradient of one piece's h W^T + b: g (1[target] - p) of each log-probability, -g p (log p + H) of an
+    entropy."""
     hidden, weight, targets, temperature, bias, normaliser, entropy = ctx.saved_tensors
-    logits = _logits(hidden[part], weight, bias, ctx.scale, ctx.cap)
+    logits = _logits(hidden[part], weight, bias, ctx.scale, ctx.cap, room)
     slope = None if not ctx.cap else 1 - (logits / ctx.cap).square_()
     _divide(logits, temperature, part)
     logs = logits.sub_(normaliser[part, None])
-    of_logprobs, of_entropy = (None if one is None else one[part, None] for one in gradients)
+    of_logprobs, of_entropy = gradients[0] if gradients[0] is None else gradients[0][part], gradients[1]
+    of_entropy = None if of_entropy is None else of_entropy[part, None]
+    of_all = None if of_logprobs is None else of_logprobs.sum(-1, keepdim=True)
     change = logs.exp_() if of_entropy is None else logs.exp()
     if of_entropy is not None:
         surprise = logs.clamp_(min=-1e4).add_(entropy[part, None]).mul_(of_entropy)
-        change.mul_(surprise if of_logprobs is None else surprise.add_(of_logprobs))
-    elif of_logprobs is not None:
-        change.mul_(of_logprobs)
+        change.mul_(surprise if of_all is None else surprise.add_(of_all))
+    elif of_all is not None:
+        change.mul_(of_all)
     change.neg_()
     if of_logprobs is not None:
-        change.scatter_add_(-1, targets[part, None], of_logprobs)
+        change.scatter_add_(-1, targets[part], of_logprobs)
     _divide(change, temperature, part)
     if slope is not None:
         change.mul_(slope)
     return change if ctx.scale == 1.0 else change.mul_(ctx.scale)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float) -> Tensor:
-    """In float32 at least, scaled and capped, before the temperature."""
-    logits = hidden @ weight.t()
+def _room(hidden: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """For the logits of any one piece: a buffer of its own for each would be mapped and zeroed each time."""
+    return hidden.new_empty(min(rows, len(hidden)), len(weight))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float, room: Tensor) -> Tensor:
+    """In float32 at least, scaled and capped, before the temperature; in `room`, if that has the type."""
+    logits = torch.mm(hidden, weight.t(), out=room[: len(hidden)])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if bias is not None:
         logits += bias

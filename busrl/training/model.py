@@ -17,7 +17,8 @@ import contextlib
 import copy
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from busrl.errors import ModelNotLoaded
+from busrl.algorithms import selection
+from busrl.errors import ModelNotLoaded, UserError
 from busrl.training.precision import exact
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -37,16 +39,54 @@ def load(
 ) -> Any:
     """The model of that folder in evaluation mode, on the device (the CPU), or ModelNotLoaded with the path and the
     remedy. `attention`: an implementation as transformers names it; empty: the model's own choice."""
-    folder = Path(path)
+    def read(hf: Any, **chosen: str) -> Any:
+        return hf.AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True, **chosen)
+
+    model = _made(Path(path), read, attention)
+    return model if device is None else model.to(device)
+
+
+def load_empty(path: str | Path, dtype: torch.dtype = torch.float32, attention: str = "") -> Any:
+    """The same without weights: its parameters are on `meta`, without memory, its buffers on the CPU as they should be.
+    `busrl.training.loading` fills it."""
+    def build(hf: Any, **chosen: str) -> Any:
+        config = hf.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        with _without_memory():
+            model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
+        with contextlib.suppress(OSError):  # a folder may have none
+            model.generation_config = hf.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        return model
+
+    return _made(Path(path), build, attention)
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """Parameters of modules that are made meanwhile are on `meta`; buffers, which no file has, are computed."""
+    register: Any = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _made(folder: Path, make: Callable[..., Any], attention: str) -> Any:
+    """What `make` gives of that folder, in evaluation mode; ModelNotLoaded for what cannot be trained."""
     _look_at(folder)
-    from transformers import AutoModelForCausalLM  # only here: the import takes seconds
+    import transformers as hf  # only here: the import takes seconds
     from transformers.utils import logging as transformers_logging
 
     quiet: Any = transformers_logging  # it has no type hints
     quiet.disable_progress_bar()  # the learner has a log, no terminal
     try:
-        chosen = {"attn_implementation": attention} if attention else {}
-        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True, **chosen)
+        model = make(hf, **({"attn_implementation": attention} if attention else {}))
     except Exception as error:  # whatever type it has: a library of readers, each with its own
         if attention and ("attention" in str(error).lower() or attention in str(error)):
             raise ModelNotLoaded(
@@ -60,7 +100,7 @@ def load(
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelNotLoaded(f"{folder}: an encoder-decoder model; busrl trains decoder-only models")
     model.train(False)
-    return model if device is None else model.to(device)
+    return model
 
 
 def _look_at(folder: Path) -> None:
@@ -79,6 +119,29 @@ def silence_chance(model: Any) -> None:
             drawn = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
             if drawn and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+def train_only(model: Any, text: str) -> None:
+    """Freeze every parameter but those that `learner.train_layers` names; all are trained by an empty text. UserError
+    for an item that names none."""
+    named = dict(model.named_parameters())
+    chosen, empty = selection.chosen(text, named)
+    if empty:
+        raise UserError(
+            f"learner.train_layers = {text!r}: {empty[0]!r} is no part of the model: it has {_parts(named)} (a head "
+            "that is the embedding itself has the embedding's name)"
+        )
+    for name, parameter in named.items():
+        if name not in chosen:
+            parameter.requires_grad_(False)
+
+
+def _parts(names: Iterable[str]) -> str:
+    """Layers and last names of parameters, in words."""
+    every = list(names)
+    numbers = [int(found[1]) for name in every if (found := re.search(r"\.(\d+)\.", name))]
+    parts = sorted({name.split(".")[-2] for name in every if "." in name})
+    return (f"layers 0 to {max(numbers)}, and " if numbers else "") + ", ".join(parts)
 
 
 def vocabulary(model: Any) -> int:
@@ -111,6 +174,12 @@ class LoraSettings:
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
     seed: int = 0
+
+    @classmethod
+    def of(cls, topology: Any) -> LoraSettings | None:
+        """From a topology's [lora]; None without an adapter."""
+        own = topology.lora
+        return cls(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
 
     def described(self) -> dict[str, Any]:
         """For the meta of a checkpoint: what an adapter has to agree in to be continued."""
@@ -156,10 +225,19 @@ class Adapter:
         found: contextlib.AbstractContextManager[None] = self._wrapped.disable_adapter()
         return found
 
+    def base_alone(self, score: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+        """What gives the log-probabilities of `score` under the base without the adapter."""
+
+        def of_base(*given: Any) -> Tensor:
+            with self.off():
+                return score(*given)[0]
+
+        return of_base
+
     def merged(self, model: Any) -> Mapping[str, Tensor]:
         """Base and adapter as one, by the names that the model has without an adapter, in the base's number type; each
         tensor is made when it is asked for, valid until the next step."""
-        return _Merged(model, self._layers, self.settings.scale)
+        return Merged(model, self._layers, self.settings.scale)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """The folder that peft loads."""
@@ -174,21 +252,22 @@ class Adapter:
         (folder / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Continue with an adapter that was written; ModelNotLoaded if its layers or shapes are others."""
+    def load(self, folder: Path, spread: Callable[[Tensor, Tensor], Tensor] = lambda tensor, _: tensor) -> None:
+        """Continue with an adapter that was written; ModelNotLoaded if its layers or shapes are others. `spread` gives
+        of a whole tensor what a tensor of this process has of it."""
         from safetensors.torch import load_file
 
         found, own = load_file(folder / WEIGHTS), self.tensors()
         if found.keys() != own.keys() or any(found[name].shape != value.shape for name, value in own.items()):
             raise ModelNotLoaded(f"{folder}: an adapter with other layers or another rank than [lora] asks for")
         for name, value in own.items():
-            value.copy_(found[name])
+            value.copy_(spread(found[name].to(value.dtype), value))
         for layer in self._layers.values():
             for part in (layer.lora_A[OWN].weight, layer.lora_B[OWN].weight):
                 part.copy_(exact(part))
 
 
-class _Merged(Mapping[str, Tensor]):
+class Merged(Mapping[str, Tensor]):
     """A model and its adapter as one, tensor by tensor."""
 
     def __init__(self, model: Any, layers: Mapping[str, Any], scale: float) -> None:
@@ -197,13 +276,18 @@ class _Merged(Mapping[str, Tensor]):
             name.replace(".base_layer.", "."): parameter.detach() for name, parameter in model.named_parameters()
             if ".lora_" not in name
         }
+        self.described: Mapping[str, Tensor] = self._base  # names, shapes and number types, without making a tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._base[name]
+        return self.made(name, lambda tensor: tensor)
+
+    def made(self, name: str, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same of tensors that `whole` makes whole."""
+        weight = whole(self._base[name])
         if name not in self._layers:
             return weight
         layer = self._layers[name]
-        a, b = exact(layer.lora_A[OWN].weight), exact(layer.lora_B[OWN].weight)
+        a, b = whole(exact(layer.lora_A[OWN].weight)), whole(exact(layer.lora_B[OWN].weight))
         found: Tensor = torch.addmm(weight.to(b.dtype), b, a, alpha=self._scale).to(weight.dtype)
         return found
 
@@ -235,6 +319,15 @@ def _targets(model: Any, wanted: tuple[str, ...]) -> set[str]:
     if not linear:
         raise ModelNotLoaded("lora.rank: the model has no linear layer that an adapter could be put on")
     return set(wanted) or linear
+
+
+def require_vocabulary(folder: Path, found: Any, own: Any) -> None:
+    """UserError if the reference in that folder knows other tokens than the model that is trained."""
+    if vocabulary(found) != vocabulary(own):
+        raise UserError(
+            f"model.reference = {folder}: its vocabulary has {vocabulary(found)} tokens, that of the "
+            f"trained model {vocabulary(own)}; give an earlier version of the model, or none"
+        )
 
 
 def _whole(value: float) -> int | float:

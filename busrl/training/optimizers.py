@@ -6,7 +6,7 @@ Used by the trainer; `busrl check` tries a class of the user's through `busrl.tr
 - The learning rate is set before every update, in every parameter group: an optimiser that moves at a rate of 0 is
   refused.
 - Weight decay acts on matrices alone: norms and biases set a scale, they do not overfit.
-- What a checkpoint holds continues to the bit; that of another optimiser is refused, never read as something else.
+- The states in a checkpoint are restored to the bit; those of another optimiser are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from busrl import imports
+from busrl.algorithms import selection
 from busrl.errors import FunctionRefused, ModelNotLoaded, UserError, cause
 
 KEY = "learner.optimizer"
@@ -28,6 +29,7 @@ ADAMW, ADAMW8, ADAFACTOR = "adamw", "adamw8bit", "adafactor"
 ADAM_KEYS = ("betas", "eps", "weight_decay")  # names of the topology and of AdamW; the rate comes with each step
 SMALL = 4096  # values of a tensor below which adamw8bit keeps float32 states
 KIND = "optimizer"  # name in the state of a checkpoint; one without it is of AdamW
+TRAINED = "train_layers"  # the same; one without it is of all parameters
 Optimizer = torch.optim.Optimizer
 Settings = Mapping[str, Any]
 
@@ -35,8 +37,6 @@ Settings = Mapping[str, Any]
 def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Optimizer:
     """The optimiser over these parameters, its rate 0 until it is set. `adam`: betas, eps and weight_decay of
     [learner]; `options`: [learner.options], which Adafactor and a class of the user's take."""
-    if name != ADAMW and any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        raise UserError(f'{KEY} = "{name}": parameters spread over ranks are updated by "adamw" alone; set it to that')
     if name == ADAMW:
         return torch.optim.AdamW(_groups(parameters, adam), lr=0.0, betas=adam["betas"], eps=adam["eps"], fused=True)
     if name == ADAMW8:
@@ -89,16 +89,89 @@ def _paired(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+# -- parts of tensors on several ranks ------------------------------------------------
+
+
+def require_elementwise(name: str, adam: Settings, options: Settings) -> None:
+    """FunctionRefused for an optimiser that updates a part of a tensor in another way than it does in the whole."""
+    if name in (ADAMW, ADAMW8):
+        return
+    if name == ADAFACTOR or not _is_elementwise(name, adam, options):
+        raise FunctionRefused(
+            f"{KEY} = {name!r}: it updates a part of a matrix in another way than the whole, so ranks that hold parts "
+            f'would train something else; use an elementwise one ("{ADAMW}"), or ranks = 1'
+        )
+
+
+def _is_elementwise(name: str, adam: Settings, options: Settings) -> bool:
+    """Whether two halves of the rows of a matrix, and of a vector, are updated as they are in the whole."""
+    whole = _tried(name, adam, options)
+    parts = [one.clone() for both in whole[0] for one in both.chunk(2)]
+    halves = parts, make(name, parts, adam, options)
+    for seed in (1, 2, 3):
+        random = torch.Generator().manual_seed(seed)
+        gradients = [torch.randn(one.shape, generator=random) for one in whole[0]]
+        _step(name, whole, TRIED_RATE, gradients)
+        _step(name, halves, TRIED_RATE, [one.clone() for both in gradients for one in both.chunk(2)])
+    again = [torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return all(torch.allclose(one, two, rtol=1e-5, atol=1e-6) for one, two in zip(whole[0], again, strict=True))
+
+
+BLOCK, WRAPPED = 256, "__bnb_optimizer_quant_state__"  # of bitsandbytes
+
+
+def unpacked(state: Settings) -> dict[str, Any]:
+    """The state of a parameter with float32 values in the place of 8-bit ones, which are by blocks of its part."""
+    found = {**state, **state.get(WRAPPED, {})}
+    found.pop(WRAPPED, None)
+    for number in [one for one in (1, 2) if f"qmap{one}" in found]:
+        code, largest = found.pop(f"qmap{number}"), found.pop(f"absmax{number}")
+        values = found[f"state{number}"]
+        found[f"state{number}"] = _bits().dequantize_blockwise(values, absmax=largest, code=code, blocksize=BLOCK)
+    return found
+
+
+def packed(state: Settings) -> dict[str, Any]:
+    """The other way, for what adamw8bit keeps in 8 bits."""
+    found = dict(state)
+    for number in (1, 2):
+        values = found.get(f"state{number}")
+        if isinstance(values, Tensor) and values.dtype == torch.float32 and values.numel() >= SMALL:
+            code = _bits().create_dynamic_map(signed=number == 1).to(values.device)
+            packed_values, kept = _bits().quantize_blockwise(values.contiguous(), code=code, blocksize=BLOCK)
+            found |= {f"state{number}": packed_values, f"qmap{number}": code, f"absmax{number}": kept.absmax}
+    return found
+
+
+def _bits() -> Any:
+    return importlib.import_module("bitsandbytes.functional")
+
+
 # -- what a checkpoint holds -----------------------------------------------------
 
 
-def require_same(state: Settings, name: str, folder: str, model: str) -> None:
-    """UserError if the state in the checkpoint at `folder`, whose weights are at `model`, is of another optimiser."""
+def begin_with(folder: str) -> str:
+    """How a new run begins with the weights of the checkpoint at `folder` and an optimiser that begins at 0."""
+    return f'start a new run with learner.start_from = "{folder}" and learner.start_optimizer = false'
+
+
+def require_same(state: Settings, name: str, folder: str) -> None:
+    """UserError if the state in the checkpoint at `folder` is of another optimiser."""
     before = state.get(KIND, ADAMW)
     if before != name:
         raise UserError(
             f"{folder} was trained with {KEY} = {before!r}, the topology says {name!r}, which cannot read its states; "
-            f"set it back to {before!r}, or start a new run with model.path = {model}"
+            f"set it back to {before!r}, or {begin_with(folder)}"
+        )
+
+
+def require_same_layers(state: Settings, text: str, names: Sequence[str], folder: str) -> None:
+    """The same if it has states of other parameters than `learner.train_layers` = `text` names among `names`."""
+    before = state.get(TRAINED, "")
+    if selection.chosen(before, names)[0] != selection.chosen(text, names)[0]:
+        raise UserError(
+            f"{folder} was trained with learner.{TRAINED} = {before!r}, the topology says {text!r}: it has no states "
+            f"of the other parameters; set it back to {before!r}, or {begin_with(folder)}"
         )
 
 
@@ -178,8 +251,13 @@ def _tried(target: str, adam: Settings, options: Settings) -> _Tried:
 
 def _update(target: str, tried: _Tried, rate: float, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
-    for parameter in tried[0]:
-        parameter.grad = torch.randn(parameter.shape, generator=random)
+    _step(target, tried, rate, [torch.randn(one.shape, generator=random) for one in tried[0]])
+
+
+def _step(target: str, tried: _Tried, rate: float, gradients: Sequence[Tensor]) -> None:
+    """One update at that rate."""
+    for parameter, gradient in zip(tried[0], gradients, strict=True):
+        parameter.grad = gradient
     for group in tried[1].param_groups:
         group["lr"] = rate
     try:

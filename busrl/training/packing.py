@@ -5,26 +5,27 @@ prepared, with the plan as an argument of the model's call. Knows nothing of hea
 
 - A generated token attends to the prompt of its own sample and to what was generated before it there, to nothing else.
 - Positions begin at 0 in every sample. Sliding window, cap of the scores and attention sinks are those of the layer.
-- On a CPU short sequences are computed together, as rectangles; long ones, and all on other devices, one by one, where
-  no score is ever kept.
+- On a CPU short sequences are computed together, as rectangles of similar lengths; long ones, and all on other devices,
+  one by one, where no score is ever kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl.training.batch import Ints, Sample, numbered
 
 NAME = "busrl_packed"  # by which transformers knows `attend`
-PIECES, SMALLEST_PIECE = 8, 8  # rectangles of a micro-batch at most, sequences of one at least
 LONGEST_TOGETHER = 256  # of a rectangle: above, its padding and its scores cost more than separate calls
+MOST_PADDING = 4000  # scores of padding in a rectangle: more would cost what one more rectangle costs
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,15 @@ class Sequences:
     before: Ints  # and how many they are
     first: Ints
     lengths: Ints
-    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # rectangles by window, made once for all layers
+    made: dict[Any, Layout] = field(default_factory=dict, compare=False)  # by window, made once for all layers
 
-    @property
-    def longest(self) -> int:
-        return int((self.before + self.lengths).max(initial=1))
+    def __getitem__(self, chosen: Ints) -> Sequences:
+        return Sequences(self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen])
+
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each sequence: first and number of the rows before it, first and number of its own."""
+        columns = (self.before_first, self.before, self.first, self.lengths)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Plan:
     ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     shared: int  # rows of the first kind
-    parts: tuple[Sequences, ...]  # cover all rows, in order
+    sequences: Sequences  # cover all rows, in order: prompts, then samples
 
 
 def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Plan:
@@ -66,17 +71,24 @@ def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Pl
     shared_first = np.cumsum(shared_lengths) - shared_lengths
     own_first = np.cumsum(own_lengths) - own_lengths + shared
     none = np.zeros_like(shared_lengths)
-    # Consecutive samples in a few rectangles, cut where lengths change enough: little padding.
-    cuts = np.array_split(np.arange(len(samples)), min(PIECES, 1 + len(samples) // SMALLEST_PIECE))
-    own = [Sequences(shared_first[which[part]], before[part], own_first[part], own_lengths[part]) for part in cuts]
-    prompt = [Sequences(none, none, shared_first, shared_lengths)] if shared else []
     return Plan(
         ids=torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device), shared=shared, parts=(*prompt, *own),
+        positions=torch.from_numpy(positions).to(device), shared=shared,
+        sequences=Sequences(
+            np.concatenate([none, shared_first[which]]), np.concatenate([none, before]),
+            np.concatenate([shared_first, own_first]), np.concatenate([shared_lengths, own_lengths]),
+        ),
     )
 
 
 # -- attention ------------------------------------------------------------------------
+
+
+def stay_out_of_graphs() -> None:
+    """Let compiled layers call `attend` as it is: a plan is another for each micro-batch, and would be compiled in."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
 
 
 def adopt(model: Any) -> None:
@@ -99,9 +111,9 @@ def attend(
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0, s_aux)
     if plan is None:
         batch = [part.transpose(0, 1).flatten(1, 2)[None] for part in (query, key, value)]
-        mixed = _attended(batch[0], batch[1], batch[2], (_rows_of(len(query), query.shape[2]),), rule)
+        mixed = _attended(batch[0], batch[1], batch[2], _rows_of(len(query), query.shape[2]), rule)
         return mixed.view(len(query), -1, *mixed.shape[1:]), None
-    return _attended(query, key, value, plan.parts, rule)[None], None
+    return _attended(query, key, value, plan.sequences, rule)[None], None
 
 
 def _rows_of(count: int, length: int) -> Sequences:
@@ -110,14 +122,12 @@ def _rows_of(count: int, length: int) -> Sequences:
     return Sequences(none, none, np.arange(count) * length, np.full(count, length))
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Sequences], rule: Rule) -> Tensor:
-    mixed = [
-        _together(query, key, value, part, rule)
-        if query.device.type == "cpu" and part.longest <= LONGEST_TOGETHER
-        else _one_by_one(query, key, value, part, rule)
-        for part in parts
-    ]
-    return torch.cat(mixed)
+def _attended(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
+    layout = layout_of(sequences, rule.window, query)
+    mixed = _together(query, key, value, layout, rule)
+    mixed += [_alone(query, key, value, one, rule) for one in layout.alone]
+    found = torch.cat(mixed)
+    return found if layout.order is None else F.embedding(layout.order, found.flatten(1)).view(-1, *found.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -150,65 +160,125 @@ def _seen(before: Ints, queries: Ints, keys: Ints, window: int) -> Any:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the sequences of a plan are attended to: some padded to rectangles, others alone."""
+
+    queries: Tensor  # rows in all rectangles, one after another,
+    keys: Tensor  # and rows that they attend to
+    shapes: tuple[tuple[int, int, int], ...]  # per rectangle: sequences, longest, longest context
+    hidden: tuple[Tensor, ...]  # per rectangle [sequences, 1, longest, longest context]: 0 or -inf
+    alone: tuple[tuple[int, int, int, int], ...]  # per sequence: first and number of rows before, first and number
+    order: Tensor | None  # where each row stands in rectangles and sequences alone; None: as it is
+
+
+def layout_of(sequences: Sequences, window: int, like: Tensor) -> Layout:
+    """The layout for a query like this one, made once for all layers with that window."""
+    if (window, like.dtype) not in sequences.made:
+        sequences.made[window, like.dtype] = _layout(sequences, window, like)
+    return sequences.made[window, like.dtype]
+
+
+def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
+    spans, some = sequences.before + sequences.lengths, sequences.lengths > 0
+    short = some & (spans <= LONGEST_TOGETHER) & (like.device.type == "cpu")
+    made = [_rectangle(sequences[chosen], window, like.dtype) for chosen in _cuts(sequences, np.flatnonzero(short))]
+    long = sequences[np.flatnonzero(some & ~short)]
+    return Layout(
+        queries=_flat([one.queries for one in made]), keys=_flat([one.keys for one in made]),
+        shapes=tuple((*one.queries.shape, one.keys.shape[1]) for one in made),
+        hidden=tuple(one.hidden for one in made), alone=tuple(long.rows()), order=_order(made, long) if made else None,
+    )
+
+
+def _cuts(sequences: Sequences, chosen: Ints) -> Iterator[Ints]:
+    """These sequences by length, cut into rectangles before there is too much padding in one."""
+    chosen = chosen[np.argsort(-sequences.lengths[chosen], kind="stable")]
+    begin, highest, filled = 0, 0, 0
+    for place, (_, before, _, length) in enumerate(sequences[chosen].rows()):
+        span = before + length
+        highest, filled = max(highest, span), filled + length * span
+        if (place + 1 - begin) * int(sequences.lengths[chosen[begin]]) * highest - filled > MOST_PADDING:
+            yield chosen[begin:place]
+            begin, highest, filled = place, span, length * span
+    if len(chosen):
+        yield chosen[begin:]
+
+
+@dataclass(frozen=True)
 class Rectangle:
-    """One attention over padded sequences of consecutive rows."""
+    """Sequences padded to the longest; the numbers are rows of the plan, 0 for padding."""
 
-    queries: Tensor  # [sequences, longest], rows
-    keys: Tensor  # [sequences, longest context], rows
-    hidden: Tensor  # [sequences, 1, longest, longest context], 0 or -inf
-    real: Tensor  # the places in `queries`, flattened, that are no padding
-
-
-def rectangle(part: Sequences, window: int, dtype: torch.dtype) -> Rectangle:
-    """The rectangle of these sequences, made once for all layers with that window."""
-    if (window, dtype) not in part.made:
-        part.made[window, dtype] = _rectangle(part, window, dtype)
-    found: Rectangle = part.made[window, dtype]
-    return found
+    queries: Ints  # [sequences, longest]
+    keys: Ints  # [sequences, longest context]
+    hidden: Tensor  # [sequences, 1, longest, longest context]: 0 or -inf
+    real: NDArray[np.bool_]  # [sequences, longest]
 
 
 def _rectangle(part: Sequences, window: int, dtype: torch.dtype) -> Rectangle:
-    place, span = np.arange(max(int(part.lengths.max()), 1)), np.arange(part.longest)
-    real, before = place < part.lengths[:, None], part.before[:, None]
-    own = np.where(span < before + part.lengths[:, None], part.first[:, None] + span - before, 0)
+    spans, before = part.before + part.lengths, part.before[:, None]
+    place, span = np.arange(part.lengths.max()), np.arange(spans.max())
+    real = place < part.lengths[:, None]
+    own = np.where(span < spans[:, None], part.first[:, None] + span - before, 0)
     # A padded query sees the first key: a row of -inf alone would be NaN.
     seen = _seen(part.before, place, span, window) | (~real[..., None] & (span == 0))
     hidden = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     return Rectangle(
-        queries=torch.from_numpy(np.where(real, part.first[:, None] + place, 0)),
-        keys=torch.from_numpy(np.where(span < before, part.before_first[:, None] + span, own)),
-        hidden=hidden[:, None], real=torch.from_numpy(real.ravel().nonzero()[0]),
+        queries=np.where(real, part.first[:, None] + place, 0),
+        keys=np.where(span < before, part.before_first[:, None] + span, own), hidden=hidden[:, None], real=real,
     )
 
 
-def _together(query: Tensor, key: Tensor, value: Tensor, part: Sequences, rule: Rule) -> Tensor:
-    """All sequences of the part as one rectangle; [rows of the part, heads, size]."""
-    made = rectangle(part, rule.window, query.dtype)
-    repeats = query.shape[1] // key.shape[1]
-    keys, values = (_gathered(rows, made.keys, repeats) for rows in (key, value))
-    mixed = rule.mixed(_gathered(query, made.queries), keys, values, made.hidden)
-    return mixed.transpose(1, 2).flatten(0, 1)[made.real]
+def _order(made: Sequence[Rectangle], long: Sequences) -> Tensor:
+    """For each row of the plan its place in all rectangles and what follows them."""
+    real = np.concatenate([one.real.ravel() for one in made])
+    rows = [one.queries[one.real] for one in made] + [np.arange(count) + first for _, _, first, count in long.rows()]
+    order = np.empty(sum(len(part) for part in rows), np.int64)
+    places = np.concatenate([np.flatnonzero(real), np.arange(long.lengths.sum()) + len(real)])
+    order[np.concatenate(rows)] = places
+    return torch.from_numpy(order)
 
 
-def _gathered(heads: Tensor, index: Tensor, repeats: int = 1) -> Tensor:
-    """[1, heads, rows, size] at an index of [sequences, length], as [sequences, heads x repeats, length, size]."""
+def _flat(arrays: Sequence[Ints]) -> Tensor:
+    return torch.from_numpy(np.concatenate([array.ravel() for array in arrays])) if arrays else torch.empty(0)
+
+
+def _together(query: Tensor, key: Tensor, value: Tensor, layout: Layout, rule: Rule) -> list[Tensor]:
+    """The attention of each rectangle, [places, heads, size], padding included."""
+    if not layout.shapes:
+        return []
+    asked = [count * longest for count, _, longest in layout.shapes]
+    pieces = zip(
+        torch.split_with_sizes(_gathered(query, layout.queries), [count * most for count, most, _ in layout.shapes]),
+        torch.split_with_sizes(_gathered(key, layout.keys), asked),
+        torch.split_with_sizes(_gathered(value, layout.keys), asked), strict=True,
+    )
+    mixed = []
+    for (count, _, _), three, hidden in zip(layout.shapes, pieces, layout.hidden, strict=True):
+        own, keys, values = (_heads_first(rows, count, query.shape[1]) for rows in three)
+        mixed.append(rule.mixed(own, keys, values, hidden).transpose(1, 2).flatten(0, 1))
+    return mixed
+
+
+def _gathered(heads: Tensor, index: Tensor) -> Tensor:
+    """[1, heads, rows, size] at an index of rows, as [places, heads, size]."""
     rows = heads[0].transpose(0, 1)
-    found = F.embedding(index, rows.flatten(1)).view(*index.shape, *rows.shape[1:]).transpose(1, 2)
-    return found if repeats == 1 else found.repeat_interleave(repeats, 1)
+    return F.embedding(index, rows.flatten(1)).view(-1, *rows.shape[1:])
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, part: Sequences, rule: Rule) -> Tensor:
-    """Sequence after sequence; [rows of the part, heads, size]."""
-    repeats, mixed = query.shape[1] // key.shape[1], []
-    for start, count, first, length in zip(part.before_first, part.before, part.first, part.lengths, strict=True):
-        own = slice(int(first), int(first + length))
-        stretch = slice(int(start), int(start + count))
-        queries = query[:, :, own]
-        keys, values = (
-            torch.cat([rows[:, :, stretch], rows[:, :, own]], 2).repeat_interleave(repeats, 1) for rows in (key, value)
-        )
-        mixed.append(_sequence(queries, keys, values, int(count), rule)[0].transpose(0, 1))
-    return torch.cat(mixed)
+def _heads_first(rows: Tensor, sequences: int, heads: int) -> Tensor:
+    """[places, heads, size] as [sequences, heads, length, size], with so many heads."""
+    found = rows.view(sequences, -1, *rows.shape[1:]).transpose(1, 2)
+    return found if found.shape[1] == heads else found.repeat_interleave(heads // found.shape[1], 1)
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor, one: tuple[int, int, int, int], rule: Rule) -> Tensor:
+    """One sequence: [rows, heads, size]."""
+    start, count, first, length = one
+    own, stretch, repeats = slice(first, first + length), slice(start, start + count), query.shape[1] // key.shape[1]
+    keys, values = (
+        torch.cat([rows[:, :, stretch], rows[:, :, own]], 2).repeat_interleave(repeats, 1) for rows in (key, value)
+    )
+    return _sequence(query[:, :, own], keys, values, count, rule)[0].transpose(0, 1)
 
 
 def _sequence(queries: Tensor, keys: Tensor, values: Tensor, before: int, rule: Rule) -> Tensor:

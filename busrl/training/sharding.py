@@ -13,7 +13,7 @@ processes.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from busrl.errors import ModelNotLoaded
+from busrl.errors import BugError, ModelNotLoaded
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
+from busrl.training.shards import Part, Shards
 
 dist: Any = torch.distributed  # its stub exports neither the stores nor the groups of a mesh
 HOST = "127.0.0.1"  # the only one that is served
@@ -161,6 +162,43 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if own is None else own()
 
 
+def place(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """This process's rank among those that the tensors are spread over, and how many these are; 0 of 1 without."""
+    meshes = (tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh"))
+    mesh: Any = next(meshes, None)
+    return (0, 1) if mesh is None else (int(mesh.get_rank()), int(mesh.size()))
+
+
+def part_of(name: str, tensor: Tensor, rank: int) -> Part | None:
+    """What this rank has to write of a tensor: its rows, or all of one that is not spread, on rank 0 alone."""
+    if not hasattr(tensor, "device_mesh"):
+        return None if rank else Part(name, tensor, 0, tuple(tensor.shape))
+    return Part(name, local(tensor), _first_row(tensor), tuple(tensor.shape))
+
+
+def _first_row(tensor: Any) -> int:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape[1:]) != tuple(tensor.shape[1:]):
+        raise BugError(f"a tensor of {list(tensor.shape)} is cut along another axis than its rows")
+    return int(offset[0])
+
+
+def read_like(found: Shards, name: str, pattern: Any) -> Tensor:
+    """This rank's part of a tensor of a checkpoint, spread as `pattern` is; whole where that is not spread."""
+    if not hasattr(pattern, "device_mesh"):
+        return found.whole(name)
+    from torch.distributed.tensor import DTensor
+
+    own = local(pattern)
+    part = found.rows(name, _first_row(pattern), len(own)) if own.numel() else torch.empty_like(own)
+    made: Tensor = DTensor.from_local(
+        part.to(own.device), pattern.device_mesh, pattern.placements, shape=pattern.shape, stride=pattern.stride()
+    )
+    return made
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank: a collective if it is spread."""
     gather = getattr(tensor, "full_tensor", None)
@@ -179,6 +217,86 @@ def spread_like(tensor: Tensor, pattern: Any) -> Tensor:
     return spread
 
 
+class OverParts:
+    """An optimiser of this rank's parts of tensors that are spread over ranks, for one that cannot take such tensors.
+
+    Stands for the optimiser of the tensors themselves: its states come out and go in spread as those are. A rank that
+    has no row of a tensor updates a row of zeros in its place, so that all ranks have the same states.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Any], make: Callable[[list[Tensor]], Any],
+        unpacked: Callable[[Any], dict[str, Any]], packed: Callable[[Any], dict[str, Any]],
+    ) -> None:
+        """`unpacked` turns the state of a part into one whose values stand where those of the part do, `packed` is the
+        other way."""
+        self._unpacked, self._packed = unpacked, packed
+        self._whole: dict[Any, Any] = {}
+        for parameter in parameters:
+            own = local(parameter.detach())
+            self._whole[nn.Parameter(own if own.numel() else own.new_zeros(1, *own.shape[1:]))] = parameter
+        self.inner = make(list(self._whole))
+        self.param_groups = [
+            {**group, "params": [self._whole[part] for part in group["params"]]} for group in self.inner.param_groups
+        ]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part, whole in self._whole.items():
+            part.grad = whole.grad = None
+
+    def step(self) -> None:
+        for part, whole in self._whole.items():
+            if whole.grad is not None:
+                own = local(whole.grad)
+                part.grad = own if own.numel() else torch.zeros_like(part)
+        for mine, own_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            own_group.update({name: value for name, value in mine.items() if name != "params"})
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self.inner.state_dict()
+        kept = {number: self._unpacked(state) for number, state in found["state"].items()}
+        groups = [{**one, "params": numbers["params"]} for one, numbers in
+                  zip(self.param_groups, found["param_groups"], strict=True)]
+        return {**found, "param_groups": groups, "state": {
+            number: {name: _spread_part(value, part, self._whole[part]) for name, value in kept[number].items()}
+            for number, part in enumerate(self._parts()) if number in kept
+        }}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        found = {
+            number: self._packed({name: _part_of(value, part) for name, value in state["state"][number].items()})
+            for number, part in enumerate(self._parts()) if number in state["state"]
+        }
+        self.inner.load_state_dict({**state, "state": found})
+        for mine, own in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({name: value for name, value in own.items() if name != "params"})
+
+    def _parts(self) -> list[Any]:
+        """By number."""
+        return [part for group in self.inner.param_groups for part in group["params"]]
+
+
+def _spread_part(value: Any, part: Tensor, whole: Any) -> Any:
+    """A value per value of the part, as a part of what is spread; anything else as it is."""
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != part.shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    own = value[: local(whole).shape[0]]
+    return DTensor.from_local(
+        own, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _part_of(value: Any, part: Tensor) -> Any:
+    """The other way."""
+    if not hasattr(value, "device_mesh"):
+        return value
+    own = local(value)
+    return own.clone() if own.numel() else torch.zeros_like(part, dtype=own.dtype)
+
+
 def added(values: Sequence[float], parameters: Sequence[Tensor]) -> list[float]:
     """The sums of numbers over the ranks that the parameters are spread over: one collective, in float64."""
     if not any(hasattr(parameter, "device_mesh") for parameter in parameters):
@@ -188,7 +306,6 @@ def added(values: Sequence[float], parameters: Sequence[Tensor]) -> list[float]:
     return found.tolist()
 
 
-def gathered(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors one after the other, cast before they are gathered; a collective each, on all ranks alike."""
-    for name, tensor in named:
-        yield name, whole(tensor.detach() if dtype is None else tensor.detach().to(dtype))
+def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A whole tensor, cast before it is gathered; a collective on all ranks if it is spread."""
+    return whole(tensor.detach() if dtype is None else tensor.detach().to(dtype))

@@ -2,7 +2,7 @@
 
 `Leader` is a trainer whose calls run on all ranks; `Follower` is a rank other than 0. Talks over one Unix socket per
 follower (length-prefixed msgpack) and, inside of the trainer, over the process group of `sharding`. Knows nothing of
-rings, logs, groups or topologies.
+rings, logs or groups; of a topology, the settings of a team.
 
 - Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
   empty one where there is no work. A sample is never cut over ranks.
@@ -32,12 +32,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.errors import RankLost, RanksDiffer, cause
+from busrl.algorithms.values import Valued
+from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, WriteFailed, cause
 from busrl.training import sharding
-from busrl.training.batch import Sample
+from busrl.training.batch import Round, Sample, rounds_of
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.forward import AUTO
-from busrl.training.model import load
+from busrl.training.loading import Parts
+from busrl.training.model import Adapter, LoraSettings
+from busrl.training.resume import TeamSaving
+from busrl.training.shards import Saving
 from busrl.training.trainer import (
     Floats,
     Given,
@@ -45,35 +48,10 @@ from busrl.training.trainer import (
     StepStats,
     Trainer,
     TrainerSettings,
-    checkpoint_if_asked,
     stats_of,
-    way_of,
 )
 
 # -- rounds ------------------------------------------------------------------------
-
-Round = list[list[int]]  # of each rank the positions of its samples
-
-
-def rounds_of(lengths: Sequence[int], ranks: int, budget: int, quadratic: float = 0.0) -> list[Round]:
-    """Every position once, the longest first to the rank that has the least to do, at most `budget` tokens per rank and
-    round; a single longer one is a share by itself. `quadratic`: cost of a token per token before it, in tokens.
-    """
-    rounds, left = [], sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
-    while left:
-        shares: Round = [[] for _ in range(ranks)]
-        loads, costs, later = [0] * ranks, [0.0] * ranks, []
-        for at in left:
-            length, rank = lengths[at], min(range(ranks), key=costs.__getitem__)
-            if loads[rank] and loads[rank] + length > budget:
-                later.append(at)
-                continue
-            shares[rank].append(at)
-            loads[rank] += length
-            costs[rank] += length + quadratic * length * length
-        rounds.append([sorted(share) for share in shares])
-        left = later
-    return rounds
 
 
 def _quadratic(model: Any) -> float:
@@ -116,9 +94,16 @@ class Build(Message):
 
 
 class Restore(Message):
-    """Take a shard of a checkpoint's optimiser state; answered by Done."""
+    """Take a shard of a checkpoint's optimiser state, and of its weights where they are in shards; answered by Done."""
 
     path: str
+    optimizer: bool = True
+
+
+class Adopt(Message):
+    """Continue with the adapter of a folder; answered by Done."""
+
+    folder: str
 
 
 class Work(msgspec.Struct, array_like=True):
@@ -142,9 +127,10 @@ class Micro(Message):
 
 
 class Score(Message):
-    """Forward of the work, or of nothing, without gradient; answered by Scores."""
+    """Forward of the work, or of nothing, without gradient, by the reference if it says so; answered by Scored."""
 
     work: Work
+    refer: bool = False
 
 
 class Step(Message):
@@ -158,9 +144,18 @@ class Step(Message):
 
 
 class Gather(Message):
-    """Take part in gathering "weights" (in the number type that is published) or "state" (optimiser) to rank 0."""
+    """Take part in gathering the weight `name` (in the number type that is published), that of the "adapter", or
+    "state" (optimiser)."""
 
     what: str
+    name: str = ""
+
+
+class Save(Message):
+    """Begin to write a shard of the state into that folder; answered by Saved as soon as it is on disk, whatever is
+    said and answered meanwhile."""
+
+    path: str
 
 
 class Stop(Message):
@@ -177,13 +172,25 @@ class Scored(Message):
     entropies: bytes
 
 
+class Saved(Message):
+    """Size and CRC-32 of a shard, or what went wrong; `full`: for want of space."""
+
+    entry: list[int] = []
+    problem: str = ""
+    full: bool = False
+
+
 class Failed(Message):
-    """The follower's last words."""
+    """The follower's last words, and the samples that it was computing."""
 
     text: str
+    uids: list[int] = []
 
 
-Words = Hello | Join | Build | Restore | Micro | Score | Step | Gather | Stop | Done | Scored | Failed
+Words = (
+    Hello | Join | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Stop | Done | Scored | Saved
+    | Failed
+)
 _LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 34
 PIECE = 1 << 20
@@ -195,6 +202,7 @@ class Stream:
     def __init__(self, connected: socket.socket, name: str) -> None:
         self.socket, self.name = connected, name
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Words)
+        self.saved: Saved | None = None  # the newest, which comes when it comes
 
     def send(self, message: Message, timeout_s: float) -> None:
         data = self._encoder.encode(message)
@@ -207,7 +215,12 @@ class Stream:
             raise RankLost(f"{self.name} is gone: {problem.strerror or problem}") from problem
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next message; None if nothing began to arrive in time."""
+        """The next message but Saved; None if nothing began to arrive in time."""
+        while isinstance(found := self._receive(timeout_s), Saved):
+            self.saved = found
+        return found
+
+    def _receive(self, timeout_s: float) -> Any | None:
         self.socket.settimeout(timeout_s or 1e-6)
         try:
             head = self.socket.recv(_LENGTH.size)
@@ -244,9 +257,18 @@ class Stream:
 LOOK_S = 0.1  # for rank 0, or for a rank that is still to come
 ARRIVES_S = 60.0  # the rest of a message that has begun
 LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
+TRANSPORTS = ("gloo", "nccl", "hccl")  # one of them stands in an error that another rank is the cause of
+
+
+def _of_a_peer(problem: RuntimeError) -> bool:
+    """Whether a collective failed because of another rank, not this one's own computation."""
+    text = str(problem).lower()
+    distributed: Any = torch.distributed
+    return isinstance(problem, distributed.DistError) or any(name in text for name in TRANSPORTS)
 
 
 NOTHING_GIVEN = Given(())
+NO_WORK = Work([], [], [], None, None, None, None, {}, False)
 
 
 def work_of(
@@ -296,6 +318,9 @@ class TeamSettings:
     reshard: bool = True
     start_s: float = 300.0
     collective_s: float = 120.0
+    lora: LoraSettings | None = None
+    refers: bool = False  # to a reference, for a KL term
+    reference: Path | None = None  # its folder; None: the model as the run began with it
 
     @classmethod
     def of(cls, topology: Any, file: Path, device: torch.device) -> TeamSettings:
@@ -303,27 +328,9 @@ class TeamSettings:
         own = topology.learner.parallel
         return cls(
             topology.ranks, file, facts(topology.to_json()), device, own.reshard, topology.limits.ready_s,
-            own.collective_timeout_s,
+            own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
+            Path(topology.model.reference) if topology.model.reference else None,
         )
-
-
-@dataclass
-class Parts:
-    """What a trainer of a shard is made of."""
-
-    settings: TrainerSettings
-    team: TeamSettings
-    mesh: Any
-
-    def model(self, folder: Path) -> tuple[Any, Any]:
-        """The model of the folder, spread over the ranks, and its forward."""
-        named = "" if self.settings.attention == AUTO else self.settings.attention
-        model = load(folder, attention=named)
-        way = way_of(model, self.settings)
-        checkpoint_if_asked(way, self.settings, self.team.device.type)
-        dtype = None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
-        sharding.shard(model, self.mesh, dtype, self.team.reshard)
-        return model, sharding.Sharded(way)
 
 
 def facts(topology: str) -> dict[str, str]:
@@ -338,9 +345,10 @@ def facts(topology: str) -> dict[str, str]:
     }
 
 
-def digest(model: Any) -> str:
-    """Of names, shapes and number types of the parameters."""
-    text = "\n".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters())
+def digest(trainer: Trainer) -> str:
+    """Of names, shapes and number types of the parameters, and of how they compute."""
+    named = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in trainer.model.named_parameters()]
+    text = "\n".join([trainer.forward.name, *named])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -356,6 +364,7 @@ class Team:
     mesh: Any = None
     seq: int = 0
     store: Any = None
+    parts: Parts | None = None
 
     @classmethod
     def gathered(cls, settings: TeamSettings, waits: Callable[[], object] = lambda: None) -> Team:
@@ -407,40 +416,50 @@ class Team:
             message.seq = self.seq
             stream.send(message, self.settings.collective_s)
 
-    def answers(self) -> list[Any]:
+    def answers(self, limit_s: float = 0.0) -> list[Any]:
         """One of each follower to what was told last."""
-        return [self._answer(stream) for stream in self.followers]
+        return [self._answer(stream, limit_s or self.settings.collective_s) for stream in self.followers]
 
-    def _answer(self, stream: Stream) -> Any:
-        found = stream.receive(self.settings.collective_s)
+    def _answer(self, stream: Stream, limit_s: float) -> Any:
+        found = stream.receive(limit_s)
         if found is None:
-            raise RankLost(f"{stream.name} did not answer within {self.settings.collective_s:g} s: stopped or stuck")
+            raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
         if isinstance(found, Failed):
-            raise RankLost(f"{stream.name} failed: {found.text}")
+            raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
         if found.seq != self.seq:
             raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
         return found
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """A collective. If it fails, the rank that is the cause is named: it said why, has ended, or is silent."""
+    def together(self, what: str, own: Sequence[Sample] = ()) -> Iterator[None]:
+        """A collective. If it fails, the rank that is the cause is named: it said why, has ended, or is silent; or it
+        is this one, with its `own` samples."""
         begun = time.monotonic()
         try:
             yield
         except RuntimeError as problem:
-            took, words = time.monotonic() - begun, self._last_words()
-            raise RankLost(f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}") from problem
+            took, words, uids = time.monotonic() - begun, list[str](), list[int]()
+            if not _of_a_peer(problem):
+                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", [one.uid for one in own]) from problem
+            for text, samples in self._last_words():
+                words.append(text)
+                uids += samples
+            text = f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}"
+            raise (RankFailed(text, uids) if uids else RankLost(text)) from problem
 
-    def _last_words(self) -> list[str]:
-        found, deadline = [], time.monotonic() + LAST_WORDS_S
+    def _last_words(self) -> Iterator[tuple[str, list[int]]]:
+        """What each follower said, and its samples if it has failed."""
+        deadline = time.monotonic() + LAST_WORDS_S
         for stream in self.followers:
             try:
                 words = stream.receive(max(0.01, deadline - time.monotonic()))
-                found.append(f"{stream.name} failed: {words.text}" if isinstance(words, Failed) else
-                             f"{stream.name} says nothing: it is stopped or stuck")
             except RankLost as lost:
-                found.append(str(lost))
-        return found
+                yield str(lost), []
+                continue
+            if isinstance(words, Failed):
+                yield f"{stream.name} failed: {words.text}", words.uids
+            else:
+                yield f"{stream.name} says nothing: it is stopped or stuck", []
 
     def close(self) -> None:
         """Dismiss the others, if they are still there."""
@@ -454,12 +473,16 @@ class Team:
     def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
         """A trainer of the model of that folder, on all ranks."""
         self.tell([Build(folder=str(folder)) for _ in self.followers])
-        model, forward = Parts(settings, self.settings, self.mesh).model(folder)
-        own = digest(model)
+        if self.parts is None or self.parts.settings != settings:
+            self.parts = Parts(settings, self.settings, self.mesh)
+        made = self.parts.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
+        assert isinstance(made, Leader)
+        own = digest(made)
         for stream, answer in zip(self.followers, self._built(), strict=True):
             if answer.digest != own:
-                raise RanksDiffer(f"{stream.name} has loaded another model from {folder} than rank 0")
-        return Leader(self, model, settings, forward)
+                raise RanksDiffer(f"{folder} is the model {answer.digest} by its shapes on {stream.name}, {own} "
+                                  "on rank 0: all ranks need the same files")
+        return made
 
     def _built(self) -> list[Done]:
         limit = time.monotonic() + self.settings.start_s
@@ -494,11 +517,10 @@ def _listening(file: Path) -> Iterator[socket.socket]:
 class Leader(Trainer):
     """A trainer whose calls run on all ranks; this one is rank 0."""
 
-    def __init__(self, team: Team, model: Any, settings: TrainerSettings, forward: Any) -> None:
+    def __init__(self, team: Team, model: Any, settings: TrainerSettings, **more: Any) -> None:
         self.team, self._planned = team, [0] * team.settings.ranks
         self._cost = _quadratic(model)
-        self._published: dict[str, Tensor] = {}
-        super().__init__(model, settings, forward=forward)
+        super().__init__(model, settings, **more)
 
     def _clear(self) -> None:
         super()._clear()
@@ -511,9 +533,10 @@ class Leader(Trainer):
     def accumulate(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
         version: int | None = None, *, weights: Sequence[float] | None = None,
-        chosen: Sequence[NDArray[np.bool_]] | None = None,
+        chosen: Sequence[NDArray[np.bool_]] | None = None, valued: Sequence[Valued] | None = None,
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
+        assert valued is None, "a value head is trained by one process"
         given = Given(advantages, weights, proximal, chosen)
         self._check(samples, given)
         for shares in self._rounds(samples):
@@ -522,7 +545,7 @@ class Leader(Trainer):
                 parts.append(([samples[i] for i in share], given.of(share), version))
                 self._planned[rank] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
             self.team.tell([Micro(work=work_of(self, *part)) for part in parts[1:]])
-            with self.team.together("a micro-batch"):
+            with self.team.together("a micro-batch", parts[0][0]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
                 else:
@@ -537,12 +560,22 @@ class Leader(Trainer):
         others = [Share(**_tuples(answer.share)) for answer in self.team.answers()]
         return stats_of([own, *others], lr, denominator, scale)
 
+    def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part, found, _ in self._on_all(samples, True, lambda own: (self.referred(own),) * 2):
+            yield part, found
+
     def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        yield from self._on_all(samples, False, self.scored)
+
+    def _on_all(
+        self, samples: Sequence[Sample], refer: bool, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            self.team.tell([Score(work=work_of(self, part)) for part in chosen[1:]])
+            self.team.tell([Score(work=work_of(self, part), refer=refer) for part in chosen[1:]])
             with self.team.together("scoring"):
-                own = self.scored(chosen[0])
+                own = compute(chosen[0])
             yield shares[0], *own
             for share, answer in zip(shares[1:], self.team.answers(), strict=True):
                 yield share, self._placed(answer.logprobs), self._placed(answer.entropies)
@@ -551,30 +584,67 @@ class Leader(Trainer):
     def _placed(self, data: bytes) -> Tensor:
         return torch.from_numpy(np.frombuffer(bytearray(data), np.float32)).to(self._device)
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """The weights to publish, gathered tensor by tensor to this rank in the compute type; valid until the next."""
-        self.team.tell([Gather(what="weights") for _ in self.team.followers])
-        with self.team.together("publication"):
-            for name, value in self.gather_weights():
-                self._keep(name, value)
-                self.moved()
-        return self._published
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """The weights to publish, each gathered when it is asked for; valid until the next step."""
+        return Gathered(self.gather_weight, self.published(), self.published_type)
 
-    def _keep(self, name: str, value: Tensor) -> None:
-        if name not in self._published:
-            self._published[name] = torch.empty_like(value)
-        self._published[name].copy_(value)
+    def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
+        own = adapter.tensors()
+        return Gathered(lambda name: self._gather("adapter", name, lambda: sharding.gathered(own[name])), own)
+
+    def gather_weight(self, name: str) -> Tensor:
+        return self._gather("weight", name, lambda: super(Leader, self).gather_weight(name))
+
+    def _gather(self, what: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
+        self.team.tell([Gather(what=what, name=name) for _ in self.team.followers])
+        with self.team.together("publication"):
+            found = gather()
+        self.moved()
+        return found
+
+    def load_adapter(self, adapter: Adapter, folder: Path) -> None:
+        self.team.tell([Adopt(folder=str(folder)) for _ in self.team.followers])
+        super().load_adapter(adapter, folder)
+        self.team.answers()
 
     def optimizer_state(self) -> dict[str, Any]:
         self.team.tell([Gather(what="state") for _ in self.team.followers])
         with self.team.together("a checkpoint"):
             return self.gather_state(keep=True)
 
-    def restore(self, found: Checkpoint) -> list[str]:
-        self.team.tell([Restore(path=str(found.path)) for _ in self.team.followers])
-        changed = super().restore(found)
-        self.team.answers()
+    def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
+        self.team.tell([Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
+        changed = super().restore(found, optimizer)
+        self.team.answers(self.team.settings.start_s)
         return changed
+
+    def save(self, folder: Path) -> Saving:
+        self.team.tell([Save(path=str(folder)) for _ in self.team.followers])
+        return TeamSaving(super().save(folder).own, self.team.followers, self.team.seq)
+
+
+class Gathered(Mapping[str, Tensor]):
+    """The weights of a team by name: asking for one gathers it on rank 0, in the type that is published, and nobody
+    keeps it. `described` has their names, shapes and number types without any of their values."""
+
+    def __init__(
+        self, gather: Callable[[str], Tensor], spread: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """`spread`: what this rank has of them."""
+        self._gather = gather
+        self.described: Mapping[str, Tensor] = {
+            name: torch.empty(one.shape, dtype=dtype or one.dtype, device="meta")
+            for name, one in getattr(spread, "described", spread).items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.described)
+
+    def __len__(self) -> int:
+        return len(self.described)
 
 
 def _tuples(share: dict[str, Any]) -> dict[str, Any]:
@@ -597,6 +667,7 @@ class Follower:
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch
         self.stream = self._connect(waits)
         self.trainer: Trainer | None = None
+        self._saving: Saving | None = None
         limit = settings.collective_s
         self.stream.send(Hello(rank=rank, pid=os.getpid(), facts=dict(settings.facts)), limit)
         join = self.stream.receive(settings.start_s)
@@ -623,9 +694,16 @@ class Follower:
             time.sleep(LOOK_S)
 
     def hear(self, timeout_s: float) -> Message | None:
-        """What rank 0 says next; None if it says nothing for so long."""
-        found: Message | None = self.stream.receive(timeout_s)
-        return found
+        """What rank 0 says next; None if it says nothing for so long. Tells it of a shard that is written by now."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._saving is not None and self._saving.ready():
+                self.stream.send(_told(self._saving, self._saving_seq), self.settings.collective_s)
+                self._saving = None
+            left = max(0.0, deadline - time.monotonic())
+            found: Message | None = self.stream.receive(left if self._saving is None else min(left, LOOK_S))
+            if found is not None or self._saving is None or not left:
+                return found
 
     def act(self, message: Message) -> bool:
         """Do it and answer; False if it was the end. What goes wrong is told to rank 0 before it is raised."""
@@ -633,7 +711,8 @@ class Follower:
             answer = self._done(message)
         except Exception as problem:
             with contextlib.suppress(RankLost):
-                self.stream.send(Failed(seq=message.seq, text=cause(problem)), LAST_WORDS_S)
+                uids = [sample[0] for sample in getattr(message, "work", NO_WORK).samples]
+                self.stream.send(Failed(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
             raise
         if answer is not None:
             answer.seq = message.seq
@@ -643,38 +722,59 @@ class Follower:
     def _done(self, message: Message) -> Message | None:
         match message:
             case Build():
-                model, forward = self._parts.model(Path(message.folder))
-                self.trainer = Trainer(model, self._parts.settings, forward=forward)
+                if self.settings.lora is not None:  # dropout of the adapter
+                    torch.manual_seed(self.settings.lora.seed + self.rank)
+                self.trainer = self._parts.trainer(Path(message.folder), Trainer)
                 self.trainer.moved = lambda: self.moved()
-                return Done(digest=digest(model))
+                return Done(digest=digest(self.trainer))
             case Stop():
                 sharding.leave()
                 return None
         assert self.trainer is not None, f"{type(message).__name__} before a model was built"
+        if isinstance(message, Save):
+            self._saving, self._saving_seq = self.trainer.save(Path(message.path)), message.seq
+            return None
         return _answer(self.trainer, message)
 
     def close(self) -> None:
         self.stream.close()
 
 
+def _told(saving: Saving, seq: int) -> Saved:
+    """How the writing of a shard ended."""
+    try:
+        (entry,) = saving.entries().values()
+    except (DiskFull, WriteFailed) as problem:
+        return Saved(seq=seq, problem=str(problem), full=isinstance(problem, DiskFull))
+    return Saved(seq=seq, entry=entry)
+
+
 def _answer(trainer: Trainer, message: Message) -> Message | None:
     match message:
         case Micro(work=work):
             _micro(trainer, work)
-        case Score(work=work):
-            logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in trainer.scored(samples_of(work)))
+        case Score(work=work, refer=refer):
+            samples = samples_of(work)
+            found = (trainer.referred(samples),) * 2 if refer else trainer.scored(samples)
+            logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
             return Scored(logprobs=logprobs, entropies=entropies)
         case Step():
             if trainer.counted != message.tokens:
                 raise RanksDiffer(f"counted {trainer.counted} tokens for this step, rank 0 planned {message.tokens}")
             return Done(share=asdict(trainer.update(message.lr, message.denominator, message.scale)))
-        case Gather(what="weights"):
-            for _ in trainer.gather_weights():
-                pass
+        case Gather(what="weight", name=name):
+            trainer.gather_weight(name)
+        case Gather(what="adapter", name=name):
+            assert trainer.adapter is not None
+            sharding.gathered(trainer.adapter.tensors()[name])
+        case Adopt(folder=folder):
+            assert trainer.adapter is not None
+            trainer.load_adapter(trainer.adapter, Path(folder))
+            return Done()
         case Gather():
             trainer.gather_state(keep=False)
-        case Restore(path=path):
-            trainer.restore(Checkpoint(Path(path), 0, {}))
+        case Restore(path=path, optimizer=optimizer):
+            trainer.restore(Checkpoint(Path(path), 0, {}), optimizer)
             return Done()
     return None
 

@@ -1,7 +1,7 @@
 """The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
 Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and the optimiser;
-knows nothing of rings, groups that are still missing, checkpoints or the clock of the run.
+knows nothing of rings, groups that are still missing or the clock of the run.
 
 - The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
   step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
@@ -13,12 +13,11 @@ knows nothing of rings, groups that are still missing, checkpoints or the clock 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +26,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from busrl import device
-from busrl.algorithms import diagnostics, losses, terms
+from busrl.algorithms import catalog, diagnostics, losses, terms
 from busrl.algorithms.diagnostics import Diagnostics
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch, optimizers, sharding
+from busrl.algorithms.values import Valued, ValueSettings, value_loss
+from busrl.training import batch, optimizers, resume, sharding
 from busrl.training.batch import Flat, Sample
-from busrl.training.checkpoint import Checkpoint
+from busrl.training.checkpoint import Checkpoint, buffers
+from busrl.training.critic import ValueHead
 from busrl.training.custom import load_loss
-from busrl.training.forward import FLASH, Forward, checkpoint_layers, choose_forward
+from busrl.training.forward import FLASH, Forward, Scores, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
-from busrl.training.model import named_weights
+from busrl.training.model import Adapter, Merged, named_weights, train_only
 from busrl.training.precision import Masters
+from busrl.training.shards import Saving, Writing
 
 # -- settings and statistics ---------------------------------------------------
+
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class TrainerSettings(LossSettings):
 
     loss: str = "ppo_clip"
     optimizer: str = optimizers.ADAMW
+    train_layers: str = ""  # all but these are frozen; empty: none is
     options: Mapping[str, Any] = field(default_factory=dict)  # of Adafactor or an optimiser of the user's
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -65,14 +69,19 @@ class TrainerSettings(LossSettings):
     head_rows: int = 0
     head_dtype: str = "model"
     attention: str = "auto"
+    compile: bool = False
+    value: ValueSettings | None = None  # with a value head
 
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
-        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one"}
+        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one", "value"}
         places = (topology.learner.memory, topology.learner, topology.experiments)
         values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
-        return cls(compute_dtype=topology.model.dtype, ratio_one=topology.segments.loss == "pois", **values)
+        own = topology.learner.value
+        value = ValueSettings(own.coef, own.clip, own.rate) if topology.learner.advantage == catalog.GAE else None
+        pois = topology.segments.loss == "pois"
+        return cls(compute_dtype=topology.model.dtype, ratio_one=pois, value=value, **values)
 
 
 @dataclass(frozen=True)
@@ -204,27 +213,6 @@ class Schedule:
         return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)
 
 
-# -- memory of the C library ------------------------------------------------------
-
-TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-LARGEST = (1 << 31) - 1
-LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
-
-
-def keep_freed_memory(slack: int = 1 << 26) -> bool:
-    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
-
-    A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
-    zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
-    back all the same: between smaller ones it would leave holes that nothing else fits into.
-    """
-    settings = ((MMAP_THRESHOLD, LARGE_BLOCK), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
-    return False
-
-
 # -- the optimiser step ----------------------------------------------------------
 
 Floats = NDArray[np.float32]
@@ -239,6 +227,7 @@ class Given:
     weights: Sequence[float] | None = None
     proximal: Sequence[Floats] | None = None
     chosen: Sequence[NDArray[np.bool_]] | None = None
+    valued: Sequence[Valued] | None = None  # a row per token, in the place of the advantages of the samples
 
     def rows(self) -> list[Sequence[Any]]:
         """Those that are given."""
@@ -266,34 +255,52 @@ class Trainer:
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
-        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options)
+        self.optimizer: Any = self._made(lambda own: optimizers.make(settings.optimizer, own, adam, settings.options))
+        self.critic = None if settings.value is None else ValueHead.of(model, settings.value, self._dtype)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
+        self.adapter: Adapter | None = None  # of a team; a trainer alone has it as what `named` gives
         self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
+        # A teacher's most probable tokens in the place of each generated one: ids and log-probabilities; no gradient.
+        self.teacher: Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]] | None = None
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
+        self.saving: Writing | None = None  # of these tensors, by a thread
         self._clear()
+
+    def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
+        """The optimiser: of the parameters, or of this rank's parts of them where it cannot take spread ones."""
+        spread = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
+        if not spread or self.settings.optimizer == optimizers.ADAMW:
+            return make(self.parameters)
+        adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
+        optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
+        packed = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict
+        return sharding.OverParts(self.parameters, make, optimizers.unpacked, packed)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.clear()
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = self._computed = self._real = self._context = 0
         self._mastered = torch.zeros((), dtype=torch.int64, device=self._device)
         self._blame: list[tuple[list[int], Tensor]] = []
+        self._views: Mapping[str, Tensor] | None = None  # of this rank, what is published
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
 
     def accumulate(
         self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
         version: int | None = None, *, weights: Sequence[float] | None = None,
-        chosen: Sequence[NDArray[np.bool_]] | None = None,
+        chosen: Sequence[NDArray[np.bool_]] | None = None, valued: Sequence[Valued] | None = None,
     ) -> None:
         """Forward and backward of these samples, added to the step under way.
 
         `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
         `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
         `weights` multiply the loss of each sample's tokens (left out: 1); `chosen` marks tokens for a loss that
-        chooses.
+        chooses; `valued` are rows of a trainer with a value head.
         """
-        given = Given(advantages, weights, proximal, chosen)
+        given = Given(advantages, weights, proximal, chosen, valued)
         self._check(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], given.of(part), version)
@@ -306,8 +313,8 @@ class Trainer:
         """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
-        logprobs, entropy = self._logprobs(samples, flat)
-        inputs = self._loss_inputs(samples, flat, logprobs, entropy, given)
+        inputs, entropy, values = self._computed_inputs(samples, flat, given)
+        logprobs = inputs.trainer_logprobs
         marks = self._of_these_weights(samples, flat, version)
         in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
         loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
@@ -317,18 +324,33 @@ class Trainer:
             mastered = losses.mastered(logprobs, entropy, *rows, tau, sigma, flat.mask)
             loss = loss.masked_fill(mastered, 0)
             self._mastered += mastered.sum()
+        of_values = None if given.valued is None else self._of_values(values, given.valued, flat)
+        trained = loss if of_values is None else loss + of_values.loss
         if given.weights is not None:
-            loss = loss * flat.per_token(given.weights, self._dtype)
-        total = loss.sum()
+            weights = flat.per_token(given.weights, self._dtype)
+            loss, trained = loss * weights, trained * weights
+        total = trained.sum()
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, flat, inputs, loss.detach(), marks)
+        self._count(samples, flat, inputs, loss.detach(), marks, of_values)
         self.moved()
+
+    def _of_values(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:
+        """The value loss per token, 0 where masked, and what it was made of."""
+        assert values is not None and self.settings.value is not None, "rows of values for a trainer without a head"
+        old, returns = (
+            torch.from_numpy(np.concatenate([getattr(one, name) for one in valued])).to(values)
+            for name in ("values", "returns")
+        )
+        loss = value_loss(values, old, returns, self.settings.value.clip)
+        trained = loss if flat.mask is None else loss.where(flat.mask, 0)
+        return diagnostics.ValueErrors(trained, returns, values.detach())
 
     def idle(self) -> None:
         """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
         flat = batch.flatten([NOTHING], self._dtype, self._device)
+        self._referred([NOTHING], flat)
         logprobs, _ = self._logprobs([NOTHING], flat)
         (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
         self.moved()
@@ -343,20 +365,40 @@ class Trainer:
         return inputs
 
     def _loss_inputs(
-        self, samples: Sequence[Sample], flat: Flat, logprobs: Tensor, entropy: Tensor, given: Given
+        self, samples: Sequence[Sample], flat: Flat, logprobs: Tensor, entropy: Tensor, given: Given,
+        referred: Tensor | None,
     ) -> losses.LossInputs:
         """What the loss gets of a micro-batch."""
         before = logprobs.detach()
         if given.proximal is not None:
             before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
         chosen = None if given.chosen is None else torch.from_numpy(np.concatenate(given.chosen)).to(self._device)
+        advantages = flat.per_token(given.advantages, self._dtype)
+        if given.valued is not None:
+            advantages = torch.from_numpy(np.concatenate([one.advantages for one in given.valued])).to(advantages)
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
-            advantages=flat.per_token(given.advantages, self._dtype), mask=flat.mask, samples=flat.rows,
+            advantages=advantages, mask=flat.mask, samples=flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
             ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device), lengths=flat.lengths,
-            entropy=entropy, reference_logprobs=self._referred(samples, flat), chosen=chosen,
+            entropy=entropy, reference_logprobs=referred, chosen=chosen,
         )
+
+    def _computed_inputs(
+        self, samples: Sequence[Sample], flat: Flat, given: Given
+    ) -> tuple[losses.LossInputs, Tensor, Tensor | None]:
+        """What the loss gets, the entropy, and the values of a value head, of one forward of each model."""
+        referred = self._referred(samples, flat)  # first: what it gathers is given up before the graph is there
+        if self.teacher is None:
+            (logprobs, entropy), values = self._scores_and_values(samples, flat)
+            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), entropy, values
+        with torch.no_grad():
+            ids, known = self.teacher(samples, flat)
+        wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
+        (every, entropy), values = self._scores_and_values(samples, wanted)
+        inputs = self._loss_inputs(samples, flat, every[:, 0], entropy, given, referred)
+        known = known.to(self._dtype)
+        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), entropy, values
 
     @torch.no_grad()
     def _referred(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
@@ -366,15 +408,36 @@ class Trainer:
     def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
         return self.forward.score(samples, flat)
 
+    def _scores_and_values(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor | None]:
+        """Of one forward."""
+        if self.critic is None:
+            return self._logprobs(samples, flat), None
+        hidden = self.forward.states(samples)
+        return self.forward.of_states(hidden, flat), self.critic(hidden)
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        """The value before each generated token under the present weights, in the order of `samples`."""
+        assert self.critic is not None
+        parts = batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together)
+        return self._rows(samples, ((part, self._valued([samples[i] for i in part])) for part in parts))
+
+    def _valued(self, samples: Sequence[Sample]) -> Tensor:
+        assert self.critic is not None
+        found = self.critic(self.forward.states(samples))
+        self.moved()
+        return found
+
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
-        marks: tuple[Tensor | None, Tensor | None],
+        marks: tuple[Tensor | None, Tensor | None], of_values: diagnostics.ValueErrors | None,
     ) -> None:
         current, begun = marks
         assert inputs.entropy is not None
-        self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun)
+        self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun, of_values)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
-        self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, loss)))
+        whole = loss if of_values is None else loss + of_values.loss.detach()
+        self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, whole)))
         context = sum(sample.context for sample in samples)
         self._tokens += len(flat.targets) - context
         self._context += context
@@ -400,8 +463,16 @@ class Trainer:
     def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             chosen = [samples[i] for i in part]
-            yield part, self._referred(chosen, batch.flatten(chosen, self._dtype, self._device))
+            yield part, self.referred(chosen)
             self.moved()
+
+    @torch.no_grad()
+    def referred(self, samples: Sequence[Sample]) -> Any:
+        """What `refer` gives of these samples, computed at once; of none for a rank without work."""
+        chosen = list(samples) or [NOTHING]
+        found = self._referred(chosen, batch.flatten(chosen, self._dtype, self._device))
+        assert found is not None, "no reference"
+        return found if samples else found[:0]
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -412,6 +483,8 @@ class Trainer:
         """The values of all tokens as a row per sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
         for part, values in parts:
+            if not part:  # of a rank without work
+                continue
             ends = np.cumsum([len(samples[i].token_ids) for i in part])[:-1]
             for index, row in zip(part, np.split(values.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
@@ -463,13 +536,21 @@ class Trainer:
         if not tokens:
             reason = "no trained token"
         else:
-            norm = normalised_norm(self.parameters, (denominator or tokens) * scale)
-            if np.isfinite(norm):
+            divisor = (denominator or tokens) * scale
+            norm = normalised_norm(self.parameters, divisor)
+            of_head = 0.0 if self.critic is None else self.critic.divide(divisor)
+            if np.isfinite(norm) and not np.isfinite(of_head):
+                reason, culprits = f"the gradient norm of the value head is {of_head}", self._culprits()
+            elif np.isfinite(norm):
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
+                if self.saving is not None:
+                    self.saving.stage()
                 self.optimizer.step()
                 self._round()
+                if self.critic is not None:
+                    self.critic.step(lr, of_head, self.settings.max_grad_norm)
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
         share = self._share(norm, reason, culprits, started)
@@ -502,17 +583,52 @@ class Trainer:
         """The weights to publish, by name, in the compute type; valid until the next step."""
         return self._named(self.model)
 
-    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights to publish one by one, whole, on every rank that the parameters are spread over; a collective
-        each. Cast before they are gathered: half of the bytes, and what a forward computes with."""
-        dtype = None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
-        return sharding.gathered(self._named(self.model).items(), dtype)
+    @property
+    def published_type(self) -> torch.dtype | None:
+        """What weights are cast to before they are published; None: they stay as they are."""
+        return None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
+
+    def gather_weight(self, name: str) -> Tensor:
+        """One of the weights to publish, whole, on every rank that it is spread over: a collective. Cast before it is
+        gathered: half of the bytes, and what a forward computes with."""
+        views = self.published()
+        if isinstance(views, Merged):
+            return views.made(name, sharding.gathered)
+        return sharding.gathered(views[name], self.published_type)
+
+    def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
+        """The adapter by the names of its file, as it is trained; valid until the next step."""
+        return adapter.tensors()
+
+    def load_adapter(self, adapter: Adapter, folder: Path) -> None:
+        """Continue with an adapter that was written."""
+        adapter.load(folder, sharding.spread_like)
+
+    def published(self) -> Mapping[str, Tensor]:
+        """What is published as this rank has it, by name; valid until the next step."""
+        if self._views is None:
+            self._views = self._named(self.model)
+        return self._views
 
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
         masters = {MASTER: self.trained_tensors()} if self.rounded else {}
-        return {**self.optimizer.state_dict(), optimizers.KIND: self.settings.optimizer, **masters}
+        own = {optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers}
+        return {**self.optimizer.state_dict(), **own, **masters}
+
+    def save(self, folder: Path) -> Saving:
+        """Begin to write weights and optimiser in shards; training may go on meanwhile."""
+        return resume.save(self, folder)
+
+    def kept_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
+        return {**buffers(self.model), **dict(self.model.named_parameters()), **self.trained_tensors()}
+
+    def numbered(self) -> list[str]:
+        """The names of the parameters in the order in which the optimiser counts them."""
+        names = {id(tensor): name for name, tensor in self.trained_tensors().items()}
+        return [names[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
 
     def gather_state(self, keep: bool) -> dict[str, Any]:
         """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
@@ -536,6 +652,11 @@ class Trainer:
             return self._masters.named
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
+    def reset(self) -> None:
+        """After the trained tensors were changed from outside: the model computes with them, nothing is under way."""
+        self._round()
+        self._clear()
+
     def _round(self) -> None:
         if self._masters is not None:
             self._masters.round()
@@ -546,35 +667,50 @@ class Trainer:
 
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
-        parts = {name: self._spread(name, state[name]) for name in ("state", "param_groups")}
-        names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
-        changed = optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(parts))
+        changed = self.take({name: self._spread(name, state[name]) for name in ("state", "param_groups")})
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
                 parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
-        self._round()
-        self._clear()
+        self.reset()
         return changed
+
+    def take(self, state: dict[str, Any]) -> list[str]:
+        """Load a state of the optimiser as torch has it, its tensors spread as the parameters are; the settings stay
+        those of this trainer."""
+        names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
+        return optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(state))
 
     def _spread(self, name: str, value: Any) -> Any:
         """This rank's part of an optimiser's state, which has the parameters by number."""
         if name != "state":
             return value
         order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        eight = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict  # a team's are unpacked
+        convert: Callable[[Any], Any] = optimizers.unpacked if hasattr(order[0], "device_mesh") else eight
         return {
             number: {
                 key: sharding.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
-                for key, one in kept.items()
+                for key, one in convert(kept).items()
             }
             for number, kept in value.items()
         }
 
-    def restore(self, found: Checkpoint) -> list[str]:
-        """Continue with the optimiser of a checkpoint whose model was loaded; what `load_optimizer_state` returns.
-        UserError if it is another one than this trainer has."""
-        state = found.optimizer_state()
-        optimizers.require_same(state, self.settings.optimizer, str(found.path), str(found.model))
-        return self.load_optimizer_state(state)
+    def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
+        """Continue with the optimiser of a checkpoint whose model was loaded, and with the weights where they are in
+        shards; what `load_optimizer_state` returns. UserError if it is of another model or optimiser than this one."""
+        if found.sharded:
+            return resume.restore(self, found.path, optimizer)
+        if not optimizer:
+            return []
+        saved = found.optimizer_state()
+        self.require_same(saved, str(found.path))
+        return self.load_optimizer_state(saved)
+
+    def require_same(self, state: Mapping[str, Any], folder: str) -> None:
+        """UserError if the state of a checkpoint is of another optimiser, or of other parameters, than this one's."""
+        optimizers.require_same(state, self.settings.optimizer, folder)
+        names = [name for name, _ in self.model.named_parameters()]
+        optimizers.require_same_layers(state, self.settings.train_layers, names, folder)
 
 
 NOTHING = Sample(
@@ -597,16 +733,19 @@ LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of lay
 
 
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
-    """How the model computes, and the masters of its parameters where it computes in fewer bits. Spread over ranks it
-    has its masters in the shards, and its way was chosen before."""
+    """How the model computes, and the masters of its parameters where it computes in fewer bits; what is not trained is
+    frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
     if isinstance(forward, sharding.Sharded):
         return forward, None
+    train_only(model, settings.train_layers)
     found = forward
     if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
         found = way_of(model, settings)
     masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
     found = found or way_of(model, settings)
     checkpoint_if_asked(found, settings)
+    if settings.compile:
+        compile_layers(found)
     return found, masters
 
 
@@ -616,12 +755,16 @@ def way_of(model: Any, settings: TrainerSettings) -> Forward:
     return choose_forward(model, head, settings.attention)
 
 
-def checkpoint_if_asked(way: Forward, settings: TrainerSettings, device: str = "") -> None:
-    """Let the way's layers be computed again in backward, where the settings say so for a model on that device."""
-    kind, count = device or way.model.device.type, sum(parameter.numel() for parameter in way.model.parameters())
-    large = kind != "cpu" and count >= LARGE
-    if settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large):
+def checkpoint_if_asked(way: Forward, settings: TrainerSettings) -> None:
+    """Let the way's layers be computed again in backward, where the settings say so for its model."""
+    if computes_again(settings, way.model, way.model.device.type):
         checkpoint_layers(way)
+
+
+def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
+    """Whether these settings ask for it, for that model on a device of that kind."""
+    large = kind != "cpu" and sum(parameter.numel() for parameter in model.parameters()) >= LARGE
+    return settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large)
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -45,22 +45,23 @@ class Instrumented:
 
 
 class Sender(Instrumented, ABC):
-    """What the learner publishes with. `begun`, `begin` and `check` matter only for weights that engines share."""
+    """What the learner publishes with. Where engines share the weights, `pause_engines` comes before they change."""
 
     @abstractmethod
     def newest(self) -> tuple[int, int]:
         """The last version published here, also by an earlier process; NOTHING if there is none."""
 
     @abstractmethod
-    def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
-        """Make the tensors available as `version`. The caller may change them again once this returns."""
+    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
+        """Make the tensors available as `version`. The caller may change them again once this returns. A mapping with
+        `described` makes each when it is asked for, which is done one after the other."""
 
     @property
-    def begun(self) -> bool:
-        """Whether `begin` has paused the engines for a version that is not published yet."""
+    def engines_paused(self) -> bool:
+        """Whether `pause_engines` has paused the engines for a version that is not published yet."""
         return False
 
-    def begin(self, version: int, step: int) -> None:
+    def pause_engines(self, version: int, step: int) -> None:
         """Before the weights change to this version: where engines share them, wait until the engines pause."""
 
     def check(self) -> None:
@@ -108,7 +109,7 @@ class VersionSource(Instrumented, ABC):
 
     def _writer(self) -> str:
         """Where versions come from, and what the writer is doing; the start of an error."""
-        raise NotImplementedError
+        return "weights"
 
     @abstractmethod
     def close(self) -> None: ...

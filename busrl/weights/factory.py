@@ -1,7 +1,8 @@
 """Makes the sender or the receiver that `weights.transport` names.
 
 Used by the learner, by every process that runs the model, and by vLLM's workers. The one module that knows all
-transports. A transport that needs torch is imported when it is made, so a process without tensors can read `Settings`.
+transports. A transport that needs torch is imported when it is made, so a process without tensors can read
+`TransportSettings`.
 
 A new transport is a module of this package, its entry in `make_sender` and `make_receiver`, and its name in the choices
 of `weights.transport`.
@@ -25,11 +26,11 @@ from busrl.weights.tensors import fingerprint
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.paths import RunPaths
-    from busrl.weights.shared import OneCopyReceiver
+    from busrl.weights.one_copy import OneCopyReceiver
 
 
 @dataclass(frozen=True)
-class Settings:
+class TransportSettings:
     """What a transport needs, as plain data: `plain()` fits any wire, `from_plain` rebuilds it in another process.
 
     `segment` is the file in shared memory, `address_file` is the socket of a broadcasting learner; both are paths
@@ -54,7 +55,7 @@ class Settings:
     base: str = ""  # model folder that adapters belong to; empty: versions are whole checkpoints
 
     @classmethod
-    def of(cls, topology: Topology, paths: RunPaths) -> Settings:
+    def of(cls, topology: Topology, paths: RunPaths) -> TransportSettings:
         weights = topology.weights
         made = cls(
             transport=weights.transport,
@@ -83,7 +84,7 @@ class Settings:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Settings:
+    def from_plain(cls, plain: Mapping[str, Any]) -> TransportSettings:
         """The other way; UserError names a field that this version does not know."""
         unknown = sorted(plain.keys() - {field.name for field in fields(cls)})
         if unknown:
@@ -101,7 +102,9 @@ class Settings:
         return str(devices.choose(devices.kind_of(self.backend)))
 
 
-def make_sender(settings: Settings, callbacks: GroupCallbacks | None = None, write: Write | None = None) -> Sender:
+def make_sender(
+    settings: TransportSettings, callbacks: GroupCallbacks | None = None, write: Write | None = None
+) -> Sender:
     """The learner's side. `callbacks`: changes of a broadcast's groups; `write`: the files of a version."""
     if settings.folders:
         if write is None:
@@ -132,13 +135,13 @@ def make_sender(settings: Settings, callbacks: GroupCallbacks | None = None, wri
             callbacks=callbacks,
         )
     if settings.transport == ONE_COPY:
-        from busrl.weights.shared import OneCopySender
+        from busrl.weights.one_copy import OneCopySender
 
         return OneCopySender(settings.bridge_file, settings.segment, timeout_s=settings.timeout_s)
     raise _unknown(settings.transport)
 
 
-def make_receiver(settings: Settings, name: str) -> Receiver:
+def make_receiver(settings: TransportSettings, name: str) -> Receiver:
     """An engine's side; `name` is the process, which errors call it by."""
     if settings.folders:
         return FolderReceiver(
@@ -162,9 +165,9 @@ def make_receiver(settings: Settings, name: str) -> Receiver:
     raise _unknown(settings.transport)
 
 
-def one_copy_receiver(settings: Settings, name: str) -> OneCopyReceiver:
+def one_copy_receiver(settings: TransportSettings, name: str) -> OneCopyReceiver:
     """For an engine whose own tensors the learner trains: the engine shares them with it first."""
-    from busrl.weights.shared import OneCopyReceiver
+    from busrl.weights.one_copy import OneCopyReceiver
 
     return OneCopyReceiver(settings.bridge_file, settings.segment, name, timeout_s=settings.timeout_s)
 

@@ -169,7 +169,7 @@ class FolderSender(Sender):
     def newest(self) -> tuple[int, int]:
         return newest_in(self.root)
 
-    def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
         self._open()
         newest, _ = self.newest()
         if version <= newest:

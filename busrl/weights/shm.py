@@ -38,6 +38,7 @@ import os
 import platform
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,7 +210,7 @@ class ShmSender(Sender):
         k = None if self._segment is None else self._segment.newest()
         return NOTHING if self._segment is None or k is None else self._segment.stamp(k)
 
-    def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
         newest, _ = self.newest()
         if version <= newest and not self._inherited:
             raise UserError(f"{self.path}: version {version} is not above {newest}, which is published; versions grow")
@@ -223,7 +224,7 @@ class ShmSender(Sender):
             self._segment.close()
             self._segment = None
 
-    def _write_all(self, segment: Segment, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
+    def _write_all(self, segment: Segment, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
         k = 1 - (segment.newest() or 0)  # never the newest complete one; 1 if there is none
         if not segment.lock(k, alone=True, patience_s=PATIENCE_S):
             log.warning("weights: a reader of version %d is stopped in its copy; overwriting it", segment.stamp(k)[0])
@@ -251,7 +252,7 @@ class ShmSender(Sender):
         self._shadow.full()
 
     def _write_changes(
-        self, segment: Segment, newest: int, version: int, step: int, named: dict[str, torch.Tensor]
+        self, segment: Segment, newest: int, version: int, step: int, named: Mapping[str, torch.Tensor]
     ) -> bool:
         """Append what changed to the log of the newest buffer; False if all values have to be written."""
         k, shadow = segment.newest(), self._shadow
@@ -267,7 +268,7 @@ class ShmSender(Sender):
         words[LOGGED] = used + len(frame)  # from here on it counts
         return True
 
-    def _for(self, named: dict[str, torch.Tensor], above: bool) -> Segment:
+    def _for(self, named: Mapping[str, torch.Tensor], above: bool) -> Segment:
         """The segment for this layout: the present one, or a new one if that is of another run or model.
 
         Also a new one if the file was removed: processes that map it would keep its old versions and see no new one.
@@ -285,7 +286,7 @@ class ShmSender(Sender):
         self._segment.prefault()
         return self._segment
 
-    def _suits(self, segment: Segment, named: dict[str, torch.Tensor]) -> bool:
+    def _suits(self, segment: Segment, named: Mapping[str, torch.Tensor]) -> bool:
         return segment.manifest.matches(named) and len(segment.log[0]) == self._log_bytes(segment.manifest)
 
     def _log_bytes(self, manifest: Manifest) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl._blocks import changed, digest, put
-from busrl.weights.tensors import Entry, Manifest, is_plain
+from busrl.weights.tensors import Entry, Manifest, described, is_plain
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,8 @@ class Shadow:
         most -= HEAD.size + FOOT.size
         with ThreadPoolExecutor(len(self._parts), "changed values") as pool:
             found: list[tuple[int, Bytes, Bytes]] = []
-            for part in pool.map(lambda own: self._find_in(own, named, most), self._parts):
+            compare_all: Any = pool.map if described(named) is named else map  # made by one thread, one after another
+            for part in compare_all(lambda own: self._find_in(own, named, most), self._parts):
                 if part is None:
                     return None
                 found += part

@@ -88,6 +88,13 @@ def new_block(nbytes: int) -> torch.Tensor:
 # -- the layout ------------------------------------------------------------------------------------------------
 
 
+def described(named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Names, shapes and types of the tensors: the tensors, or what a mapping says that makes each when it is asked for
+    (gathered from several processes, say): such a one is asked once per copy, and nobody keeps what it gives."""
+    found: Mapping[str, torch.Tensor] = getattr(named, "described", named)
+    return found
+
+
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor: its place in the flat block."""
 
@@ -105,10 +112,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     entries: tuple[Entry, ...] = msgspec.field(name="tensors")
 
     @classmethod
-    def of(cls, named: dict[str, torch.Tensor]) -> Manifest:
+    def of(cls, named: Mapping[str, torch.Tensor]) -> Manifest:
         entries: list[Entry] = []
         offset = 0
-        for name, tensor in named.items():
+        for name, tensor in described(named).items():
             nbytes = tensor.numel() * tensor.element_size()
             entries.append(Entry(name, _name_of(tensor.dtype), tuple(tensor.shape), offset, nbytes))
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -129,7 +136,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def matches(self, named: Mapping[str, torch.Tensor]) -> bool:
         """Whether the tensors have this layout, in whatever order."""
-        return self.expected == {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
+        return self.expected == {name: (tensor.dtype, tensor.shape) for name, tensor in described(named).items()}
 
     def gather(
         self, named: Mapping[str, torch.Tensor], flat: torch.Tensor, done: Callable[[str], None] | None = None
@@ -145,12 +152,13 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         piece: int,
         done: Callable[[str], None] | None = None,
     ) -> Iterator[int]:
-        """As `gather`, in pieces of about that many bytes; yields how many bytes of the block are complete."""
+        """As `gather`, in pieces of about that many bytes, a tensor at a time where they are made when they are asked
+        for; yields how many bytes of the block are complete."""
         self.check(named)
-        begun: list[Entry] = []
+        made, begun = described(named) is not named, list[Entry]()
         for entry in self.entries:
             begun.append(entry)
-            if entry.offset + entry.nbytes - begun[0].offset < piece:
+            if not made and entry.offset + entry.nbytes - begun[0].offset < piece:
                 continue
             copy_all([(self.view(flat, one), named[one.name]) for one in begun])
             if done is not None:
@@ -176,7 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         """UserError with the first difference between this layout and the tensors."""
-        mine = self.expected
+        mine, named = self.expected, described(named)
         if missing := sorted(mine.keys() - named.keys()):
             raise UserError(f"weights: {len(missing)} published tensors are not in this model, first {missing[0]!r}")
         if extra := sorted(named.keys() - mine.keys()):

@@ -166,7 +166,8 @@ class Brake:
     """From `start` on the rollout processes run half of the time: 50 ms stopped, 50 ms going."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self.paths, self._over, self._thread = paths, threading.Event(), None  # type: ignore[var-annotated]
+        self.paths, self._over = paths, threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         if self._thread is None:

@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from busrl.config import Topology, load
-from busrl.data.trace import Task
+from busrl.data.trace import TracedPrompt
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
 from busrl.simulate.world import World
@@ -68,7 +68,7 @@ def step_s(
     """Seconds per step, in units of a decoding step with nothing running (a = 1)."""
     random = np.random.default_rng([seed, 7])
     lengths = np.exp(random.normal(math.log(median), sigma, ((steps + WARM_UP + 8) * PROMPTS, GROUP)))
-    tasks = [Task("p", tuple(np.clip(row, 1, LIMIT).astype(int).tolist())) for row in lengths]
+    tasks = [TracedPrompt("p", tuple(np.clip(row, 1, LIMIT).astype(int).tolist())) for row in lengths]
     times = Times(
         step_s=1.0, row_s=ratio, sequence_s=0.0, prefill_token_s=0.0, weights_s=0.0, reward_s=0.0, learner_step_s=0.0,
         learner_token_s=0.0, learner_group_s=0.0, publish_s=0.0, checkpoint_s=0.0,

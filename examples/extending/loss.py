@@ -21,3 +21,7 @@ def cispo(inputs: LossInputs, settings: LossSettings) -> Tensor:
     assert inputs.ages is not None  # a training step always gives them
     fresh = torch.pow(0.5, inputs.ages.to(weight.dtype))
     return -fresh * weight * inputs.advantages * inputs.trainer_logprobs
+
+
+cispo.streamable = True  # type: ignore[attr-defined]  # no token's loss depends on another sample
+cispo.uses = ()  # type: ignore[attr-defined]  # neither of the log-probabilities before the step, nor of the entropy

@@ -14,12 +14,13 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 200, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 230, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
 # A module of less than SMALL lines whose only user lies in the same package -> why it is a module of its own.
 REASONS: dict[str, str] = {
+    "busrl.algorithms.distill": "formulas on a teacher's tokens, for losses of the user's too",
     "busrl.config.trials": "tables for trying a run out, which would make the schema longer than 800 lines",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
     "busrl.engines.vllm.cpu_patches": "work-arounds for vLLM on CPUs, kept out of the worker that runs on GPUs",
@@ -54,9 +55,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "guard": "base rules",
     },
     "weights": {
-        "base": "", "tensors": "", "sparse": "tensors", "folders": "base tensors", "shared": "base",
+        "base": "", "tensors": "", "sparse": "tensors", "folders": "base tensors", "one_copy": "base",
         "shm": "base sparse tensors", "broadcast": "base sparse tensors",
-        "factory": "base broadcast folders shared shm tensors",
+        "factory": "base broadcast folders one_copy shm tensors",
     },
     "weights.broadcast": {"group": "", "receiver": "group", "sender": "group"},
 }

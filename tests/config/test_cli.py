@@ -56,7 +56,7 @@ def test_check_explains_a_topology() -> None:
 
 
 def test_check_prints_every_problem_and_no_traceback() -> None:
-    message = told(busrl("check", QUICKSTART, "--set", "learner.lr=fast", "--set", "groups.size=1"))
+    message = told(busrl("check", QUICKSTART, "--set", "learner.lr=fast", "--set", "groups.size=0"))
     assert "2 problems" in message and "learner.lr" in message and "groups.size" in message
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, explain, memory
+from busrl.config import Topology, explain, files, memory
 from busrl.config.memory import Widths, Work, learner_sum
 from busrl.errors import UserError
 
@@ -22,6 +23,7 @@ SEVEN_BILLION = {
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
 }
 GIB = 1 << 30
+TWO = "process.learner.ranks=2"
 
 
 def test_parameters_are_those_of_the_models() -> None:
@@ -37,15 +39,49 @@ def test_parameters_are_those_of_the_models() -> None:
 
 def test_weights_gradient_and_optimiser_are_16_bytes_a_parameter_and_18_in_bfloat16() -> None:
     size = Widths.of(HALF_BILLION).parameters
-    for dtype, each in (("float32", 16), ("bfloat16", 18)):
-        parts = learner_sum(HALF_BILLION, Work(4096, dtype))
-        assert parts["weights"] + parts["gradient"] + parts["optimiser (AdamW)"] == each * size
+    for dtype, optimizer, each in (
+        ("float32", "adamw", 16), ("bfloat16", "adamw", 18), ("bfloat16", "adafactor", 10),
+        ("float32", "adamw8bit", 10.04), ("float32", "mine.py:Own", 16),
+    ):
+        parts = learner_sum(HALF_BILLION, Work(4096, dtype, optimizer=optimizer))
+        found = parts["weights"] + parts["gradient"] + parts[f"optimiser ({optimizer})"]
+        assert found == pytest.approx(each * size, rel=1e-6)
+
+
+def test_each_of_several_ranks_holds_its_share_and_what_is_gathered() -> None:
+    one, eight = (learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=n)) for n in (1, 8))
+    for name in ("gradient", "optimiser (adamw)"):
+        assert eight[name] == pytest.approx(one[name] / 8, rel=1e-6)
+    assert eight["weights"] == pytest.approx(4 * 7.616e9 / 8, rel=0.01)
+    assert 2 * 2 * 152_064 * 3584 < eight["weights that are gathered"] < 4 * GIB  # both tables and two layers
+    kept = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=8, reshard=False))
+    assert kept["weights that are gathered"] == pytest.approx(2 * 7.616e9, rel=0.01)
+
+
+def test_frozen_layers_have_no_gradient_and_keep_nothing_below_the_first_trained_one() -> None:
+    whole, upper = (learner_sum(HALF_BILLION, Work(8192, train_layers=text)) for text in ("", "20-23"))
+    assert whole["weights"] == upper["weights"]
+    each = (Widths.of(HALF_BILLION).parameters - 151_936 * 896) / 24
+    assert upper["gradient"] == pytest.approx(4 * 4 * each, rel=0.01)
+    assert "gradient of the head" not in upper or upper["gradient of the head"] == 0
+    keeps = [next(size for name, size in one.items() if "kept" in name) for one in (whole, upper)]
+    assert 5 < keeps[0] / keeps[1] < 7
+
+
+def test_a_reference_is_a_second_model(loaded: Loaded, here: Path) -> None:
+    model(here, HALF_BILLION)
+    (here / "earlier").mkdir()
+    for file in (here / "model").iterdir():
+        (here / "earlier" / file.name).write_bytes(file.read_bytes())
+    given = ("model.device=cpu", "learner.kl=k3", "learner.kl_coef=0.1", f"model.reference={here / 'earlier'}")
+    t = loaded("", *given)
+    assert memory.of_topology(t)["reference model"] == pytest.approx(4 * 0.494e9, rel=0.01)
 
 
 def test_an_adapter_leaves_its_base_in_its_own_type_and_trains_little() -> None:
     parts = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", lora_rank=16))
     assert parts["weights"] == pytest.approx(2 * 7.616e9, rel=0.03)
-    assert parts["optimiser (AdamW)"] < GIB and parts["head and embedding in backward"] == 0
+    assert parts["optimiser (adamw)"] < GIB and parts["gradient of the head"] == 0
 
 
 def test_layers_computed_again_keep_a_twelfth_or_less() -> None:
@@ -72,7 +108,7 @@ def model(here: Path, config: dict[str, object]) -> None:
 def test_check_prints_the_sum(loaded: Loaded, here: Path) -> None:
     model(here, HALF_BILLION)
     page = explain.report(loaded("", "model.device=cpu"))
-    assert "learner memory (cpu): " in page and "optimiser (AdamW) 3." in page and "published 3." in page
+    assert "learner memory (cpu): " in page and "optimiser (adamw) 3." in page and "published 3." in page
     assert "layers again" in explain.report(
         loaded("", "model.device=cpu", "learner.memory.activation_checkpointing=full"))
 
@@ -86,8 +122,11 @@ def test_a_sum_that_the_device_cannot_hold_is_refused_with_the_keys_that_lower_i
     monkeypatch.setattr(memory, "host_memory", lambda: 64 * GIB)
     with pytest.raises(UserError, match=said) as found:
         explain.require_cores_and_disk(t, here)
-    assert 'learner.memory.activation_checkpointing = "full"' in str(found.value)
-    assert "lora.rank" in str(found.value)
+    assert 'learner.memory.activation_checkpointing = "full" (then ' in str(found.value)
+    assert "lora.rank = 32" in str(found.value) and "adamw8bit" in str(found.value)
+    small = float(str(found.value).partition("lora.rank = 32 (then ")[2].partition(" GiB")[0])
+    monkeypatch.setattr(memory, "host_memory", lambda: int(small * GIB) + GIB)
+    explain.require_cores_and_disk(loaded("", "model.device=cpu", "lora.rank=32"), here)  # as was said
     monkeypatch.setattr(memory, "host_memory", lambda: 512 * GIB)
     explain.require_cores_and_disk(t, here)
 
@@ -97,6 +136,7 @@ def test_a_device_whose_memory_is_not_known_is_not_refused(
 ) -> None:
     model(here, SEVEN_BILLION)
     monkeypatch.setattr(memory.device, "memory", lambda kind: 0)
+    monkeypatch.setattr(memory, "host_memory", lambda: 64 * GIB)
     t = loaded("", "model.device=npu", "model.dtype=bfloat16")
     explain.require_cores_and_disk(t, here)
     page = explain.report(t)
@@ -116,6 +156,71 @@ def test_memory_of_the_host_is_the_machines_or_the_control_groups(tmp_path: Path
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("1000000\n")
     assert memory.host_memory(tmp_path) == 1_000_000
     assert memory.host_memory(tmp_path / "nowhere") == 0
+
+
+def test_a_host_without_room_for_what_is_published_is_refused_where_the_device_has_enough(
+    loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(here, SEVEN_BILLION)
+    monkeypatch.setattr(memory.device, "memory", lambda kind: 1000 * GIB)
+    monkeypatch.setattr(memory, "host_memory", lambda: 24 * GIB)
+    t = loaded("", "model.device=cuda", "model.dtype=bfloat16")
+    with pytest.raises(UserError, match=r"the model while it is read 28\.37 GiB of the host's memory, which has 24"):
+        explain.require_cores_and_disk(t, here)
+    assert "of the host's memory: the model while it is read 28" in explain.report(t)
+    monkeypatch.setattr(memory, "host_memory", lambda: 32 * GIB)
+    explain.require_cores_and_disk(t, here)
+
+
+def test_ranks_on_a_cpu_share_its_memory_and_on_devices_have_their_own(
+    loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(here, HALF_BILLION)
+    on_cpu, on_gpus = (loaded("", f"model.device={kind}", TWO) for kind in ("cpu", "npu"))
+    assert memory.of_topology(on_cpu)["gradient"] == 2 * memory.of_topology(on_gpus)["gradient"]
+    assert "(cpu, 2 ranks together)" in memory.lines(on_cpu)[0] and "(npu, each rank)" in memory.lines(on_gpus)[0]
+
+
+LAYERS = [
+    ("learner.train_layers=5-1", "'5-1' begins after its end"),
+    ("learner.train_layers=1 to 2", "'1 to 2' is no number, no range such as 20-31"),
+    ("learner.train_layers=0-2", "'0-2' goes beyond the model, which has the layers 0 to 1"),
+    ("learner.train_layers=mlp", "no parameter of the model has 'mlp' in its name"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), LAYERS)
+def test_layers_that_the_model_does_not_have_are_refused(
+    refused: Callable[..., list[str]], loaded: Loaded, here: Path, given: str, said: str
+) -> None:
+    names = {f"model.layers.{n}.w.weight": {"dtype": "F32", "shape": [1], "data_offsets": [n * 4, n * 4 + 4]}
+             for n in range(2)}
+    header = json.dumps(names).encode()
+    (here / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    found = [one for one in refused("", given) if "train_layers" in one]
+    assert len(found) == 1 and said in found[0], found
+    for sound in ("0-1", "1, 0", "w"):
+        assert loaded("", f"learner.train_layers={sound}").learner.train_layers == sound
+
+
+def test_layers_and_an_adapter_together_are_refused(refused: Callable[..., list[str]], here: Path) -> None:
+    (here / "model" / "model.safetensors").write_bytes(b"")
+    found = refused("", "learner.train_layers=w", "lora.rank=4")
+    assert any("an adapter is all that is trained" in one for one in found), found
+
+
+def test_compiled_layers_need_a_compiler_and_one_rank(
+    refused: Callable[..., list[str]], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "g++-that-is-not-there")
+    given = ("learner.memory.compile=true", "model.device=cpu")
+    found = refused("", *given)
+    assert any("g++-that-is-not-there, which compiles the layers, is not on the PATH" in one for one in found), found
+    (here / "Python.h").write_text("")
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda _: str(here))
+    monkeypatch.setenv("CXX", "sh")
+    found = refused("", *given, TWO)
+    assert any("layers were never compiled on several ranks" in one for one in found), found
 
 
 def test_a_model_of_unknown_size_is_said_and_not_refused(loaded: Loaded, here: Path) -> None:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from busrl.algorithms import catalog
-from busrl.config import Topology
+from busrl.config import Topology, machine, memory
 from busrl.config.explain import report
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
 
 
+def a_model(folder: Path, words: int = 16, **tokens: int) -> Path:
+    """A folder as `check` reads it: no weights are looked at."""
+    path = folder / f"model{len(list(folder.iterdir()))}"
+    path.mkdir()
+    config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": words, "hidden_size": 8, "num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "pytorch_model.bin").write_bytes(b"-")
+    if tokens:
+        added = [{"content": "<eos>", "id": 0}]
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": added}))
+    else:
+        (path / "tokenizer.model").write_bytes(b"-")
+    return path
+
+
 @pytest.mark.parametrize("recipe", sorted(catalog.RECIPES))
-def test_a_recipe_is_accepted_as_it_is_and_check_prints_all_that_it_set(loaded: Loaded, recipe: str) -> None:
-    topology = loaded("", f"learner.recipe={recipe}")
+def test_a_recipe_is_accepted_as_it_is_and_check_prints_all_that_it_set(
+    loaded: Loaded, recipe: str, tmp_path: Path
+) -> None:
+    more = [f"model.teacher={a_model(tmp_path, 3)}"] if recipe == "distill" else []
+    topology = loaded("", f"learner.recipe={recipe}", *more)
     facts = catalog.LOSSES[topology.learner.loss]
     page, plain = report(topology), loaded()
     for key, value in {**facts.settings, **catalog.RECIPES[recipe]}.items():
@@ -96,3 +116,58 @@ def test_check_tells_what_old_samples_ask_of_the_learning_rate(loaded: Loaded) -
     assert "careful start" not in report(loaded())
     assert "up to 8 steps old a careful start is 1.5e-04" in report(loaded("", "weights.max_staleness=8"))
     assert "samples of any age" in report(loaded("", "weights.mode=fully-async"))
+
+
+def test_a_value_head_needs_one_process_and_its_keys_need_a_value_head(
+    loaded: Loaded, refused: Refused
+) -> None:
+    """It may go with single answers, which have no siblings to be compared with; nothing else may."""
+    assert catalog.held_back(loaded("", "learner.recipe=ppo").learner)
+    assert not catalog.held_back(loaded("", "learner.recipe=ppo", "learner.value.whiten=false").learner)
+    for advantage in ("gae", "reward"):
+        assert loaded("", f"learner.advantage={advantage}", "groups.size=1").derived.limits.g_min == 1
+    [found] = refused("", "groups.size=1")
+    assert "a single answer has none to be compared with" in found
+    found = refused("", "learner.recipe=ppo", "process.learner.ranks=2")
+    assert any("a value head is trained by one process" in text for text in found), found
+    told = loaded("", "learner.value.gamma=0.9").derived.warnings
+    assert any("only a value head reads it" in str(one) for one in told), told
+    for key in ("segments.loss=pois", "learner.newest_ratio=one"):
+        found = refused("", key, "weights.mode=sync", "learner.passes_per_batch=2")
+        assert any("after the first pass" in text for text in found), found
+    loaded("", "learner.loss=decoupled", "learner.passes_per_batch=2")
+
+
+def test_a_teacher_must_have_the_very_tokens_of_the_model_and_be_read_by_something(
+    loaded: Loaded, refused: Refused, tmp_path: Path
+) -> None:
+    own, same = a_model(tmp_path, a=1, b=2), a_model(tmp_path, 20, a=1, b=2)
+    swapped, more = a_model(tmp_path, a=2, b=1), a_model(tmp_path, a=1, b=2, c=3)
+    distill, path = "learner.recipe=distill", f"model.path={own}"
+
+    def found(*keys: str) -> str:
+        return "\n".join(refused("", path, *keys))
+
+    assert "there is no teacher to learn from" in found(distill)
+    assert "no such folder" in found(distill, "model.teacher=/nowhere")
+    assert "other ids for 2 tokens; 'a' is 2, in model.path 1" in found(distill, f"model.teacher={swapped}")
+    assert "other ids for 1 tokens; 'c' is 3, in model.path no token" in found(distill, f"model.teacher={more}")
+    assert "other ids for 2" in found("learner.kl=k3", "learner.kl_coef=0.1", f"model.reference={swapped}")
+    assert "count it twice" in found(distill, f"model.teacher={same}", "learner.teacher_coef=1")
+    assert "a teacher is computed by one process" in found(distill, f"model.teacher={same}", "process.learner.ranks=2")
+    without, other = a_model(tmp_path), a_model(tmp_path, 20)
+    told = refused("", distill, f"model.path={without}", f"model.teacher={other}")
+    assert any("its vocabulary has 20 tokens, that of model.path 16" in text for text in told), told
+    topology = loaded("", path, f"model.teacher={same}", distill)  # rows that no token has
+    assert topology.learner.advantage == "reward" and catalog.trains_flat(topology.learner)
+    told = loaded("", path, f"model.teacher={same}").derived.warnings
+    assert any("nothing reads the teacher" in str(one) for one in told), told
+
+
+def test_the_memory_of_a_teacher_is_counted(loaded: Loaded, tmp_path: Path) -> None:
+    own, other = a_model(tmp_path, a=1), a_model(tmp_path, 20, a=1)
+    keys = f"model.path={own}", "model.dtype=float32"
+    plain = memory.of_topology(loaded("", *keys))
+    taught = memory.of_topology(loaded("", *keys, "learner.recipe=distill", f"model.teacher={other}"))
+    assert taught.keys() - plain.keys() == {"teacher model"}
+    assert taught["teacher model"] == 4 * machine.estimate(machine.read_config(other)) > 0

@@ -25,7 +25,8 @@ CASES = [
     ('[run]\nseed = "7"', 'run.seed = "7": expected a whole number >= 0 and <= 2147483647; the default is 0', 2),
     ("[run]\nseed = 1.0", "run.seed = 1.0: expected a whole number", 2),
     ("[validation]\nat_start = 1", "validation.at_start = 1: expected true or false; the default is true", 2),
-    ("[groups]\nsize = 1", "groups.size = 1: expected a whole number >= 2", 2),
+    ("[groups]\nsize = 0", "groups.size = 0: expected a whole number >= 1", 2),
+    ("[groups]\nsize = 1", 'groups.size = 1, learner.advantage = "group_std": a single answer has none', 2),
     (
         '[learner]\nlr = "fast"',
         'learner.lr = "fast": expected a number > 0 and <= 10; lr is: learning rate for n_min groups',
@@ -36,7 +37,7 @@ CASES = [
     ("[learner]\nbetas = [0.9]", "learner.betas = [0.9]: expected a list of two numbers", 2),
     ("[learner]\n\nlrr = 1", "lrr: unknown key in [learner]; did you mean lr?", 3),
     ("[learner]\nmax_staleness = 1", "max_staleness: unknown key in [learner]; it belongs to [weights]", 2),
-    ('[learner]\nloss = "ppoclip"', '"kl_cov", or a function as package.module:name or file.py:name; did you mean '
+    ('[learner]\nloss = "ppoclip"', '"topk_kl", or a function as package.module:name or file.py:name; did you mean '
      '"ppo_clip"?', 2),
     ('[scheduler]\npolicy = "x"', 'scheduler.policy = "x": expected one of "fifo", "sjf", "ljf", "adaptive"', 2),
     ("[scheduler]\ntail_share = 0.95", "scheduler.tail_share = 0.95: expected a number >= 0 and <= 0.9", 2),

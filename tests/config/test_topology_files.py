@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,3 +166,89 @@ def test_a_damaged_topology_of_a_run_is_an_error_that_names_it(tmp_path, text):
     path.write_text(text)
     with pytest.raises(UserError, match=r"topology\.json: not what busrl wrote .* Restore it"):
         recorded(path)
+
+
+@pytest.mark.parametrize(("name", "what"), [("model", "a folder"), ("rows.parquet", "a Parquet file")])
+def test_a_data_set_in_the_place_of_a_file_of_lines_leads_to_a_source(
+    here: Path, refused: Refused, name: str, what: str
+) -> None:
+    (here / "rows.parquet").write_bytes(b"PAR1")
+    (found,) = refused("", f"data.train={here}/{name}")
+    assert f"{what} is no file of lines; write [[data.source]] with path" in found
+
+
+# -- weights and tokenizers that do not fit ---------------------------------------------------------------------------
+
+
+def weights(path: Path, tensors: dict[str, tuple[int, ...]]) -> bytes:
+    """A safetensors file of zeros."""
+    at, header = 0, {}
+    for name, shape in tensors.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("left", [-1, 60, 5, 0])
+def test_weights_that_were_cut_are_refused_with_both_sizes(here: Path, refused: Refused, left: int) -> None:
+    path = here / "model" / "model.safetensors"
+    whole = weights(path, {"model.embed_tokens.weight": (3, 8)})
+    path.write_bytes(whole[:left])
+    (found,) = refused()
+    assert found.startswith("model/model.safetensors: ") and "copy the file again" in found
+    told = f"it has {len(whole) - 1} bytes, and its header says {len(whole)}" if left == -1 else "not a whole"
+    assert told in found
+
+
+def test_a_part_that_was_not_copied_is_named(here: Path, refused: Refused) -> None:
+    names = {"a": "model.safetensors", "b": "model-00002-of-00003.safetensors", "c": "model-00003-of-00003.safetensors"}
+    (here / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (found,) = refused()
+    assert "index.json: it names model-00002-of-00003.safetensors and 1 more, which is not there" in found
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 16)])
+def test_the_weights_of_another_model_are_refused_with_both_shapes(
+    here: Path, refused: Refused, shape: tuple[int, int]
+) -> None:
+    weights(here / "model" / "model.safetensors", {"model.embed_tokens.weight": shape})
+    (found,) = refused()
+    there = f"(model.embed_tokens.weight) {shape[0]} x {shape[1]}"
+    assert f"vocabulary and width are 3 x 8, and those of the weights {there}" in found
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_and_one_with_fewer_is_not(
+    here: Path, loaded: Loaded, refused: Refused
+) -> None:
+    place = here / "model" / "tokenizer.json"
+    place.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 9, "content": "<p>"}]}))
+    loaded()
+    place.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}}))
+    (found,) = refused()
+    assert "tokenizer.json has ids up to 7, and by config.json the model has 3 (vocab_size)" in found
+    assert "save the tokenizer of this model there" in found
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"vocab": {"a": 0'])
+def test_a_tokenizer_that_was_cut_is_refused(here: Path, refused: Refused, text: str) -> None:
+    (here / "model" / "tokenizer.json").write_text(text)
+    (found,) = refused()
+    assert "tokenizer.json is no JSON object with a model: it was cut, or is another file" in found
+
+
+def test_an_added_token_that_prompts_hold_needs_a_row_in_the_model(
+    here: Path, loaded: Loaded, refused: Refused, chat_folder: Callable[..., Path]
+) -> None:
+    folder = here / "chat"
+    shutil.copytree(chat_folder("chatml"), folder)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["added_tokens"].append({**data["added_tokens"][-1], "id": 5000, "content": "<tool>"})
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    asked = '[model]\npath = "chat"\n[data]\ntrain = "train.jsonl"\n'
+    loaded(base=asked)
+    (here / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "<tool>1", "answer": "2"}\n')
+    (found,) = refused(base=asked)
+    assert re.search(r"train.jsonl have token ids up to \d+, and the model has \d+ \(vocab_size\)", found), found

@@ -62,8 +62,10 @@ REFUSED = {
     'path = "easy.jsonl"\nfunction = "a.py:b"': "a source of format function has function, and this one has path and",
     "weight = 2": "a source of format jsonl has path, and this one has neither path, function nor tasks",
     "tasks = { countdown = 1 }": "data.source.0.size = 0: tasks are made: say how many; for example size = 10000",
+    "tasks = { countdown = 1 }\nsize = 9\ntask_options.gcd = { max_value = 9 }":
+        "data.source.0.task_options.*: 'gcd' is no task of this source; name it in data.source.0.tasks too",
     'path = "easy.jsonl"\nwhere = "__import__(\'os\')"': "is not understood: conditions are COLUMN",
-    'path = "easy.jsonl"\nfilter = "odd"': "expected package.module:function or file.py:function",
+    'path = "easy.jsonl"\nfilter = "odd"': "expected a function as package.module:name or file.py:name, got \"odd\"",
     'path = "easy.jsonl"\nfilter = "gone.py:odd"': "there is no file .*gone.py; a file is relative to the topology",
     'path = "easy.jsonl"\ntoo_long = "truncate_left"': "nothing is too long without max_prompt_tokens",
     'path = "easy.jsonl"\nwhere = "level > 1"': "easy.jsonl:1: no column 'level'; the columns are answer, prompt, rate",
@@ -125,7 +127,79 @@ def test_what_a_run_has_made_is_not_made_again_unless_a_file_or_a_key_changed(tw
     assert load(two / "t.toml", run_dir=run).data.train == str(place)
     damaged = place.read_bytes()
     place.write_bytes(damaged[:-9])
-    assert load(two / "t.toml", run_dir=run).data.train != str(place), "a damaged file is made anew"
+    assert load(two / "t.toml", run_dir=run).data.train != str(place), "a damaged file is made again"
     place.write_bytes(damaged)
     (two / "t.toml").write_text(text.replace('"a"', '"b"'))
     assert load(two / "t.toml", run_dir=run).data.train != str(place)
+
+
+# -- prompts of validation -------------------------------------------------------------------------------------------
+
+HELD = '[data]\ntrain = "train.jsonl"\n'
+
+
+def test_validation_reads_what_training_can_and_a_jsonl_file_stays_as_it_is(two: Path, loaded: Loaded) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    (two / "gsm").mkdir()
+    for name, count in (("train", 9), ("test", 5)):
+        rows = [{"question": f"{name} {n}?", "answer": n} for n in range(count)]
+        pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), two / "gsm" / f"{name}-00000-of-00001.parquet")
+    text = MODEL + HELD + (
+        '[validation]\ndata = "hard.jsonl"\n'
+        '[[validation.set]]\nname = "gsm"\ndata = "gsm"\nprompt_key = "question"\nsamples = "all"\n'
+        '[[validation.set]]\nname = "easy"\ndata = "easy.jsonl"\nwhere = "rate < 0.3"\n'
+    )
+    topology = loaded(base=text)
+    assert topology.validation.data == str(two / "hard.jsonl")
+    gsm = topology.validation.set[0]
+    rows = [json.loads(line) for line in Path(gsm.data).read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [f"test {n}?" for n in range(5)] and rows[0]["tag"] == "gsm"
+    assert [(one.lines, one.prompts, Path(one.data).suffix) for one in topology.sets] == [
+        (10, 512, ".jsonl"), (5, 5, ".jsonl"), (3, 512, ".jsonl")]
+    page = report(topology)
+    assert "gsm: 5 of 5 rows" in page and "easy: 3 of 30 rows, 27 left out by where" in page
+    assert Topology.from_json(topology.to_json()) == topology
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ('data = "gone.parquet"', r"t.toml:\d+: validation.set.0.data = .*gone.parquet\": no such file or folder"),
+        ("", "a source of format jsonl has data, and this one has neither data, function nor tasks"),
+        ('data = "easy.jsonl"\nwhere = "rate >"', "is not understood: conditions are COLUMN"),
+        ('data = "easy.jsonl"\nprompt_key = "text"', "easy.jsonl:1: no column 'text'; the columns are answer, prompt"),
+        ('function = "rows.py:gone"', "no file .*rows.py"),
+        ('tasks = { countdown = 1 }', "tasks are made: say how many"),
+    ],
+)
+def test_what_is_wrong_with_a_set_is_told_once_at_its_line(
+    two: Path, refused: Refused, keys: str, told: str
+) -> None:
+    found = refused(base=MODEL + HELD + f'[[validation.set]]\nname = "one"\n{keys}\n')
+    assert re.search(told, found[0], re.DOTALL), found
+    assert len(found) == (6 if "text" in keys else 1), found
+
+
+def test_tasks_that_are_held_out_are_none_that_any_training_has(two: Path, loaded: Loaded) -> None:
+    pytest.importorskip("reasoning_gym")
+    tasks = 'tasks = { chain_sum = 1.0 }\nsize = 40\n'
+    topologies = [loaded("", f"run.seed={seed}", base=sources(tasks) + "[validation]\n" + tasks) for seed in (0, 7)]
+    train = [set(Path(one.data.train).read_text().splitlines()) for one in topologies]
+    held = [Path(one.validation.data).read_text().splitlines() for one in topologies]
+    assert len(held[0]) == 40 and held[0] == held[1], "runs that differ in run.seed are measured on the same prompts"
+    assert train[0] != train[1] and not (train[0] | train[1]) & set(held[0])
+
+
+def test_a_task_of_few_items_is_held_out_by_its_prompts_too(two: Path, loaded: Loaded) -> None:
+    pytest.importorskip("reasoning_gym")
+    tasks = (
+        "tasks = { chain_sum = 1.0 }\nsize = 60\n"
+        "task_options.chain_sum = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }\n"
+    )
+    topology = loaded(base=sources(tasks) + "[validation]\n" + tasks)
+    paths = (topology.data.train, topology.validation.data)
+    train, held = ({json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()} for path in paths)
+    assert held and not train & held
+    assert "left out as prompts of training" in topology.derived.made[0].text

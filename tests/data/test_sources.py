@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,8 @@ ROWS = [{"question": f"{n} and {n}", "answer": str(2 * n), "rate": n / 10} for n
 def source(path: Path | str = "", **keys: Any) -> Source:
     plain: dict[str, Any] = {
         "name": Path(path).stem, "format": "jsonl", "path": str(path), "split": "train", "function": "", "tasks": {},
-        "size": 0, "prompt_key": "prompt", "prompt_text": "", "answer_key": "answer", "tag": "t", "where": "",
-        "filter": "", "dedupe": False, "min_prompt_tokens": 0, "max_prompt_tokens": 0, "too_long": "drop",
+        "task_options": {}, "size": 0, "prompt_key": "prompt", "prompt_text": "", "answer_key": "answer", "tag": "t",
+        "where": "", "filter": "", "dedupe": False, "min_prompt_tokens": 0, "max_prompt_tokens": 0, "too_long": "drop",
     }
     return Source(**(plain | keys))
 
@@ -126,6 +127,47 @@ def test_a_row_that_can_be_no_prompt_has_its_place_and_a_remedy_that_works(tmp_p
     assert "p.parquet: row 7: prompt = None: must be a string, or a list of messages" in problem
     assert problem.endswith('where = "prompt != null"')
     assert convert(tmp_path, source(path, format="parquet", where="prompt != null")).made[0].count == 8
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [(7, 'prompt_text = "{prompt}" makes a text of it'), (b"a", "leave it out by a filter"), ({"a": 1}, "by a filter")],
+)
+def test_a_column_of_another_type_says_what_makes_a_prompt_of_it(tmp_path: Path, value: Any, remedy: str) -> None:
+    path = parquet(tmp_path / "p.parquet", [{"prompt": value, "answer": "1"}] * 3)
+    problems = told(convert(tmp_path, source(path, format="parquet")))
+    assert len(problems) == 3 and all(one.endswith(remedy) for one in problems)
+    if value == 7:
+        event = convert(tmp_path, source(path, format="parquet", prompt_text="{prompt}"))
+        assert not event.problems and lines(tmp_path)[0]["prompt"] == "7"
+
+
+def test_a_null_answer_is_refused_where_answers_are_needed_and_its_remedy_works(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "p.parquet", [{"prompt": "a", "answer": None if n == 1 else "1"} for n in range(4)])
+    assert not convert(tmp_path, source(path, format="parquet")).problems
+    (problem,) = told(convert(tmp_path, source(path, format="parquet"), answers=True))
+    assert "p.parquet: row 2: answer = None" in problem and problem.endswith('where = "answer != null"')
+    keys: dict[str, Any] = {"format": "parquet", "where": "answer != null"}
+    assert convert(tmp_path, source(path, **keys), answers=True).made[0].count == 3
+
+
+@pytest.mark.parametrize("left", [0, 300])
+def test_a_parquet_file_that_was_cut_says_so_in_one_line(tmp_path: Path, left: int) -> None:
+    path = parquet(tmp_path / "p.parquet", ROWS)
+    path.write_bytes(path.read_bytes()[:left])
+    (problem,) = told(convert(tmp_path, source(path, format="parquet")))
+    assert problem.startswith(f"{path}: not a Parquet file: ArrowInvalid: Parquet ") and ".pxi" not in problem
+    assert problem.endswith("a download may not have finished")
+
+
+def test_a_parquet_file_without_rows_and_values_that_json_lacks(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.parquet"
+    pyarrow.parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), empty)
+    (problem,) = told(convert(tmp_path, source(empty, format="parquet")))
+    assert problem.startswith("empty: it has no row")
+    row = {"prompt": "a", "when": datetime.datetime(2026, 1, 2), "raw": b"\xff", "not": float("nan")}
+    assert not convert(tmp_path, source(parquet(tmp_path / "p.parquet", [row]), format="parquet")).problems
+    assert lines(tmp_path)[0] == {"prompt": "a", "when": "2026-01-02T00:00:00", "raw": "/w==", "not": None, "tag": "t"}
 
 
 def test_a_column_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> None:
@@ -281,3 +323,39 @@ def test_values_of_different_kinds_are_not_compared(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a", "rate": "high"}])
     (problem,) = told(convert(tmp_path, source(path, where="rate > 0.5")))
     assert "where compares different kinds: str > float" in problem
+
+
+def gym(**keys: Any) -> Source:
+    return source(name="sums", format="reasoning_gym", tasks={"chain_sum": 1.0}, size=20, **keys)
+
+
+def test_questions_of_a_task_have_the_tag_of_their_source_or_the_name_of_the_task(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    for tag, expected in (("short", "short"), ("", "chain_sum")):
+        assert not convert(tmp_path, gym(tag=tag)).problems
+        assert {row["tag"] for row in lines(tmp_path)} == {expected}
+
+
+def test_options_of_a_task_of_reasoning_gym_say_what_is_asked(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    given = {"chain_sum": {"min_terms": 3, "max_terms": 3, "max_digits": 1}}
+    assert not convert(tmp_path, gym(task_options=given)).problems
+    for line in lines(tmp_path):
+        assert (line["metadata"]["num_terms"], line["metadata"]["num_digits"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "told_of"),
+    [
+        ({"terms": 3}, "sums: task 'chain_sum' of reasoning-gym has no option 'terms'; it has allow_negation, "),
+        ({"seed": 3}, "sums: task 'chain_sum' of reasoning-gym has no option 'seed'"),
+        ({"min_terms": 9}, "sums: task 'chain_sum' of reasoning-gym refuses {'min_terms': 9}: "),
+        ({"min_terms": "two"}, "sums: task 'chain_sum' of reasoning-gym refuses {'min_terms': 'two'}: "),
+    ],
+)
+def test_an_option_that_a_task_does_not_have_or_take_is_refused(
+    tmp_path: Path, given: dict[str, Any], told_of: str
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    (problem,) = told(convert(tmp_path, gym(task_options={"chain_sum": given})))
+    assert problem.startswith(told_of) and "task_options.chain_sum" in problem

@@ -15,10 +15,10 @@ from requests_ import request, run
 from transformers import AutoTokenizer
 
 from busrl.data.chat import LightTokenizer, template_of
-from busrl.engines import EOS, LENGTH
 from busrl.engines.base import tokens_of
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import DataError, UserError
+from busrl.states import Finish
 
 Folder = Callable[..., Path]
 BOS_ID = VOCABULARY[BOS]
@@ -112,8 +112,9 @@ def test_every_end_id_of_generation_config_ends_an_answer(chat_folder: Folder) -
     engine = TorchEngine.load(chat_folder("chatml"), capacity=32, chat=True)
     prompt = engine.encode(USER)
     results = run(engine, [request(key, prompt, max_new_tokens=120) for key in range(96)])
-    ended = [one for one in results.values() if one.finish == EOS]
+    ended = [one for one in results.values() if one.finish == Finish.EOS]
     assert {int(one.token_ids[-1]) for one in ended} == END_IDS, "by either of both"
     assert all(not END_IDS & set(one.token_ids[:-1].tolist()) for one in results.values())
-    assert all(one.finish == LENGTH and len(one.token_ids) == 120 for one in results.values() if one not in ended)
+    cut = [one for one in results.values() if one not in ended]
+    assert all(one.finish == Finish.LENGTH and len(one.token_ids) == 120 for one in cut)
     assert all(END_IDS.isdisjoint(engine.encode(engine.decode(one.token_ids))) for one in ended), "no end in the text"

@@ -16,8 +16,9 @@ from busrl.config.machine import Vocabulary
 from busrl.config.schema import Mock
 from busrl.data import JsonlStream, trace
 from busrl.data.trace import TracedPrompt
-from busrl.engines import ABORTED, EOS, LENGTH, Engine, Finished, Request
+from busrl.engines import Engine, Finished, Request
 from busrl.engines.scripted import LATEST_S, Script, ScriptedEngine
+from busrl.states import Finish
 
 EOS_ID, PLAIN = 1, (3, 4, 5, 6)
 GROUP = 2
@@ -71,7 +72,7 @@ def test_answers_have_the_lengths_of_the_trace_and_valid_tokens(tmp_path: Path) 
     found = {one.key: one for one in until_idle(engine)}  # type: ignore[arg-type]
     assert {key: len(one.token_ids) for key, one in found.items()} == {0: 7, 1: 3, 10: 120, 11: 1}
     for one in found.values():
-        assert one.finish == EOS and one.token_ids[-1] == EOS_ID
+        assert one.finish == Finish.EOS and one.token_ids[-1] == EOS_ID
         assert set(one.token_ids[:-1].tolist()) <= set(PLAIN)
         assert len(one.token_ids) == len(one.logprobs) == len(one.versions)
         assert np.all(one.logprobs < 0) and np.all(np.isfinite(one.logprobs))
@@ -145,7 +146,7 @@ def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request
     engine.submit([request(0, 0, limit=30), request(1, 1)])
     assert engine.abort(1) is not None and engine.abort(1) is None
     (cut,) = until_idle(engine)
-    assert (cut.finish, len(cut.token_ids), cut.text) == (LENGTH, 30, "wrong")
+    assert (cut.finish, len(cut.token_ids), cut.text) == (Finish.LENGTH, 30, "wrong")
     assert EOS_ID not in cut.token_ids
     full = Request(5, 0, 0, np.full(200, 3, np.int32), np.empty(0, np.int32), 9, 1.0, 1.0, 0)
     engine.submit([full])
@@ -172,7 +173,7 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
         (part,) = until_idle(engine)
         parts += part.token_ids.tolist()
         number += 1
-        if part.finish == EOS or len(parts) == limit:
+        if part.finish == Finish.EOS or len(parts) == limit:
             break
     assert parts == whole.token_ids.tolist() and part.finish == whole.finish
     assert number == -(-min(length, limit) // segment)
@@ -187,10 +188,10 @@ def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
     world.now += 2.0
     engine.resume()
     (aborted,) = [engine.abort(1)]
-    assert aborted is not None and aborted.finish == ABORTED and 0 < len(aborted.token_ids) < 90
+    assert aborted is not None and aborted.finish == Finish.ABORTED and 0 < len(aborted.token_ids) < 90
     assert aborted.token_ids.tolist() == script.tokens(1, 0, 90, True)[0][: len(aborted.token_ids)].tolist()
     (ended,) = engine.pause("wait")
-    assert ended.finish == EOS and len(ended.token_ids) == 60
+    assert ended.finish == Finish.EOS and len(ended.token_ids) == 60
     engine.resume()
     engine.submit([request(2, 0), request(3, 1)])
     engine.step()

@@ -20,11 +20,12 @@ from endpoint_process import WAIT_S, Endpoint
 from requests_ import request
 
 from busrl.config.schema import Openai
-from busrl.engines import ABORTED, EOS, LENGTH, Finished
+from busrl.engines import Finished
 from busrl.engines.openai import client
 from busrl.engines.openai.engine import ServedEngine
 from busrl.errors import PeerTimeout, UserError, WeightsRefused
-from busrl.weights.factory import Settings
+from busrl.states import Finish
+from busrl.weights.factory import TransportSettings
 
 ALL = 1 << 60
 LONG = next([k, 5] for k in range(3, 90) if len(answer([k, 5], 40, 0)[0]) == 40)  # a prompt whose answer has no end
@@ -104,7 +105,7 @@ def same(got: Finished, prompt: list[int], limit: int, version: int = 0) -> None
     assert got.token_ids.tolist() == ids
     np.testing.assert_allclose(got.logprobs, logprobs, rtol=1e-6)
     assert got.versions.tolist() == [version] * len(ids)
-    assert got.finish == (EOS if ids[-1] == EOS_ID else LENGTH)
+    assert got.finish == (Finish.EOS if ids[-1] == EOS_ID else Finish.LENGTH)
 
 
 def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, make: Make) -> None:
@@ -119,7 +120,7 @@ def test_ids_log_probs_ends_and_counts_are_those_of_the_server(start: Start, mak
         found.update({one.key: one for one in engine.step()})
     for k, prompt in enumerate(prompts):
         same(found[k], prompt, 40)
-    assert {one.finish for one in found.values()} == {EOS, LENGTH}
+    assert {one.finish for one in found.values()} == {Finish.EOS, Finish.LENGTH}
     tokens = sum(len(one.token_ids) for one in found.values())
     assert engine.statistics().tokens == tokens == announced
     assert {entry["body"]["model"] for entry in endpoint.log if "completions" in entry["path"]} == {"letters"}
@@ -133,7 +134,7 @@ def test_a_prefix_is_part_of_the_prompt_and_a_prompt_without_room_ends_at_once(s
     engine.submit([request(0, [5, 6], prefix_ids=prefix, max_new_tokens=9), request(1, [5] * 200)])
     found = until_idle(engine)
     same(found[0], [5, 6, 7, 8], 9)
-    assert (found[1].finish, len(found[1].token_ids)) == (LENGTH, 0)
+    assert (found[1].finish, len(found[1].token_ids)) == (Finish.LENGTH, 0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_request_that_the_server_refuses_is_told_with_its_words_and_others_go_
     engine = make(endpoint.url)
     engine.submit([request(0, LONG, max_new_tokens=5)])
     refused = until_idle(engine)[0]
-    assert refused.finish == ABORTED and "400" in refused.refused and "told to say 400" in refused.refused
+    assert refused.finish == Finish.ABORTED and "400" in refused.refused and "told to say 400" in refused.refused
     engine.submit([request(1, LONG, max_new_tokens=5)])
     same(until_idle(engine)[1], LONG, 5)
 
@@ -254,7 +255,7 @@ def test_one_request_that_always_fails_is_given_up_alone(start: Start, make: Mak
     endpoint.allow(ALL)
     found |= until_idle(engine)
     same(found[0], LONG, 40)
-    assert found[1].finish == ABORTED and "failures in a row" in found[1].refused and "500" in found[1].refused
+    assert found[1].finish == Finish.ABORTED and "failures in a row" in found[1].refused and "500" in found[1].refused
 
 
 class Folders:
@@ -393,7 +394,7 @@ def test_a_process_that_starts_again_takes_the_place_of_its_adapter_and_leaves_t
     engines = []
     for run in ("one", "two", "one"):
         engines.append(engine := make(endpoint.url, update="vllm"))
-        settings = Settings("lora_hotswap", "", "", folders=str(tmp_path / run))
+        settings = TransportSettings("lora_hotswap", "", "", folders=str(tmp_path / run))
         assert engine.receiver(settings, "rollout/0") is None
         assert engine.update_weights(Folders(tmp_path, "adapter", 5)) == (5, 50)  # type: ignore[arg-type]
     assert len(endpoint.models) == 3  # the base model and one adapter of each run
@@ -480,7 +481,7 @@ def test_pause_keeps_waits_or_aborts(start: Start, make: Make) -> None:
     engine.resume()
     until(engine, 6)
     (aborted,) = engine.pause("abort")
-    assert aborted.finish == ABORTED and 6 <= len(aborted.token_ids) <= 10 and not engine.active
+    assert aborted.finish == Finish.ABORTED and 6 <= len(aborted.token_ids) <= 10 and not engine.active
     assert aborted.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(aborted.token_ids)]
     engine.resume()
     endpoint.allow(ALL)
@@ -498,7 +499,7 @@ def test_an_aborted_request_is_gone_with_its_tokens(start: Start, make: Make) ->
     engine.submit([request(0, LONG, max_new_tokens=40), request(1, LONG, max_new_tokens=40)])
     until(engine, 6)
     gone = engine.abort(0)
-    assert gone is not None and gone.finish == ABORTED and engine.abort(0) is None and engine.abort(7) is None
+    assert gone is not None and gone.finish == Finish.ABORTED and engine.abort(0) is None and engine.abort(7) is None
     assert gone.token_ids.tolist() == answer(LONG, 40, 0)[0][: len(gone.token_ids)]
     endpoint.allow(ALL)
     found = until_idle(engine)
@@ -510,7 +511,7 @@ def test_a_request_that_ended_by_itself_is_found_by_abort_too(start: Start, make
     engine = make(start().url)
     engine.submit([request(0, [5] * 200)])
     gone = engine.abort(0)
-    assert gone is not None and gone.finish == LENGTH and not engine.active and engine.step() == []
+    assert gone is not None and gone.finish == Finish.LENGTH and not engine.active and engine.step() == []
 
 
 @pytest.mark.parametrize("how", ["completions", "chat"])
@@ -527,9 +528,9 @@ def test_an_answer_ends_with_the_first_end_id_even_of_a_server_that_does_not_kno
     engine.submit([request(0, prompt, max_new_tokens=30), request(1, prompt, max_new_tokens=3)])
     found = until_idle(engine)
     first = next(k for k, token in enumerate(ids) if token in ends)
-    assert found[0].token_ids.tolist() == ids[: first + 1] and found[0].finish == EOS
+    assert found[0].token_ids.tolist() == ids[: first + 1] and found[0].finish == Finish.EOS
     np.testing.assert_allclose(found[0].logprobs, logprobs[: first + 1], rtol=1e-6)
-    assert found[1].finish == (EOS if first < 3 else LENGTH)
+    assert found[1].finish == (Finish.EOS if first < 3 else Finish.LENGTH)
     assert endpoint.log[-1]["body"]["stop_token_ids"] == sorted(ends)
     assert not engine.active and engine.statistics().errors == 0
 

@@ -12,9 +12,9 @@ import torch
 from requests_ import crowd, plain_logprobs, request, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from busrl.engines import ABORTED, EOS, LENGTH
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import UserError
+from busrl.states import Finish
 
 KINDS = ["qwen3", "qwen2", "llama", "gpt2", "mistral-window", "qwen3-window"]
 FAST_KINDS = {"qwen3", "qwen2", "llama"}
@@ -98,9 +98,9 @@ def test_sequences_end_at_eos_at_their_limit_and_at_the_models_length(model_fold
         got = results[asked.key]
         count, limit = len(got.token_ids), min(9, 16 - len(asked.prompt_ids))
         assert EOS_ID not in got.token_ids[:-1]
-        assert got.finish == (EOS if got.token_ids[-1] == EOS_ID else LENGTH)
-        assert count == limit or got.finish == EOS
-    assert {result.finish for result in results.values()} == {EOS, LENGTH}
+        assert got.finish == (Finish.EOS if got.token_ids[-1] == EOS_ID else Finish.LENGTH)
+        assert count == limit or got.finish == Finish.EOS
+    assert {result.finish for result in results.values()} == {Finish.EOS, Finish.LENGTH}
 
 
 def test_a_request_without_room_for_a_token_ends_at_once(model_folder: Folder) -> None:
@@ -108,7 +108,7 @@ def test_a_request_without_room_for_a_token_ends_at_once(model_folder: Folder) -
     engine.submit([request(3, [5] * 8), request(4, [5] * 7)])
     assert engine.active == 2
     results = run(engine, [])
-    assert len(results[3].token_ids) == 0 and results[3].finish == LENGTH
+    assert len(results[3].token_ids) == 0 and results[3].finish == Finish.LENGTH
     assert len(results[4].token_ids) == 1
 
 
@@ -130,10 +130,10 @@ def test_an_aborted_request_leaves_and_the_others_are_not_touched(model_folder: 
     wanted = run(engine, requests)
     engine.submit(requests)
     gone = engine.abort(4)
-    assert gone and (gone.key, gone.finish, len(gone.token_ids)) == (4, ABORTED, 0) and engine.abort(99) is None
+    assert gone and (gone.key, gone.finish, len(gone.token_ids)) == (4, Finish.ABORTED, 0) and engine.abort(99) is None
     engine.step()
     gone = engine.abort(1)
-    assert gone and (gone.key, gone.finish, len(gone.token_ids)) == (1, ABORTED, 1) and engine.abort(1) is None
+    assert gone and (gone.key, gone.finish, len(gone.token_ids)) == (1, Finish.ABORTED, 1) and engine.abort(1) is None
     results = run(engine, [])
     assert sorted(results) == [0, 2, 3]
     for key, got in results.items():
@@ -144,7 +144,7 @@ def test_a_request_that_ended_without_a_row_is_found_by_abort_too(model_folder: 
     engine = TorchEngine.load(model_folder("gpt2"), capacity=2, max_length=8)
     engine.submit([request(0, [5] * 8)])
     gone = engine.abort(0)
-    assert gone and (gone.key, gone.finish, engine.active) == (0, LENGTH, 0) and engine.step() == []
+    assert gone and (gone.key, gone.finish, engine.active) == (0, Finish.LENGTH, 0) and engine.step() == []
 
 
 def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
@@ -169,7 +169,7 @@ def test_pauses_keep_wait_or_abort(model_folder: Folder) -> None:
     engine.submit(requests[2:4])
     aborted = {one.key: one for one in engine.pause("abort")}
     assert {key: len(one.token_ids) for key, one in aborted.items()} == {0: 1, 1: 1, 2: 0, 3: 0}
-    assert {one.finish for one in aborted.values()} == {ABORTED} and not engine.active
+    assert {one.finish for one in aborted.values()} == {Finish.ABORTED} and not engine.active
     engine.resume()
     again = run(engine, requests)
     assert {key: one.token_ids.tolist() for key, one in again.items()} == {

@@ -11,7 +11,7 @@ import pytest
 from busrl.config.schema import Vllm
 from busrl.engines.vllm.weights import Line, Page, Updates
 from busrl.errors import EngineLost
-from busrl.weights.factory import Settings
+from busrl.weights.factory import TransportSettings
 
 
 class Core:
@@ -36,7 +36,7 @@ def core(tmp_path: Path) -> Core:
 def updates(core: Core, transport: str) -> tuple[Updates, Any]:
     start = SimpleNamespace(lora_rank=0, model="m", dtype="float32")
     made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto", "continue")  # type: ignore[arg-type]
-    settings = Settings(transport, "segment", str(core.page.parent / "address"), timeout_s=7.0)
+    settings = TransportSettings(transport, "segment", str(core.page.parent / "address"), timeout_s=7.0)
     return made, made.receiver(settings, "rollout/0")
 
 

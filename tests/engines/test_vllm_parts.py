@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.engines.base import EOS, LENGTH, PartialAnswer, Request, seed_of
+from busrl.engines.base import PartialAnswer, Request, seed_of
 from busrl.engines.vllm.cpu_patches import pad_heads
 from busrl.engines.vllm.engine import Running
 from busrl.engines.vllm.process import probe
 from busrl.engines.vllm.weights import SIZE, Line, Page
 from busrl.engines.vllm.worker import WorkerWeights, plain_logprobs
 from busrl.errors import UserError
+from busrl.states import Finish
 from busrl.weights.shm import ShmReceiver, ShmSender
 
 NAMES = ("a.weight", "b.weight")
@@ -204,7 +205,8 @@ def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() ->
     running.take(output([8, 9]), 4)
     running.take(output([10, 11], "stop", [span("4", 0, 1), span("5", 1, 4)]), 5)
     made = running.finished(running.finish)
-    assert made.versions.tolist() == [4, 5, 5, 5] and made.finish == EOS and made.token_ids.tolist() == [8, 9, 10, 11]
+    assert made.versions.tolist() == [4, 5, 5, 5] and made.finish == Finish.EOS
+    assert made.token_ids.tolist() == [8, 9, 10, 11]
     without = Running(asked())
     without.take(output([8, 9]), 4)
     without.take(output([10], "length", [span("default", 0, 3)]), 5)
@@ -224,7 +226,7 @@ def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None
     running = Running(asked(temperature=0.0))
     running.take(output([8], "length"), 4)
     assert running.finished(running.finish).logprobs.tolist() == [0.0]
-    assert len(PartialAnswer(asked()).finished(LENGTH).token_ids) == 0
+    assert len(PartialAnswer(asked()).finished(Finish.LENGTH).token_ids) == 0
 
 
 def test_seeds_are_the_samples_own() -> None:

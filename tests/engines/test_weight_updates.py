@@ -13,8 +13,9 @@ from published import Published
 from requests_ import plain_logprobs, request, run
 from transformers import AutoModelForCausalLM
 
-from busrl.engines import EOS, Finished
+from busrl.engines import Finished
 from busrl.engines.torch.engine import TorchEngine
+from busrl.states import Finish
 
 Folder = Callable[[str], Path]
 PROMPTS = ([5, 6, 7], [9, 8], [4], list(range(3, 17)))
@@ -150,4 +151,4 @@ def test_weights_that_do_not_come_leave_the_engine_as_it_was(model_folder: Folde
         engine.update_weights(receiver)
     got = run(engine, [])[0]
     assert got.token_ids.tolist() == wanted.token_ids.tolist() and set(got.versions.tolist()) == {0}
-    assert got.finish == wanted.finish in (EOS, 2) and engine.statistics().updates == 0
+    assert got.finish == wanted.finish in (Finish.EOS, 2) and engine.statistics().updates == 0

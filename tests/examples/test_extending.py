@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from busrl.algorithms.losses import LossInputs, LossSettings, per_token
-from busrl.config import load
+from busrl.config import load, machine
 from busrl.errors import FunctionRefused, TopologyError
+from busrl.roles.learner.step import TrainingStep
 from busrl.training import custom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,11 +58,22 @@ def test_the_examples_pass_their_trials() -> None:
 @pytest.mark.parametrize(
     ("attempt", "body", "words"),
     [
-        (custom.try_loss, "return inputs.trainer_logprobs.mean()", "returned shape (); return a tensor of shape (6,)"),
-        (custom.try_loss, "return 0.0", "returned a float; return a tensor of shape (6,)"),
+        (custom.try_loss, "return inputs.trainer_logprobs.mean()", "returned shape (); return a tensor of shape (15,)"),
+        (custom.try_loss, "return 0.0", "returned a float; return a tensor of shape (15,)"),
         (custom.try_loss, "return inputs.advantages", "without gradient; compute it from inputs.trainer_logprobs"),
         (custom.try_loss, "return (inputs.trainer_logprobs - inputs.trainer_logprobs).sqrt()", "both must be finite"),
         (custom.try_loss, "return inputs.logp", "it raised AttributeError"),
+        (custom.try_loss, "return inputs.trainer_logprobs * (inputs.advantages - inputs.advantages.mean())",
+         "with the masked tokens taken away"),
+        (custom.try_loss, "import random; return inputs.trainer_logprobs * random.random()", "and, with another call,"),
+        (custom.try_loss, "pass\nf.streamable = 1", "has streamable = 1; set it to True or False"),
+        (custom.try_loss, "pass\nf.uses = ('prox', 'old')", "a tuple of some of prox, entropy, reference, teacher"),
+        (custom.try_loss, "return inputs.trainer_logprobs * inputs.entropy\nf.uses = ('prox',)", "it raised TypeError"),
+        (custom.try_loss, "m = inputs.trainer_logprobs.new_ones(len(inputs.samples)) if inputs.mask is None else "
+         "inputs.mask\n    return inputs.trainer_logprobs * (inputs.advantages * m).sum() / m.sum()\n"
+         "f.streamable = True",
+         "a loss that depends on other samples is not streamable"),
+        (custom.try_estimator, "import random; return [random.random() for _ in inputs]", "at another call"),
         (custom.try_estimator, "return [1.0]", "returned 1 advantages for 4 rewards; return one per sample"),
         (custom.try_estimator, "return 1.0", "returned 1.0; return 4 numbers, one per sample"),
         (custom.try_estimator, "return [float('nan')] * len(inputs)", "return finite numbers"),
@@ -77,6 +90,25 @@ def test_a_function_that_breaks_its_contract_is_refused_with_its_name_and_the_re
     with pytest.raises(FunctionRefused) as caught:
         attempt(f"{path}:f")  # type: ignore[operator]
     assert f"{path}:f'" in str(caught.value) and words in str(caught.value)
+
+
+def test_a_loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable_is_not(
+    tmp_path: Path, quickstart: None
+) -> None:
+    text = (
+        "def f(inputs, settings):\n    return -inputs.advantages * inputs.trainer_logprobs\n"
+        "def g(inputs, settings):\n    assert inputs.entropy is None\n    return f(inputs, settings)\n"
+        "g.streamable, g.uses = True, ()\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    made = {}
+    for name in "fg":
+        custom.try_loss(f"{tmp_path}/own.py:{name}")
+        topology = load(ROOT / "configs" / "quickstart.toml", [f"learner.loss={tmp_path}/own.py:{name}"])
+        folder = str(machine.model_at(topology.model.path))
+        made[name] = TrainingStep(replace(topology, model=replace(topology.model, path=folder)))
+    assert (made["f"].streams, made["g"].streams) == (False, True)
+    assert made["f"]._loss_may_read("prox") and not made["g"]._loss_may_read("prox")
 
 
 def test_check_names_the_key_the_line_and_the_cause(tmp_path: Path) -> None:

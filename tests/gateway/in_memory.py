@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from busrl.gateway import Answer, AnswerLimits, Claim, Desk, Refused, Tally, tensor
+from busrl.gateway import AnswerLimits, ClaimedTask, Desk, Refused, RemoteAnswer, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.states import Fate
 
@@ -56,12 +56,12 @@ class Ledger:
     def members(self) -> list[Member]:
         return list(self.entries.values())
 
-    def held(self) -> list[tuple[int, Claim]]:
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
         return [(slot.owner, self._held(i)) for i, slot in enumerate(self.slots) if slot.owner and not slot.ended]
 
-    def _held(self, i: int) -> Claim:
+    def _held(self, i: int) -> ClaimedTask:
         slot = self.slots[i]
-        return Claim(i, slot.seq << 8 | slot.owner, slot.seq, slot.uid, slot.alone)
+        return ClaimedTask(i, slot.seq << 8 | slot.owner, slot.seq, slot.uid, slot.alone)
 
     def enter(self, role: str, name: str, life: int) -> int:
         free = next((i for i in range(1, self.most_entries + 1) if i not in self.entries), None)
@@ -79,7 +79,7 @@ class Ledger:
         assert tasks == sum(slot.owner == index for slot in self.slots)
         self.told[index] = tasks
 
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[Claim]:
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
         assert index in self.entries and limit > 0
         free = [i for i, slot in enumerate(self.slots) if not slot.owner and not slot.ended]
         fresh = [i for i in free if self.slots[i].attempt <= 1]
@@ -90,20 +90,20 @@ class Ledger:
             slot.owner, slot.seq, slot.attempt, slot.alone = index, slot.seq + 1, slot.attempt + 1, alone
         return [self._held(i) for i in taken]
 
-    def task(self, index: int, held: Claim) -> g.Task | None:
+    def task(self, index: int, held: ClaimedTask) -> g.Task | None:
         self._check(index, held)
         return g.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
 
-    def limits(self, held: Claim) -> AnswerLimits:
+    def limits(self, held: ClaimedTask) -> AnswerLimits:
         return AnswerLimits(8, 0, 16)
 
-    def commit_answer(self, index: int, held: Claim, answer: Answer) -> None:
+    def commit_answer(self, index: int, held: ClaimedTask, answer: RemoteAnswer) -> None:
         self._commit(index, held)
 
-    def commit_reward(self, index: int, held: Claim, reward: float, parts: dict[str, float]) -> None:
+    def commit_reward(self, index: int, held: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
         self._commit(index, held)
 
-    def _commit(self, index: int, held: Claim) -> None:
+    def _commit(self, index: int, held: ClaimedTask) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.last_commit = slot.seq
@@ -113,19 +113,19 @@ class Ledger:
         slot.owner, slot.ended = 0, "done"
         self.commits.append((held.slot, held.seq, self.entries[index].name))
 
-    def give_back(self, index: int, held: Claim) -> None:
+    def give_back(self, index: int, held: ClaimedTask) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.owner, slot.attempt, slot.alone = 0, slot.attempt - 1, False
 
-    def expire(self, index: int, held: Claim) -> bool:
+    def expire(self, index: int, held: ClaimedTask) -> bool:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.owner, slot.last_commit = 0, 0
         self.expired.append((held.slot, held.seq))
         return False
 
-    def drop(self, index: int, held: Claim, fate: Fate) -> None:
+    def drop(self, index: int, held: ClaimedTask, fate: Fate) -> None:
         self._check(index, held)
         slot = self.slots[held.slot]
         slot.owner, slot.ended = 0, fate.letter
@@ -133,7 +133,7 @@ class Ledger:
     def committed(self, slot: int, seq: int, uid: int) -> bool:
         return slot < len(self.slots) and self.slots[slot].uid == uid and self.slots[slot].last_commit == seq
 
-    def _check(self, index: int, held: Claim) -> None:
+    def _check(self, index: int, held: ClaimedTask) -> None:
         slot = self.slots[held.slot]
         owned = slot.owner == index and slot.seq == held.seq and not slot.ended
         assert owned, "written only under the claim's own word"

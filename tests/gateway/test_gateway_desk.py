@@ -52,7 +52,7 @@ def test_joining_again_changes_nothing(ledger: Ledger) -> None:
     join(desk)
     [task] = claim(desk)
     join(desk)
-    assert [held.task for _, held in ledger.held()] == [task]
+    assert [held.task for _, held in ledger.claims()] == [task]
 
 
 def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: Ledger) -> None:
@@ -60,7 +60,7 @@ def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: L
     join(desk)
     claim(desk, 2)
     join(desk, life=2)
-    assert ledger.held() == [] and [slot.attempt for slot in ledger.slots[:2]] == [1, 1]
+    assert ledger.claims() == [] and [slot.attempt for slot in ledger.slots[:2]] == [1, 1]
     assert code(ask(desk, g.RemoteExtend(life=1))) == "replaced"
     assert join(desk, life=1).code == "replaced"
 
@@ -81,14 +81,14 @@ def test_a_claim_sends_what_the_worker_lost_and_fills_it_up(ledger: Ledger) -> N
     desk = new_desk(ledger)
     join(desk)
     first = claim(desk, 2)
-    assert claim(desk, 3, holding=first[:1], req=2)[0] == first[1] and len(ledger.held()) == 3
+    assert claim(desk, 3, holding=first[:1], req=2)[0] == first[1] and len(ledger.claims()) == 3
 
 
 def test_a_late_copy_of_a_claim_is_ignored(ledger: Ledger) -> None:
     desk = new_desk(ledger)
     join(desk)
     claim(desk, 1, req=5)
-    assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=4)) == [] and len(ledger.held()) == 1
+    assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=4)) == [] and len(ledger.claims()) == 1
 
 
 def test_what_a_claim_or_an_extension_names_is_leased_anew_and_nothing_else(ledger: Ledger) -> None:
@@ -121,7 +121,7 @@ def test_a_task_handed_back_is_as_if_it_had_never_been_claimed(ledger: Ledger) -
     join(desk)
     [task] = claim(desk)
     assert code(ask(desk, g.RemoteFail(life=1, task=task))) == "done"
-    assert ledger.held() == [] and ledger.slots[0].attempt == 0
+    assert ledger.claims() == [] and ledger.slots[0].attempt == 0
     assert code(ask(desk, g.RemoteFail(life=1, task=task))) == "already"
 
 
@@ -140,7 +140,7 @@ def test_leaving_hands_everything_back_and_frees_the_entry(ledger: Ledger) -> No
     join(desk)
     claim(desk, 3)
     assert code(ask(desk, g.RemoteLeave(life=1))) == "done"
-    assert ledger.held() == [] and ledger.entries == {} and ledger.slots[0].attempt == 0
+    assert ledger.claims() == [] and ledger.entries == {} and ledger.slots[0].attempt == 0
     assert code(ask(desk, g.RemoteLeave(life=1))) == "unknown"
 
 
@@ -152,7 +152,7 @@ def test_a_silent_worker_loses_its_tasks_then_its_entry_and_a_heartbeat_keeps_on
     for now in range(1, 30):
         desk.heartbeat("b", float(now))
         desk.tick(float(now))
-    assert ledger.held() == [] and [member.name for member in ledger.members()] == ["b"]
+    assert ledger.claims() == [] and [member.name for member in ledger.members()] == ["b"]
 
 
 def test_a_suspect_sample_goes_only_to_a_worker_that_holds_nothing_and_gets_nothing_else(ledger: Ledger) -> None:
@@ -190,7 +190,7 @@ def test_an_answer_that_breaks_a_rule_is_refused_by_that_rule_and_leaves_the_cla
     [task] = claim(desk)
     [answer] = ask(desk, answer_to(task, **BROKEN[rule]))
     assert answer.code == "refused" and rule in answer.text and answer.text.startswith("a: ")
-    assert ledger.commits == [] and len(ledger.held()) == 1
+    assert ledger.commits == [] and len(ledger.claims()) == 1
     assert code(ask(desk, answer_to(task))) == "done"
     assert desk.tally.workers["a"]["refused"] == 1
 
@@ -307,4 +307,4 @@ def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sen
                 fields[name] = data.draw(strategy)
         answers = desk.handle(kind(**fields), 0.0)
         assert all(codec.encode(answer) for answer in answers)
-    assert task in [held.task for _, held in ledger.held()] and all(slot != 0 for slot, _, _ in ledger.commits)
+    assert task in [held.task for _, held in ledger.claims()] and all(slot != 0 for slot, _, _ in ledger.commits)

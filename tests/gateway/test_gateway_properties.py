@@ -114,16 +114,16 @@ class Gateway(RuleBasedStateMachine):
             del self.answers[known:]
         worker.work()
 
-    @precondition(lambda self: self.ledger.held())
+    @precondition(lambda self: self.ledger.claims())
     @rule(thief=st.sampled_from(NAMES), data=st.data())
     def a_worker_answers_a_task_that_may_be_anothers(self, thief: str, data: st.DataObject) -> None:
-        index, held = data.draw(st.sampled_from(self.ledger.held()))
+        index, held = data.draw(st.sampled_from(self.ledger.claims()))
         if self.ledger.entries[index].name != thief and thief in self.desk.workers:
             message = g.RemoteRewarded(life=self.desk.workers[thief].life, task=held.task, reward=0.0)
             message.sender = thief
             [answer] = self.desk.handle(message, self.now)
             assert isinstance(answer, g.GatewayAnswer) and answer.code == "not_yours"
-            assert (index, held) in self.ledger.held()
+            assert (index, held) in self.ledger.claims()
 
     # -- what the bus does
 
@@ -161,7 +161,7 @@ class Gateway(RuleBasedStateMachine):
     @rule(seconds=st.floats(LEASE_S, 1000.0))
     def the_machine_is_suspended(self, seconds: float) -> None:
         before = len(self.ledger.expired)
-        held = len(self.ledger.held())
+        held = len(self.ledger.claims())
         ages = [lease.until - self.desk.clock.time for lease in self.desk.leases.values()]
         self.now += seconds
         self._tick()
@@ -205,7 +205,7 @@ class Gateway(RuleBasedStateMachine):
             assert not (now.owner and now.seq == seq), "nobody is told late of a claim that is still held"
 
     def _restart(self) -> None:
-        before = {(held.slot, held.seq) for _, held in self.ledger.held()}
+        before = {(held.slot, held.seq) for _, held in self.ledger.claims()}
         self.desk = new_desk(self.ledger, self.now)
         self.born = self.now
         after = {(lease.claim.slot, lease.claim.seq) for lease in self.desk.leases.values()}
@@ -228,7 +228,7 @@ class Gateway(RuleBasedStateMachine):
     @invariant()
     def what_is_held_is_leased_to_its_owner(self) -> None:
         leases = {(one.claim.slot, one.claim.seq): one.worker.name for one in self.desk.leases.values()}
-        held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.held()}
+        held = {(one.slot, one.seq): self.ledger.entries[index].name for index, one in self.ledger.claims()}
         assert leases == held
 
     def teardown(self) -> None:

@@ -74,7 +74,7 @@ def test_an_edited_prompt_file_is_refused_at_the_start_and_a_moved_one_is_not(pl
     (place.root / "train.jsonl").rename(place.root / "moved.jsonl")
     assert any("moved.jsonl" in note for note in place.start(f"data.train={place.root}/moved.jsonl").notes)
     place.prompts("moved.jsonl", "1+2=")
-    with pytest.raises(UserError, match=r"moved.jsonl: its content is not what it was.*put it back.*model\.path"):
+    with pytest.raises(UserError, match=r"moved.jsonl: its content is not what it was.*back.*learner\.start_from"):
         place.start(f"data.train={place.root}/moved.jsonl")
     place.prompts("other.jsonl", "1+2=")
     with pytest.raises(UserError, match=r"holds a run with data\.train"):
@@ -100,6 +100,41 @@ def test_an_edited_loss_and_an_edited_metric_are_said_too(place: Place) -> None:
     told = "\n".join(place.start(*named).notes)
     assert "own.py is not what it was: losses" in told and "counts.py is not what it was: metrics" in told
     assert place.start(*named).notes == []
+
+
+def test_another_reward_model_in_the_same_folder_is_said_and_a_copy_of_it_is_not(place: Place, tmp_path: Path) -> None:
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TestForSequenceClassification"]}))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(3 << 20))
+    part = f'reward.part=[{{kind="model", path="{folder}"}}]'
+    named = ("reward.kind=exact_match", "reward.function=", "reward.extract=", part)
+    place.start(*named)
+    kept = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(kept)
+    assert place.start(*named).notes == []
+    (folder / "model.safetensors").write_bytes(kept[:-1] + b"1")
+    assert f"{folder} is not what it was: rewards from here on are those of the new model" in place.start(*named).notes
+
+
+def test_another_model_in_the_folder_of_the_run_is_refused_with_both_sizes(place: Place, tmp_path: Path) -> None:
+    def model(folder: Path, width: int) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {"hidden_size": width, "num_hidden_layers": 2, "vocab_size": 93}
+        (folder / "config.json").write_text(json.dumps({"architectures": ["TestLM"], **sizes}))
+        (folder / "tokenizer.json").write_text('{"model": {}}')
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        return folder
+
+    own = (f"model.path={model(tmp_path / 'model', 32)}",)
+    place.start(*own)
+    place.stepped(2)
+    model(place.paths.checkpoints / "global_step_2" / "model", 32)
+    place.start(*own)
+    model(tmp_path / "model", 64)
+    told = "has 2 layers, 64 channels, 93 token ids, and the checkpoints in .* are of 2 layers, 32 channels"
+    with pytest.raises(UserError, match=told):
+        place.start(*own)
 
 
 def test_files_that_are_no_longer_named_were_not_edited(place: Place) -> None:

@@ -280,3 +280,17 @@ def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_r
         child.started(2 + turn, 10.0 * turn + 2)
     assert child.became_ready() and child.early_deaths == 0
     assert child.no_space("exit code 4", 99.0)
+
+
+def test_a_rank_that_is_ended_with_another_starts_again_at_once_and_that_counts_for_nothing():
+    child = Child("learner", Limits(ready_s=60.0, restart_attempts=1, crash_attempts=1))
+    for life in range(3):
+        child.started(10 + life, 100.0)
+        if life:
+            assert child.became_ready()
+        assert not child.went_along
+        child.goes_with("rank/1")
+        assert child.went_along and child.condemned
+        death = child.ended("signal SIGKILL", 101.0)
+        assert not death.gives_up and "was ended with rank/1" in death.text
+        assert child.is_due(101.0) and child.restarts == life + 1

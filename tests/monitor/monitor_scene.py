@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.bus import Endpoint
-from busrl.monitor.recording import FIXED, Entry, Recording
+from busrl.monitor.recording import FIXED, RecordedFrame, Recording
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring
 
@@ -110,7 +110,7 @@ def finished(child: subprocess.Popen[str]) -> str:
     return out
 
 
-def entries(path: Path) -> list[Entry]:
+def entries(path: Path) -> list[RecordedFrame]:
     """What is in a recording now; it may be written still, or have only its name."""
     if path.stat().st_size < FIXED.size:
         return []

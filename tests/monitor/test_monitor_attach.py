@@ -21,7 +21,7 @@ import pytest
 from monitor_scene import PATIENCE_S, Scene, finished, metrics_line, until
 
 from busrl.cli import main
-from busrl.monitor.sources import Look, living_runs
+from busrl.monitor.sources import RingLook, living_runs
 from busrl.protocol import messages as m
 from busrl.ring import Ring
 
@@ -170,7 +170,7 @@ def test_a_run_that_has_ended_is_shown_by_its_files(scene: Scene, started: Start
 
 
 def test_a_ring_that_a_later_start_made_is_found_and_a_damaged_one_is_none(scene: Scene) -> None:
-    look = Look(scene.paths, group_size=4)
+    look = RingLook(scene.paths, group_size=4)
     assert look.look().slots == 16  # type: ignore[union-attr]
     Ring.unlink(scene.paths.ring_name)
     assert look.look() is None

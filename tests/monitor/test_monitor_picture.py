@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.monitor import text as words
-from busrl.monitor.runfiles import Follower, RunFiles
+from busrl.monitor.runfiles import LineFollower, RunFiles
 from busrl.monitor.snapshot import snapshot
 from busrl.monitor.state import (
     STEPS_KEPT,
@@ -209,7 +209,7 @@ def test_a_listener_that_is_behind_knows_it_and_a_wrong_clock_does_not_look_like
 
 def test_a_follower_gives_whole_lines_once_and_counts_those_it_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    follower = Follower(path, tail_bytes=20)
+    follower = LineFollower(path, tail_bytes=20)
     assert follower.new() == []
     path.write_bytes(b"".join(b"line %03d\n" % i for i in range(10)) + b"torn")
     got = follower.new()

@@ -20,7 +20,7 @@ from monitor_scene import PATIENCE_S, Scene, entries, finished, until
 from busrl.bus.tap import Tap
 from busrl.cli import main
 from busrl.errors import DiskFull, UserError
-from busrl.monitor.recording import Drops, End, Entry, Header, Kind, Recording, Writer
+from busrl.monitor.recording import Drops, End, Header, Kind, RecordedFrame, Recording, Writer
 from busrl.monitor.state import Facts
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
@@ -31,13 +31,13 @@ TOPIC = topic(m.DataGenerated)
 WRITTEN = st.lists(st.tuples(st.sampled_from(list(Kind)), st.binary(max_size=40), st.binary(max_size=200)), max_size=12)
 
 
-def write(path: Path, wanted: list[tuple[Kind, bytes, bytes]]) -> list[Entry]:
+def write(path: Path, wanted: list[tuple[Kind, bytes, bytes]]) -> list[RecordedFrame]:
     path.unlink(missing_ok=True)
     writer = Writer(path, Header(1, "00ff", 5, 7, facts=Facts(name="a run")))
     for at, (kind, topic_, body) in enumerate(wanted):
         writer.add(kind, topic_, body, at)
     writer.close()
-    return [Entry(at, kind, topic_, body) for at, (kind, topic_, body) in enumerate(wanted)]
+    return [RecordedFrame(at, kind, topic_, body) for at, (kind, topic_, body) in enumerate(wanted)]
 
 
 @settings(max_examples=60, deadline=None)

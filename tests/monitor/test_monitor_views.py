@@ -10,7 +10,8 @@ from rich.console import Console
 from busrl.monitor import text as plain
 from busrl.monitor.screen import view
 from busrl.monitor.snapshot import snapshot
-from busrl.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord
+from busrl.monitor.state import ErrorRecord, Facts, ProcessRecord, RingRecord, RunState, StepRecord, step_of
+from busrl.protocol import messages as m
 
 
 def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "quickstart") -> RunState:
@@ -120,3 +121,16 @@ def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
     assert told["policy"] == {**shares, "ess": None, "k3": pytest.approx(0.001)}
     assert told["sample"] == made.sample
     assert snapshot(RunState(), 0.0, 0.0)["policy"]["flat_share"] is None
+
+
+def test_prompts_of_several_sources_are_shown_with_reward_and_pass_rate_each() -> None:
+    made = picture()
+    assert not any("sources" in line for line in plain.lines(made, 2.0, 1010.0)), "one source is the whole"
+    by = {"gsm8k": {"reward": 0.5, "pass_rate": 0.25, "groups": 9.0}, "a/b": {"reward": -1.0, "groups": 30.0}}
+    metrics = {f"by/{tag}/{name}": value for tag, of in by.items() for name, value in of.items()}
+    update = m.LearnerStateUpdate(
+        entropy=0.1, version=3, step=121, groups=4, reward=0.1, tokens=9, samples=8, age_mean=0.0, metrics=metrics
+    )
+    made.step(step_of(update), 1.0)
+    assert any("sources   a/b -1.00 (0%) · gsm8k 0.50 (25%)" in line for line in plain.lines(made, 2.0, 1010.0))
+    assert snapshot(made, 2.0, 1010.0)["by"] == by

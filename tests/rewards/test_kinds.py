@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.config.schema import Reward, RewardPart
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.base import Setup, build
-from busrl.rewards.kinds import as_math, last_number
+from busrl.rewards.kinds import as_math, finder, last_number
 
 
 def judged(kind: str, completion: str, record: dict[str, Any], **more: Any) -> Any:
@@ -107,3 +108,26 @@ def test_gym_gives_what_the_task_s_own_score_gives() -> None:
     assert own(record, f"<answer>{right}</answer>", []) == 1.0
     with pytest.raises(ValueError, match=r"metadata\.source_dataset"):
         own({"answer": "1"}, "1", [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "extract", "completion", "found"),
+    [
+        ("numeric", "", "It is 1,000.", "1000"), ("numeric", "", "so 1000.0", "1000"), ("numeric", "", "none", None),
+        ("numeric", "#### (.*)", "3 #### 4.50 kg", "4.5"), ("numeric", "#### (.*)", "3", None),
+        ("gym", "", "I say <answer> 4 </answer>", "4"), ("gym", "", " four ", "four"), ("gym", "=(.*)", "four", None),
+        ("exact_match", "", " four ", "four"), ("math", "=(.*)", "x = 2", "2"),
+    ],
+)
+def test_equal_answers_are_one_vote_by_the_kind_of_the_reward(
+    kind: str, extract: str, completion: str, found: str | None
+) -> None:
+    assert finder(kind, extract)(completion) == found
+
+
+def test_the_part_that_finds_an_answer_is_the_one_that_votes_are_of() -> None:
+    function, plain = RewardPart("python", function="a.py:b"), RewardPart("math")
+    assert Reward().compares == ("exact_match", "") and Reward(kind="python").compares is None
+    assert Reward(part=(function, plain)).compares is None
+    assert Reward(part=(function, plain, RewardPart("numeric"))).compares == ("numeric", "")
+    assert Reward(part=(RewardPart("math", extract="=(.*)"),)).compares == ("math", "=(.*)")

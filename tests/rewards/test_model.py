@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.config.schema import Reward, RewardPart
 from busrl.errors import RewardNotLoaded
+from busrl.rewards.base import Setup
 from busrl.rewards.pool import Item, Outcome, RewardPool
 
 transformers = pytest.importorskip("transformers")
@@ -60,6 +61,17 @@ def alone(folder: Path, text: str) -> float:
 
 
 def test_a_score_is_that_of_the_text_alone(tmp_path: Path) -> None:
+    from busrl.rewards.model import Scorer
+
+    folder = write(tmp_path / "model")
+    scorer = Scorer(Setup("model", path=str(folder), device="cpu", batch_tokens=64))
+    found = scorer([{"prompt": "abc"}] * len(TEXTS), TEXTS, [[]] * len(TEXTS))
+    assert found == pytest.approx([alone(folder, f"abc{text}") for text in TEXTS[:6]] + found[6:], abs=1e-5)
+    assert len({round(one, 6) for one in found}) > 10
+
+
+@pytest.mark.slow
+def test_in_its_child_it_scores_every_text_as_alone(tmp_path: Path) -> None:
     folder = write(tmp_path / "model")
     found = judged(folder, TEXTS, batch_tokens=64)
     assert all(one.error == "" for one in found)

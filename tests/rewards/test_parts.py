@@ -193,3 +193,9 @@ def test_what_math_verify_cannot_decide_ends_within_the_deadline(make: MakePool)
     outcome, after = judged(pool, r"\boxed{9^{9^{9^{9^{9}}}}}", "3")
     assert time.monotonic() - begun < 60 and outcome.value == 0.0, "unequal, or hung: never a reward"
     assert outcome.error in ("", "hung") and after.value == 1.0
+
+
+def test_parts_stand_and_are_added_in_their_order_whoever_answers_first(make: MakePool) -> None:
+    pool = make(python("late", "slow"), RewardPart("regex", "soon", 0.1, 60.0, pattern="a"), python("own", "score"))
+    found = judged(pool, *(f"a {n}" for n in range(8)))
+    assert all(list(one.parts) == ["late", "soon", "own", "own/words", "own/ids"] for one in found)

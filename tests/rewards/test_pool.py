@@ -42,6 +42,14 @@ def judge(record, completion, token_ids):
         with open(rest + ".new", "w") as file: file.write(str(child.pid))
         os.rename(rest + ".new", rest)
         while True: time.sleep(60)
+    if word == "fork": os.fork()
+    if word == "write":
+        for number in range(3, 12):
+            try: os.write(number, b'{"key": 99}\\n' if rest else b"garbage\\n")
+            except OSError: pass
+    if word == "eat": return len(bytearray(1 << 31))
+    if word == "print": print("x" * (64 << 20))
+    if word == "last": return float(open("/proc/self/oom_score_adj").read())
     return {"n": len(token_ids), "extra": record.get("extra", 0)}
 """
 
@@ -55,6 +63,7 @@ class Settings:
     timeout_s: float = 60.0
     workers: int = 1
     part: tuple = ()
+    memory_mb: int = 0
 
 
 MakePool = Callable[..., RewardPool]
@@ -113,6 +122,32 @@ def test_a_function_that_raises_costs_only_its_own_sample(make: MakePool, word: 
     assert found[3].error == "raised" and "judge.py" in found[3].text.split("\n")[0], "what was raised stands first"
     assert "Traceback" not in found[3].text.split("\n")[0] and "Traceback" in found[3].text
     assert pool.restarts == 0
+
+
+def test_a_function_that_forks_is_answered_once(make: MakePool) -> None:
+    pool = make()
+    found = judge_all(pool, [item(k, "fork") for k in range(20)])
+    assert [found[k].value for k in range(20)] == [3.0] * 20 and pool.restarts == 0
+
+
+@pytest.mark.parametrize("what", ["write", "write forged"])
+def test_what_user_code_writes_into_the_pipe_of_answers_costs_its_own_sample(make: MakePool, what: str) -> None:
+    found = judge_all(make(), [item(k, what if k == 3 else "") for k in range(6)])
+    assert [k for k in found if found[k].error] == [3]
+    assert "died on this sample twice (it " in found[3].text
+
+
+def test_memory_is_bounded_where_asked_for_and_ends_here_first(make: MakePool) -> None:
+    found = judge_all(make(memory_mb=1024), [item(0), item(1, "eat"), item(2, "last")])
+    assert found[1].error == "raised" and found[1].text.startswith("MemoryError")
+    assert not found[0].error and found[2].value == 1000, "the kernel ends it before the learner"
+
+
+def test_of_what_a_call_prints_the_beginning_is_kept(make: MakePool, capfd: pytest.CaptureFixture[str]) -> None:
+    found = judge_all(make(), [item(0, "print"), item(1, "spoken")])
+    said = capfd.readouterr().err
+    assert not found[0].error and (1 << 20) <= len(said) < (1 << 20) + 1000
+    assert "the rest of what this call prints is dropped" in said and "noise on stdout spoken" in said
 
 
 def test_results_that_are_no_numbers_and_lines_that_are_no_json_are_malformed(make: MakePool) -> None:
@@ -253,6 +288,7 @@ sys.path.insert(0, {root!r})
 from types import SimpleNamespace
 from busrl.rewards.pool import Item, RewardPool
 own = dict(kind="python", function="judge.py:judge", extract="", answer_key="", timeout_s=600, workers=1, part=())
+own["memory_mb"] = 0
 s = SimpleNamespace(**own)
 pool = RewardPool(s, base_dir={base!r})
 pool.wait_ready(60)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from busrl.engines.base import EOS, LENGTH, Finished, Request
+from busrl.engines.base import Finished, Request
+from busrl.states import Finish
 
 if TYPE_CHECKING:
     from busrl.weights.base import Receiver
@@ -94,7 +95,7 @@ class _Running:
         if not ended and count < self.limit:
             return None
         tokens = np.asarray(self.planned[:count], np.int32)
-        finish = EOS if ended and tokens[-1] == EOS_ID else LENGTH
+        finish = Finish.EOS if ended and tokens[-1] == EOS_ID else Finish.LENGTH
         return Finished(self.request.key, tokens, logprobs_of(tokens), np.asarray(self.versions, np.uint32), finish)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -25,9 +26,11 @@ from busrl.roles.learner.groups import (
     end,
     give_back,
     parts_of,
+    tag_at,
 )
-from busrl.roles.learner.metrics import StepMetrics
-from busrl.roles.trajectory import read_parts, write_parts, write_segment, write_text
+from busrl.roles.learner.metrics import Ended, GroupsLine, StepMetrics
+from busrl.roles.trajectory import read_parts, read_task, write_parts, write_segment, write_text
+from busrl.states import Fate
 
 GROUP = 4
 
@@ -250,11 +253,44 @@ def test_parts_of_another_program_without_names_are_numbered_and_too_many_of_the
 
 def test_the_metrics_have_the_mean_of_each_part_over_all_samples_that_have_it(tmp_path: Path) -> None:
     metrics = StepMetrics(RunPaths.of(tmp_path))
-    metrics.reward_parts(PARTS)
+    metrics.trained(0, PARTS)
     assert metrics.ended.row()["reward_parts"] == {"format": 0.5, "right": 0.375, "Länge, in Worten": -1.0}
     metrics._clear()
     assert "reward_parts" not in metrics.ended.row()
     metrics.close()
+
+
+def test_the_tag_of_a_group_is_that_of_its_line(ring: Ring) -> None:
+    slot = rewarded_group(ring)[0]
+    line = msgspec.json.decode(read_task(ring, slot))
+    assert tag_at(ring, slot, "") == str(line.get("tag", "")) and tag_at(ring, slot, "no such key") == ""
+    assert tag_at(ring, slot, "prompt") == line["prompt"]
+
+
+def test_figures_by_tag_are_of_the_groups_with_that_tag_set_aside_ones_too(tmp_path: Path) -> None:
+    metrics = StepMetrics(RunPaths.of(tmp_path), solved=0.5)
+    own = np.zeros(2, [("reward", "f8"), ("response_tokens", "u4"), ("group", "u8"), ("step", "u8")])
+    own["response_tokens"] = 7
+    metrics.set_aside(own, Fate.FLAT.letter, 1, tag="easy")
+    own["reward"] = 1, 0.25
+    metrics.set_aside(own, Fate.OLD.letter, 1, tag="easy")
+    metrics.set_aside(own, Fate.OLD.letter, 1)
+    by = metrics.ended.row()["by"]
+    assert by == {"easy": {
+        "groups": 2, "samples": 4, "reward": 1.25 / 4, "pass_rate": 0.25, "length": 7.0, "flat_share": 0.5}}
+    again = StepMetrics(RunPaths.of(tmp_path), solved=0.5)
+    again.resume(0)
+    assert again.ended.row()["by"] == by, "a successor reads the tags of what was set aside before it"
+    for one in (metrics, again):
+        one.close()
+
+
+def test_no_more_tags_are_told_than_a_person_reads(tmp_path: Path) -> None:
+    ended = Ended()
+    for number in range(100):
+        ended.add_line(GroupsLine(
+            step=1, draws=[number], fates="T", born=[0], lengths=[[1]], rewards=[[1.0]], tags=[str(number)]))
+    assert len(ended.row()["by"]) == 32 and ended.groups == 100
 
 
 def test_a_sample_that_nobody_claimed_can_be_shown(ring: Ring) -> None:

@@ -17,7 +17,7 @@ from busrl.data import JsonlStream
 from busrl.paths import RunPaths
 from busrl.roles import predictor_state
 from busrl.roles.scheduler import DispatchFeed
-from busrl.scheduling.dispatch import Open
+from busrl.scheduling.dispatch import OpenGroup
 from busrl.scheduling.groups import GroupScanner
 from busrl.scheduling.lengths import Candidate
 
@@ -126,5 +126,5 @@ def test_a_disk_that_refuses_costs_the_records_and_no_more(topology: Topology, t
     warnings: list[str] = []
     paths = RunPaths.of(tmp_path / "gone")
     told = DispatchFeed(topology, paths, JsonlStream(topology.data.train, 0, False), Counting(), warnings.append)
-    told._write([Open(Candidate(3, "", 8), 1.0, 0, longest=2, tokens=2, members=1)], least=1)
+    told._write([OpenGroup(Candidate(3, "", 8), 1.0, 0, longest=2, tokens=2, members=1)], least=1)
     assert warnings and "1 groups are missing from scheduler.jsonl" in warnings[0]

@@ -44,7 +44,7 @@ def scheduler() -> Any:
 @pytest.mark.parametrize("name", ["two words", "", "a/b", "ärger", "x\n", "\x00"])
 def test_a_worker_whose_name_no_topic_can_hold_is_named_and_not_rung(name):
     one = scheduler()
-    one._dispatch(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
+    one._receive(m.TaskRequest(worker_id=name, capacity=4, rows=4, sender="stranger"))
     assert one.rows.workers(0.0) == []
     assert [kind for kind, _ in one.warn.lines] == ["TASK_REQUEST"] and "'stranger'" in one.warn.lines[0][1]
 
@@ -52,24 +52,24 @@ def test_a_worker_whose_name_no_topic_can_hold_is_named_and_not_rung(name):
 def test_ever_new_workers_are_remembered_up_to_a_bound_and_complained_of_as_one_kind():
     one = scheduler()
     for number in range(1000):
-        one._dispatch(m.TaskRequest(worker_id=f"worker-{number}-of-many", sender=f"worker-{number}"))
+        one._receive(m.TaskRequest(worker_id=f"worker-{number}-of-many", sender=f"worker-{number}"))
     assert len(one.rows._said) == MOST and {kind for kind, _ in one.warn.lines} == {"TASK_REQUEST"}
 
 
 def test_a_worker_has_no_more_rows_than_there_are_slots():
     one = scheduler()
-    one._dispatch(m.TaskRequest(worker_id="w", capacity=2**63, rows=2**64 - 1, sender="w"))
+    one._receive(m.TaskRequest(worker_id="w", capacity=2**63, rows=2**64 - 1, sender="w"))
     assert one.rows.total(0) == SLOTS
 
 
 def test_states_of_the_learner_are_heard_from_the_learner_alone_and_only_as_numbers():
     one = scheduler()
-    one._dispatch(m.LearnerStateUpdate(step=5, metrics={"groups_total": 1e18}, sender="stranger"))
-    one._dispatch(m.LearnerStateUpdate(step=5, entropy=float("nan"), sender="learner"))
+    one._receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 1e18}, sender="stranger"))
+    one._receive(m.LearnerStateUpdate(step=5, entropy=float("nan"), sender="learner"))
     assert one.told == [] and one.trained == 0 and "'stranger'" in one.warn.lines[0][1]
-    one._dispatch(m.LearnerStateUpdate(step=5, metrics={"groups_total": 7.0}, sender="learner"))
+    one._receive(m.LearnerStateUpdate(step=5, metrics={"groups_total": 7.0}, sender="learner"))
     assert len(one.told) == 1 and one.trained == 7
-    one._dispatch(m.LearnerStateUpdate(step=6, metrics={"groups_total": float("nan")}, sender="learner"))
+    one._receive(m.LearnerStateUpdate(step=6, metrics={"groups_total": float("nan")}, sender="learner"))
     assert one.trained == 7
 
 
@@ -77,7 +77,7 @@ def test_states_of_the_learner_are_heard_from_the_learner_alone_and_only_as_numb
 def test_a_stop_counts_if_it_is_from_launch_and_the_ring_says_that_the_run_is_over(state, sender, ends):
     one: Any = Keeper.__new__(Keeper)
     one.warn, one.stopping, one.ring = Heard(), "", SimpleNamespace(header=lambda name: state)
-    one._dispatch(m.Stop(reason="enough", sender=sender))
+    one._receive(m.Stop(reason="enough", sender=sender))
     assert bool(one.stopping) == ends and len(one.warn.lines) == int(not ends)
 
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.config import Topology, load
-from busrl.engines.base import LENGTH
 from busrl.errors import RUN_FAILED, CannotTrain, process_code
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
 from busrl.roles.learner.alarms import MOST_GROUPS, FlatStreak, Idling, LengthSkew, cause_of
 from busrl.roles.learner.metrics import StepMetrics
+from busrl.states import Finish
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 DTYPE = [("reward", "f8"), ("finish", "u1")]
@@ -49,7 +49,7 @@ def view(ended: Sequence[str] = (), ready: Sequence[int] = (), flat: Sequence[in
 
 
 def lines(*rewards: float, cut: int = 0) -> Any:
-    return np.array([(reward, LENGTH if k < cut else 1) for k, reward in enumerate(rewards)], DTYPE)
+    return np.array([(reward, Finish.LENGTH if k < cut else 1) for k, reward in enumerate(rewards)], DTYPE)
 
 
 def sample() -> dict[str, object]:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from busrl.engines import LENGTH, Finished, Request
+from busrl.engines import Finished, Request
 from busrl.engines.base import PIECE
 from busrl.engines.torch.engine import TorchEngine
 from busrl.roles.rollout import EngineRestart
+from busrl.states import Finish
 
 
 def request(key: int, tokens: int = 12, temperature: float = 1.0) -> Request:
@@ -66,7 +67,7 @@ def test_greedy_answers_are_the_same_however_often_they_are_cut(engine: TorchEng
         assert found.versions.tolist() == sorted(found.versions.tolist())
         assert found.finish == whole[key].finish and len(found.logprobs) == len(found.versions) == len(found.token_ids)
     longest = max(cut.values(), key=lambda found: len(found.token_ids))
-    assert len(longest.token_ids) == 12 and longest.finish == LENGTH
+    assert len(longest.token_ids) == 12 and longest.finish == Finish.LENGTH
     assert len(set(longest.versions.tolist())) == 4, "before any cut nothing was drawn; after each comes its version"
 
 
@@ -106,7 +107,7 @@ def test_what_ended_by_itself_is_told_and_not_started_again() -> None:
 
         def pause(self, how: str) -> list[Finished]:
             empty, none = np.empty(0, np.float32), np.empty(0, np.uint32)
-            ended = Finished(0, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.uint32), LENGTH)
+            ended = Finished(0, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.uint32), Finish.LENGTH)
             return [ended, Finished(1, np.empty(0, np.int32), empty, none, 3)]
 
         def resume(self) -> None: ...

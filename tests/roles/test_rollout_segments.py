@@ -36,7 +36,7 @@ class Worker(Rollout):
 
     def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
         self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
-        self.held, self.alone, self.limits = {}, False, topology.derived.limits
+        self.claimed, self.alone, self.limits = {}, False, topology.derived.limits
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology)
         self.waves = self.segments.waves

@@ -14,21 +14,25 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from busrl.algorithms import catalog
+from busrl.algorithms.values import ValueSettings
 from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.data import JsonlStream
-from busrl.engines.base import LENGTH
-from busrl.errors import UserError
+from busrl.errors import CannotTrain, RankFailed, UserError
 from busrl.files import json_lines
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.wal import Record, SampleRecord, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 from busrl.roles.learner.history import History
+from busrl.roles.learner.metrics import _training
 from busrl.roles.learner.step import TrainingStep, _split, to_sample
+from busrl.states import Finish
+from busrl.training.critic import ValueHead
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +124,7 @@ def apart(one: Watched, other: Watched) -> float:
 
 
 COMBINATIONS: dict[str, dict[str, object]] = {
-    **{name: {"loss": name} for name, facts in catalog.LOSSES.items() if not facts.chooses},
+    **{name: {"loss": name} for name, facts in catalog.LOSSES.items() if not facts.chooses and not facts.teacher},
     **{name: {"advantage": name} for name, made in catalog.ADVANTAGES.items() if made == catalog.GROUP},
     **{name: {"aggregation": name, "length_norm": 7} for name in catalog.AGGREGATIONS},
     **{f"batch_std, {name}": {"advantage": "batch_std", "loss": name} for name, facts in catalog.LOSSES.items()
@@ -446,14 +450,31 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     step.stale.at(5, 5)
     stats = step.train(batch, 2, 5)
     assert stats.sequences == 7
+    assert stats.old_tokens == stats.context_tokens == len(batch[0].versions) // 4
+    masked = _training(stats)["masked"]
+    assert masked == {"earlier_segments": 0, "too_old": stats.old_tokens, "mastered": 0}
     other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], None, 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
 
+def test_an_answer_that_is_cut_and_too_old_counts_once_among_what_was_left_out(topology: Topology) -> None:
+    batch = records(4, groups=2)
+    for sample in batch[1:]:
+        sample.step, sample.versions = 5, np.full(len(sample.versions) // 4, 5, "<u4").tobytes()
+    batch[0].finish = Finish.LENGTH
+    step = TrainingStep(dataclasses.replace(topology, reward=dataclasses.replace(topology.reward, truncated="mask")))
+    step.stale.at(0, 0)
+    step.stale.at(5, 5)
+    stats, tokens = step.train(batch, 2, 5), len(batch[0].versions) // 4
+    assert (stats.cut_tokens, stats.old_tokens, stats.context_tokens) == (tokens, 0, 0)
+    row = _training(stats)
+    assert row["masked"]["earlier_segments"] == 0 and row["never_trained"] == tokens / (tokens + stats.tokens)
+
+
 def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage(topology: Topology) -> None:
     batch = records(4, groups=2)
-    batch[3].finish = LENGTH
+    batch[3].finish = Finish.LENGTH
     own = dataclasses.replace(topology.reward, truncated="mask")
     masks = dataclasses.replace(topology, reward=own)
     step, again, other = TrainingStep(masks), TrainingStep(masks), TrainingStep(topology)
@@ -688,3 +709,242 @@ def test_a_reference_of_another_vocabulary_ends_the_start_by_name(topology: Topo
     model = dataclasses.replace(topology.model, reference=str(tmp_path / "other"))
     with pytest.raises(UserError, match="17 tokens"):
         TrainingStep(dataclasses.replace(with_keys(topology, kl="k3", kl_coef=0.1), model=model))
+
+
+# -- PPO: a value head -------------------------------------------------------------------------------------------
+
+
+def with_values(topology: Topology, **own: object) -> Topology:
+    value = dataclasses.replace(topology.learner.value, **own)  # type: ignore[arg-type]
+    return with_keys(topology, advantage="gae", value=value)
+
+
+class Valuing(Watched):
+    """Begins with a head that is not 0."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        assert self.trainer.critic is not None
+        self.critic = self.trainer.critic
+        torch.manual_seed(5)
+        with torch.no_grad():
+            self.critic.line.weight.normal_(std=0.3)
+            self.critic.line.bias.fill_(0.2)
+
+    def head(self) -> torch.Tensor:
+        return torch.cat([one.detach().flatten() for one in self.critic.parameters])
+
+
+VALUING: dict[str, dict[str, object]] = {
+    "plain": {}, "decays": {"decay": 0.9, "decay_of_values": 0.8, "gamma": 0.99}, "the head alone": {"coef": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", sorted(VALUING))
+def test_a_step_with_a_value_head_is_the_same_streamed_at_once_and_from_the_log(topology: Topology, name: str) -> None:
+    chosen = with_values(topology, whiten=False, **VALUING[name])
+    assert catalog.held_back(chosen.learner) == ""
+    batch = varied(1)
+    parts, whole, again = (Valuing(chosen) for _ in range(3))
+    parts.accumulate(batch[12:], 0)
+    parts.accumulate(batch[:12], 0)
+    streamed, at_once = parts.finish(4), whole.train(batch, 4, version=0)
+    again.replay(Record(step=1, version=0, cause="count", groups=[100, 101, 102, 103], samples=batch))
+    assert apart(whole, parts) < 1e-6 and apart(whole, again) < 1e-6
+    assert torch.allclose(whole.head(), parts.head(), atol=1e-6) and torch.equal(whole.head(), again.head())
+    told, other = streamed.diagnostics, at_once.diagnostics
+    assert told.value_loss == pytest.approx(other.value_loss) and told.value_loss
+    assert told.explained_variance == pytest.approx(other.explained_variance)
+
+
+def test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas(topology: Topology) -> None:
+    """In one pass over all samples: GAE of the values before, clipped surrogate and value loss per token."""
+    chosen = with_values(topology, whiten=True, decay=0.9, decay_of_values=1.0, coef=0.5, clip=0.05)
+    batch = varied(2)
+    step, other = Valuing(chosen), Valuing(chosen)
+    head = other.critic.line
+    total = torch.zeros((), dtype=torch.float32)
+    rows, tokens = [], []
+    model = other.trainer.model
+    for record in batch:
+        ids = torch.tensor([*record.prompt_array().tolist(), *record.token_array().tolist()])
+        out = model(input_ids=ids[None], output_hidden_states=True)
+        place = slice(len(record.prompt_array()) - 1, -1)
+        logp = out.logits[0, place].log_softmax(-1).gather(-1, ids[len(record.prompt_array()):, None])[:, 0]
+        hidden = out.hidden_states[-1][0, place]
+        hidden = hidden.detach() + 0.5 * (hidden - hidden.detach())
+        value = head(hidden)[:, 0]
+        known = [*value.tolist(), 0.0]
+        errors = [known[t + 1] - known[t] for t in range(len(value))]
+        errors[-1] += record.reward
+        own = [sum(0.9**k * e for k, e in enumerate(errors[t:])) for t in range(len(errors))]
+        rows.append((record, logp, value))
+        tokens.append(own)
+    flat = np.concatenate(tokens)
+    spread, mean, config = (flat.var(ddof=1) + 1e-8) ** 0.5, flat.mean(), chosen.learner
+    for (record, logp, value), own in zip(rows, tokens, strict=True):
+        worth = torch.tensor((np.array(own) - mean) / spread, dtype=torch.float32)
+        ratio = (logp - torch.from_numpy(record.logprob_array().copy())).exp()
+        loss = -torch.minimum(ratio * worth, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * worth)
+        loss = torch.where(worth < 0, torch.minimum(loss, -config.dual_clip * worth), loss)
+        error = (value - record.reward).square() / 2  # decay 1: the reward; at the values before, no clip acts
+        total = total + (loss + error).sum()
+    total = total / len(flat)
+    grads = torch.autograd.grad(total, [*other.trainer.parameters, *head.parameters()])
+    seen = {}
+    step.critic.optimizer.register_step_pre_hook(lambda *_: seen.update(
+        head=torch.cat([one.grad.flatten() for one in step.critic.parameters])))
+    stats = step.train(batch, 4, version=0)
+    expected = torch.cat([one.flatten().double() for one in grads[:-2]])
+    assert float((step.gradients[0] - expected).norm() / expected.norm()) < 1e-5
+    of_head = torch.cat([one.flatten() for one in grads[-2:]])
+    assert torch.allclose(seen["head"], of_head, rtol=1e-4, atol=1e-6)
+    assert stats.diagnostics.value_loss == pytest.approx(float(np.mean([float(e) for r, _, v in rows for e in (
+        v.detach() - r.reward).square() / 2])), rel=1e-4)
+
+
+def test_flat_groups_are_trained_with_a_value_head_and_passes_go_over_all_samples_again(topology: Topology) -> None:
+    chosen = with_keys(with_values(topology), passes_per_batch=3, updates_per_batch=2)
+    assert catalog.held_back(chosen.learner) and catalog.trains_flat(chosen.learner)
+    batch = [msgspec.structs.replace(one, reward=1.0) for one in records(3)]
+    live, again = Valuing(chosen), Valuing(with_keys(chosen, micro_batch_tokens=40))
+    stats = live.train(batch, 4, version=0)
+    assert len(live.gradients) == 6 and all(one.norm() > 1e-4 for one in live.gradients)
+    assert stats.tokens == sum(len(one.versions) // 4 for one in batch) and stats.sequences == 16
+    again.replay(Record(step=1, version=0, cause="count", groups=[0, 1, 2, 3], samples=batch))
+    assert apart(live, again) < 1e-4 and torch.allclose(live.head(), again.head(), atol=1e-4)
+    plain = Watched(with_keys(topology, passes_per_batch=2))
+    plain.train(varied(3), 4, version=0)
+    assert len(plain.gradients) == 2
+
+
+def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
+    topology: Topology, tmp_path: Path
+) -> None:
+    chosen = with_values(topology)
+    living, history = TrainingStep(chosen), History(RunPaths.of(tmp_path), chosen)
+    for step in range(1, 6):
+        record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+        history.append(record)
+        living.train(record.samples, 4, record.version)
+        history.finished(record)
+        if step == 3:
+            history.checkpoint(living, step, {}, lambda folder: None)
+    history.close()
+    again, successor = TrainingStep(chosen), History(RunPaths.of(tmp_path), chosen)
+    successor.load(again, lambda meta, folder: None)
+    for record in successor.to_replay():
+        again.replay(record)
+        successor.finished(record)
+    successor.close()
+    assert living.trainer.critic is not None and again.trainer.critic is not None
+    for one, other in zip(living.trainer.critic.parameters, again.trainer.critic.parameters, strict=True):
+        assert float(one.detach().abs().max()) > 1e-3 and torch.allclose(one, other, atol=1e-6)
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    plain = TrainingStep(topology)
+    assert living.weights().keys() == plain.weights().keys()
+    newest = tmp_path / "checkpoints" / "global_step_3"
+    with safe_open(newest / "model" / "model.safetensors", "pt") as model:
+        assert "value" not in " ".join(model.keys())
+    assert (newest / "value" / "value_head.safetensors").is_file()
+    fresh = TrainingStep(chosen)
+    fresh.start_from(newest, False)
+    assert fresh.trainer.critic is not None and not fresh.trainer.critic.optimizer.state
+    assert float(fresh.trainer.critic.line.weight.detach().abs().max()) > 1e-3
+    shutil.rmtree(tmp_path / "checkpoints" / "global_step_3" / "value")
+    again._load_critic(type("Found", (), {"path": newest})())
+    assert "no value head; it begins at 0" in again.changed[-1]
+
+
+def test_a_value_head_of_another_model_and_one_of_numbers_that_are_none_are_refused_by_name(
+    topology: Topology, tmp_path: Path
+) -> None:
+    step = TrainingStep(with_values(topology))
+    assert step.trainer.critic is not None
+    ValueHead(7, ValueSettings(), torch.float32, torch.device("cpu")).write(tmp_path / "value")
+    with pytest.raises(UserError, match=r"its weight is \(1, 7\), the model needs \(1, 32\)"):
+        step.trainer.critic.load(tmp_path / "value")
+    before = weights(step)
+    step.trainer.critic.line.bias.data.fill_(float("nan"))
+    stats = step.train(records(1), 4, version=0)
+    assert stats.skipped and torch.equal(before, weights(step))
+
+
+def test_with_a_kl_in_the_reward_each_token_of_a_value_head_s_step_pays_its_own(topology: Topology) -> None:
+    chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
+    step, batch = Valuing(chosen), varied(1)
+    found = step._valued(batch)
+    referred = step.trainer.refer(step._samples(batch))
+    for one, record, row in zip(found, batch, referred, strict=True):
+        own = -0.3 * (record.logprob_array().astype(np.float64) - row)
+        own[-1] += record.reward
+        assert one.returns == pytest.approx(np.cumsum(own[::-1])[::-1], abs=1e-6)
+
+
+def test_a_rank_that_fails_again_with_the_same_samples_ends_the_run(topology: Topology, tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    History(paths, topology).failed(RankFailed("rank 1 failed: no memory", [7, 8]))
+    History(paths, topology).failed(RankFailed("rank 1 failed: something else", [9, 10]))
+    with pytest.raises(CannotTrain, match=r"twice with samples 9: rank 0 failed: .* \(before: rank 1 failed: some"):
+        History(paths, topology).failed(RankFailed("rank 0 failed: no memory", [9, 11]))
+
+
+# -- a teacher ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same tokens, with rows that no token has."""
+    torch.manual_seed(9)
+    config = Qwen3Config(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        intermediate_size=32, max_position_embeddings=64, eos_token_id=1,
+    )
+    path = tmp_path_factory.mktemp("teacher")
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(path)
+    return path
+
+
+def with_teacher(topology: Topology, teacher: Path, **keys: object) -> Topology:
+    chosen = with_keys(topology, **{"loss": "topk_kl", "advantage": "reward", **keys})
+    return dataclasses.replace(chosen, model=dataclasses.replace(chosen.model, teacher=str(teacher)))
+
+
+@pytest.mark.parametrize("keys", [{}, {"loss": "ppo_clip", "advantage": "group_std", "teacher_coef": 0.5}], ids=str)
+def test_with_a_teacher_streamed_at_once_and_from_the_log_the_step_is_the_same(
+    topology: Topology, other_folder: Path, keys: dict[str, object]
+) -> None:
+    chosen, batch = with_teacher(topology, other_folder, **keys), varied(1)
+    assert catalog.held_back(chosen.learner) == ""
+    parts, whole, again = (Watched(chosen) for _ in range(3))
+    parts.accumulate(batch[12:], 0)
+    parts.accumulate(batch[:12], 0)
+    parts.finish(4)
+    told = whole.train(batch, 4, version=0)
+    again.replay(Record(step=1, version=0, cause="count", groups=[100, 101, 102, 103], samples=batch))
+    assert apart(whole, parts) < 1e-6 and apart(whole, again) < 1e-6 and told.grad_norm > 1e-3
+    plain = Watched(with_keys(topology))
+    plain.train(batch, 4, version=0)
+    assert apart(whole, plain) > 1e-2
+    assert told.diagnostics.teacher_kl and told.diagnostics.teacher_kl > 0.1
+
+
+def test_a_model_that_is_its_own_teacher_learns_nothing_and_another_is_followed_in_flat_groups_too(
+    topology: Topology, folder: Path, other_folder: Path
+) -> None:
+    batch = [msgspec.structs.replace(one, reward=0.0, temperature=0.8) for one in records(1)]
+    same = Watched(with_teacher(topology, folder), shifted=1.0)
+    told = same.train(batch, 4, version=0)
+    assert told.diagnostics.teacher_kl == pytest.approx(0, abs=1e-6) and told.grad_norm < 1e-4
+    step = TrainingStep(with_teacher(topology, other_folder, lr=1e-2, warmup_groups=0))
+    apart_by = [step.train(batch, 4, version=None).diagnostics.teacher_kl for _ in range(12)]
+    assert apart_by[-1] < 0.5 * apart_by[0]  # type: ignore[operator]
+
+
+def test_a_loss_of_a_teacher_without_one_is_refused_with_the_key(topology: Topology) -> None:
+    with pytest.raises(UserError, match=r"topk_kl.*set model.teacher"):
+        TrainingStep(with_keys(topology, loss="topk_kl", advantage="reward"))

@@ -84,6 +84,41 @@ CASES: dict[str, tuple[Change, list[str]]] = {
 }
 
 
+def cut_weights(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def from_source(folder: Path, name: str, more: str = "") -> None:
+    text = (folder / "own.toml").read_text().replace('train = "prompts.jsonl"\n', "")
+    (folder / "own.toml").write_text(f'{text}[[data.source]]\npath = "{name}"\n{more}')
+
+
+def damaged_parquet(folder: Path) -> None:
+    """Prompts in a Parquet file of two groups of rows, the second of which is damaged."""
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    path = folder / "prompts.parquet"
+    pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=32, compression="none")
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    data, begin = bytearray(path.read_bytes()), column.dictionary_page_offset or column.data_page_offset
+    data[begin : begin + 24] = bytes(range(200, 224))
+    path.write_bytes(data)
+    from_source(folder, "prompts.parquet")
+
+
+CASES |= {
+    "weights that were cut": (cut_weights, ["model.safetensors: it has ", "bytes, and its header says", "copy the"]),
+    "a damaged group of rows": (damaged_parquet, ["prompts.parquet: row 33: rows 33 to 64 cannot be read", "copy the"]),
+    "a hostile condition": (
+        lambda folder: from_source(folder, "prompts.jsonl", "where = '__import__(\"os\").abort()'"),
+        ["is not understood: conditions are COLUMN"],
+    ),
+}
+
+
 def command(verb: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     arguments = [sys.executable, "-m", "busrl.cli", verb, str(folder / "own.toml")]
     arguments += ["--run-dir", str(folder / "run")] if verb == "launch" else []

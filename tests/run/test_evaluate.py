@@ -14,9 +14,10 @@ from harness import ROOT, Run, running
 
 from busrl.cli.command import main
 from busrl.config import load, materialise
-from busrl.engines import ABORTED, LENGTH, Finished, Request
+from busrl.engines import Finished, Request
 from busrl.errors import UserError
 from busrl.evaluate import Asked, Evaluation
+from busrl.states import Finish
 
 STEPS = 3
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -107,7 +108,9 @@ class GivesUp:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("finish", "tokens", "told"), [(ABORTED, 3, "gave it up"), (LENGTH, 0, "no room")])
+@pytest.mark.parametrize(
+    ("finish", "tokens", "told"), [(Finish.ABORTED, 3, "gave it up"), (Finish.LENGTH, 0, "no room")]
+)
 def test_part_of_an_answer_or_none_is_not_judged(
     finish: int, tokens: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

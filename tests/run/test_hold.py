@@ -1,4 +1,4 @@
-"""The validation hold names one life of one process, and ends with it."""
+"""The version pin names one life of one process, and ends with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
 
 
 class Holder:
-    """Another process that takes the hold."""
+    """Another process that pins the version."""
 
     def __init__(self, ring: Ring) -> None:
         self.child = subprocess.Popen(

@@ -64,6 +64,9 @@ def test_a_mixture_goes_on_at_the_exact_draw_after_a_kill_and_cannot_be_another(
         tags = Counter(json.loads(stream.item(draw).line)["tag"] for draw in draws)
         assert {crc for _, crc in trained(run)} <= {stream.item(draw).crc for draw in draws}
     assert len(draws) >= 64 and 0.6 < tags["long"] / len(draws) < 0.9
+    by = [row["by"] for row in run.metrics() if "replayed" not in row]
+    assert len(by) >= 6 and set().union(*by) == {"long", "short"}
+    assert all({"reward", "pass_rate", "length"} <= set(one) for row in by for one in row.values())
     rows = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
     assert {row["record"]["tag"] for row in rows} == {"long", "short"}
     config.write_text(config.read_text().replace("weight = 3", "weight = 2"))

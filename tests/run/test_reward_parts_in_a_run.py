@@ -1,4 +1,4 @@
-"""A run whose reward has several parts: each is told by name, the weighted sum is trained, what fails is drawn anew."""
+"""A run whose reward has several parts: each is told by name, their sum is trained, what fails is drawn again."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import own
+import pytest
 from harness import Run, read_lines, running
 
 COUNTED = '''
@@ -48,10 +49,39 @@ def score(record, completion, token_ids):
     return {"share": whole(record, completion, token_ids)}
 '''
 
+HOSTILE = own.REWARD + """
+import os
+import subprocess
 
-def reward_run(tmp_path: Path, reward: str, steps: int) -> Run:
+whole = score
+
+
+def score(record, completion, token_ids):
+    what = record["id"] % 16
+    if what == 1:
+        os.fork()
+    if what == 2:
+        subprocess.Popen(["sleep", "4321"])
+        subprocess.Popen(["sleep", "4322"], start_new_session=True)
+    if what == 3:
+        bytearray(3 << 30)
+    if what == 4:
+        print("x" * (64 << 20))
+    if what == 5:
+        os.closerange(3, 60)
+    if what == 6:
+        for number in range(3, 12):
+            try:
+                os.write(number, b"garbage")
+            except OSError:
+                pass
+    return whole(record, completion, token_ids)
+"""
+
+
+def reward_run(tmp_path: Path, reward: str, steps: int, *settings: str) -> Run:
     topology = own.make_all(tmp_path / "mine", "llama", reward)
-    run = Run(tmp_path / "run", "reward.timeout_s=1", config=topology, steps=steps)
+    run = Run(tmp_path / "run", "reward.timeout_s=1", *settings, config=topology, steps=steps)
     with running(run):
         code = run.wait()
     assert code == 0, run.tail()
@@ -82,3 +112,21 @@ def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_count
     assert len(told) <= 3 + run.summary()["seconds"] / 5, told
     more = [re.match(r"(\d+) more like this", line["text"]) for line in told]
     assert sum(int(match[1]) if match else 1 for match in more) >= accidents - 8, told
+
+
+@pytest.mark.slow
+def test_a_reward_that_forks_eats_memory_prints_and_writes_garbage_costs_only_its_own_samples(tmp_path: Path) -> None:
+    run = reward_run(tmp_path, HOSTILE, 10, "reward.memory_mb=1000")
+    told = [line["text"] for line in read_lines(run.paths.errors) if line["where"] == "reward"]
+    for text in ("MemoryError", "died on this sample twice"):
+        assert any(text in line for line in told), told
+    assert run.audit().accidents and run.summary()["processes"]["reward/0"]["restarts"] == 0
+    assert (run.paths.logs / "reward-0.log").stat().st_size < 100 << 20
+    assert not any(command_line(path) in ("sleep 4321", "sleep 4322") for path in Path("/proc").glob("[0-9]*"))
+
+
+def command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""

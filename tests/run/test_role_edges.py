@@ -41,7 +41,7 @@ class Called:
 def bare_rollout() -> Any:
     """A rollout role that was never attached to anything."""
     role: Any = Rollout.__new__(Rollout)
-    role.name, role.stopping, role.held = "rollout/0", "", {}
+    role.name, role.stopping, role.claimed = "rollout/0", "", {}
     role.topology = SimpleNamespace(limits=SimpleNamespace(ready_s=1000.0))
     role.ring = Called()
     return role
@@ -49,11 +49,11 @@ def bare_rollout() -> Any:
 
 def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
     role = bare_rollout()
-    role.held, role.engine = {3: ClaimedSlot(word=77, uid=5, version=0, step=0)}, SimpleNamespace(max_length=16)
+    role.claimed, role.engine = {3: ClaimedSlot(word=77, uid=5, version=0, step=0)}, SimpleNamespace(max_length=16)
     role.ring, role.warn = Called(line=lambda: {"uid": 5}), lambda where, text, **_: None
     nothing = np.empty(0, np.int32)
     role._commit(Finished(3, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), 2))
-    assert ("drop", 3, 77, Fate.LONG) in role.ring.calls and role.held == {}
+    assert ("drop", 3, 77, Fate.LONG) in role.ring.calls and role.claimed == {}
 
 
 def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven() -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from busrl.scheduling.admission import Admission, Probes, Staleness, not_ahead
 from busrl.scheduling.dispatch import make_policy
-from busrl.scheduling.groups import UNKNOWN, FinishedAnswers, GroupScanner, GroupView, uid_of
+from busrl.scheduling.groups import UNKNOWN, FinishedAnswers, GroupScanner, GroupView
 from busrl.scheduling.lengths import Candidate
 from busrl.scheduling.limits import derive
 from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger
+from busrl.states import uid_of
 
 FREE, QUEUED, GENERATING, REWARDED, TRAINING = 0, 2, 3, 6, 7
 LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
@@ -80,7 +81,7 @@ class ClosedLoop:
         self.admission = Admission(self.limits, over_age)
         self.policy_name, self.accidents, self.flats, self.deaths, self.lag = policy, accidents, flats, deaths, lag
         self.horizon = 2 * n_min
-        self.trigger = Trigger(n_min, 0, t_max_s, sync=self.limits.sync)
+        self.trigger = Trigger(n_min, self.limits.n_floor, t_max_s, sync=self.limits.sync)
         staleness_rule = Staleness(self.limits.max_staleness if checked else None, over_age)
         self.plan = LearnerPlan(self.limits, self.trigger, staleness_rule, streaming=streaming)
         self.publish_every = publish_every
@@ -127,12 +128,12 @@ class ClosedLoop:
     def schedule(self) -> bool:
         view = self.scanner.scan(self.table.lines.copy())
         self.tell(view)
-        held = self.probes.held(view, self.next_admission)
-        moved = self.finish_open(view, ~held)
+        waiting = self.probes.waiting(view, self.next_admission)
+        moved = self.finish_open(view, ~waiting)
         moved += self.open_groups(view)
-        if held.any():
+        if waiting.any():
             idle = self.rows - view.generating - view.queued - moved
-            moved += self.finish_open(view, self.probes.released(view, held, idle))
+            moved += self.finish_open(view, self.probes.released(view, waiting, idle))
         return moved > 0
 
     def tell(self, view: GroupView) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from busrl.scheduling.dispatch import POLICIES
 from busrl.scheduling.limits import oldest_age, window_of
-from busrl.scheduling.trigger import look
+from busrl.scheduling.trigger import window_of_ready
 
 LOOPS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -191,7 +191,7 @@ def worst_age(admitted: int, width: int, n: int, *, credit_at_take: bool) -> int
     while True:
         fresh = [g for g in range(highest) if g not in trained and g not in claimed]
         ready = np.array([g != late for g in fresh])
-        chosen = look(np.array(fresh), ready, width, n - len(claimed)).chosen
+        chosen = window_of_ready(np.array(fresh), ready, width, n - len(claimed)).chosen
         claimed += [fresh[i] for i in chosen]
         if credit_at_take:
             unpublished = 0

@@ -10,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling.admission import Probes, Rows
-from busrl.scheduling.dispatch import PROBE, Entry, Pool, Present, make_policy, priority_by_length
-from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority, uid_of
+from busrl.scheduling.dispatch import PROBE, Pool, WaitingDraws, WaitingGroup, make_policy, priority_by_length
+from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority
 from busrl.scheduling.lengths import Candidate, RulesPredictor
+from busrl.states import uid_of
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)
 G = 4
@@ -23,9 +24,9 @@ def ring(table: Any) -> Any:
     return table(G, 40)
 
 
-def held(ring: Any, bound: int = 8, next_admission: int = 1) -> list[int]:
+def waiting_for_probes(ring: Any, bound: int = 8, next_admission: int = 1) -> list[int]:
     view = ring.view()
-    return view.draws[Probes(bound).held(view, next_admission)].tolist()
+    return view.draws[Probes(bound).waiting(view, next_admission)].tolist()
 
 
 # -- probes ---------------------------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def held(ring: Any, bound: int = 8, next_admission: int = 1) -> list[int]:
 @pytest.mark.parametrize("state", [QUEUED, GENERATING])
 def test_siblings_wait_while_the_probe_is_being_generated_and_a_new_scheduler_sees_it(ring: Any, state: int) -> None:
     ring.put(0, 0, state=state)
-    assert held(ring) == [0] and held(ring, bound=0) == []
+    assert waiting_for_probes(ring) == [0] and waiting_for_probes(ring, bound=0) == []
     view = ring.view()
     assert view.due[0] == G - 1 and not view.resolved[0] and view.todo_of(np.array([False])) == ()
 
@@ -42,34 +43,35 @@ def test_siblings_wait_while_the_probe_is_being_generated_and_a_new_scheduler_se
 @pytest.mark.parametrize("state", [GENERATED, REWARDING, REWARDED])
 def test_siblings_go_when_the_probe_was_generated(ring: Any, state: int) -> None:
     ring.put(0, 0, state=state)
-    assert held(ring) == []
+    assert waiting_for_probes(ring) == []
 
 
 @pytest.mark.parametrize("fate", "PRHMX")
 def test_an_accident_of_the_probe_ends_the_wait_and_its_re_roll_is_no_probe(ring: Any, fate: str) -> None:
     ring.end(ring.put(0, 0), fate)
-    assert held(ring) == []
+    assert waiting_for_probes(ring) == []
     assert len(ring.view().todo) == G
     ring.put(0, 0, attempt=1)
-    assert held(ring) == []
+    assert waiting_for_probes(ring) == []
 
 
 def test_a_group_with_a_second_member_out_waits_for_nothing(ring: Any) -> None:
     ring.put(0, 0)
     ring.end(ring.put(0, 2), "P")
-    assert held(ring) == []
+    assert waiting_for_probes(ring) == []
 
 
 def test_a_group_waits_no_longer_when_as_many_as_the_window_were_admitted_after_it(ring: Any) -> None:
     ring.put(0, 0, admission=3)
-    assert held(ring, 8, next_admission=10) == [0] and held(ring, 8, next_admission=11) == []
+    assert waiting_for_probes(ring, 8, next_admission=10) == [0]
+    assert waiting_for_probes(ring, 8, next_admission=11) == []
 
 
 def test_idle_rows_release_the_groups_admitted_first_and_no_more_than_they_can_run(ring: Any) -> None:
     for draw, admission in ((0, 5), (1, 4), (2, 6)):
         ring.put(draw, 0, admission=admission)
     view, probes = ring.view(), Probes(20)
-    waiting = probes.held(view, 7)
+    waiting = probes.waiting(view, 7)
     for idle, gone in ((-1, []), (0, []), (1, [1]), (3, [1]), (4, [0, 1]), (99, [0, 1, 2])):
         assert view.draws[probes.released(view, waiting, idle)].tolist() == gone
 
@@ -205,7 +207,7 @@ def test_rows_are_those_announced_lately_and_at_least_those_in_use() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
 def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> None:
-    flags, model = Present(), set[int]()
+    flags, model = WaitingDraws(), set[int]()
     for add, draw in steps:
         if add and draw not in model:
             flags.set(draw)
@@ -246,10 +248,10 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went
             model.discard(first.candidate.draw)
         if not rekey:
             pool.rekey(1.0, 0.0)
-    assert len(pool) == len(model) and all(isinstance(entry, Entry) for entry in pool)
+    assert len(pool) == len(model) and all(isinstance(entry, WaitingGroup) for entry in pool)
 
 
 def test_the_scan_of_a_group_with_a_probe_costs_no_list_of_members(ring: Any) -> None:
     ring.put(0, 0)
     view = GroupScanner(ring.fates, G).scan(ring.lines.copy())
-    assert view.todo_of(~Probes(4).held(view, 1)) == () and len(view.todo) == G - 1
+    assert view.todo_of(~Probes(4).waiting(view, 1)) == () and len(view.todo) == G - 1

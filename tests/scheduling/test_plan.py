@@ -11,7 +11,7 @@ import pytest
 from busrl.scheduling.admission import Staleness, ages
 from busrl.scheduling.groups import NOT_STARTED
 from busrl.scheduling.limits import derive
-from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger, Wait, look
+from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger, Wait, window_of_ready
 
 G = 4
 GOOD, FLAT = [0.0, 1.0, 0.5, 0.5], [1.0] * 4
@@ -42,6 +42,15 @@ def test_flat_and_incomplete_groups_are_set_aside_and_the_window_moves_past_them
             ring.end(ring.put(1, member, attempt=attempt), "H")
     ring.put_group(2, GOOD)
     assert decide(plan(), ring) == [SetAside(0, "f"), SetAside(1, "i"), Claim((2,)), Wait("groups")]
+
+
+def test_a_plan_that_compares_nothing_takes_flat_groups_like_any_other_and_calls_an_old_one_old(ring: Any) -> None:
+    for draw in range(2):
+        ring.put_group(draw, FLAT)
+    it = plan(over_age="drop")
+    it.trains_flat = True
+    assert decide(it, ring) == [Claim((0, 1)), Fire(Cause.COUNT, (0, 1))]
+    assert decide(it, ring, step=9)[:2] == [SetAside(0, "o"), SetAside(1, "o")]
 
 
 def test_a_group_that_a_killed_learner_had_begun_to_set_aside_keeps_its_reason(ring: Any) -> None:
@@ -150,11 +159,11 @@ def test_at_the_end_the_rest_is_trained_once_nothing_is_on_its_way(ring: Any) ->
 def test_window_choice_is_by_admission_and_names_the_anchor() -> None:
     admission = np.array([14, 10, 13, 11, 12])
     ready = np.array([True, True, True, False, True])
-    found = look(admission, ready, width=3, limit=10)
+    found = window_of_ready(admission, ready, width=3, limit=10)
     assert admission[found.chosen].tolist() == [10, 12, 13] and admission[found.anchor] == 11 and found.waiting == 1
-    assert admission[look(admission, ready, 3, 2).chosen].tolist() == [10, 12]
-    assert look(admission, ready, 1, 10).chosen.tolist() == [1]
-    empty = look(np.empty(0, np.int64), np.empty(0, np.bool_), 3, 5)
+    assert admission[window_of_ready(admission, ready, 3, 2).chosen].tolist() == [10, 12]
+    assert window_of_ready(admission, ready, 1, 10).chosen.tolist() == [1]
+    empty = window_of_ready(np.empty(0, np.int64), np.empty(0, np.bool_), 3, 5)
     assert (len(empty.chosen), empty.anchor, empty.waiting) == (0, None, 0)
 
 

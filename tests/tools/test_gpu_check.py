@@ -68,12 +68,13 @@ def test_a_check_that_fails_or_hangs_stops_no_other(monkeypatch: pytest.MonkeyPa
         "def absent(context):\n    from gpucheck.frame import Skipped\n    raise Skipped('nothing to see')\n"
     )
     rows = []
-    for function, seconds in (("fails", 60.0), ("misses", 60.0), ("hangs", 2.0), ("absent", 60.0)):
+    for function, seconds in (("fails", 60.0), ("misses", 60.0), ("hangs", 10.0), ("absent", 60.0)):
         script = tmp_path / "tool.py"  # the tool as it is, with one check more
         script.write_text(
             f"import sys\nsys.path[:0] = [{str(TOOL.parent)!r}, {str(tmp_path)!r}]\n"
             "import gpucheck, gpucheck_tried, gpu_check\nsys.modules['gpucheck.tried'] = gpucheck_tried\n"
             f"gpu_check.checks = lambda small: [gpu_check.Check('tried', 'a check', 'tried:{function}', {seconds})]\n"
+            "gpu_check.learner_checks = lambda small: []\n"
             "sys.exit(gpu_check.main(sys.argv[1:]))\n"
         )
         monkeypatch.setattr(gpu_check, "__file__", str(script))
@@ -81,7 +82,7 @@ def test_a_check_that_fails_or_hangs_stops_no_other(monkeypatch: pytest.MonkeyPa
     assert [(row["status"], row["why"]) for row in rows] == [
         ("failed", "exit code 1: ValueError: no such thing"),
         ("failed", "missed: enough"),
-        ("failed", "not done after 2 s, ended"),
+        ("failed", "not done after 10 s, ended"),
         ("skipped", "nothing to see"),
     ]
     assert rows[0]["figures"] == {"seen": 1.0} and rows[2]["figures"] == {"before": 2}
@@ -226,3 +227,49 @@ def test_the_page_marks_what_was_missed() -> None:
                             "checks": [row], "notes": ["the extension modules were not built"]})
     assert "the extension modules were not built" in page
     assert "| speed | >= 3 | 2.5 | **missed** |" in page and "| a | 1.235e+06 |" in page
+
+
+@pytest.mark.parametrize(("function", "arguments", "figure"), [
+    ("memory", ("full",), "tiny, 256 tokens: peak / estimate"),
+    ("attention", (), "eager, computed as joined rows: tokens/s"),
+])
+def test_the_learner_s_checks_find_their_figures_on_a_cpu(
+    tmp_path: Path, function: str, arguments: tuple[str, ...], figure: str
+) -> None:
+    from gpucheck import learner_checks
+    from gpucheck.frame import Context
+
+    context = Context("cpu", True, tmp_path / "found.json", 60.0)
+    getattr(learner_checks, function)(context, *arguments)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert all(bar["kept"] for bar in found["bars"]) and found["figures"][figure] > 0
+
+
+def test_memory_is_judged_on_an_accelerator_from_both_sides(tmp_path: Path) -> None:
+    from gpucheck.frame import Context
+
+    device = Context("cuda", False, tmp_path / "found.json", 60.0)
+    for value in (0.8, 1.0, 1.2):
+        device.judged("peak / estimate", value, at_least=0.85, at_most=1.15)
+    assert [bar["kept"] for bar in device.found["bars"]] == [False, True, False]
+    assert device.found["bars"][0]["wanted"] == ">= 0.85 and <= 1.15"
+
+
+def test_the_checks_of_the_learner_fit_into_ten_minutes_but_for_the_largest_updates() -> None:
+    own = gpu_check.learner_checks(False)
+    assert [one.name for one in own if one.name.startswith("learner-")] == [
+        "learner-memory", "learner-again", "learner-attention", "learner-optimizers"]
+    assert {"cuda_ipc-0.6B", "shm-1.7B", "cuda_ipc-8B"} <= {one.name for one in own}
+    assert sum(one.seconds for one in own if one.name.startswith("learner-")) < 9 * 60
+    assert not {one.name for one in gpu_check.checks(False)} & {"learner-memory"}
+
+
+@pytest.mark.slow
+def test_the_whole_check_of_the_learner_is_tried_on_a_cpu(tmp_path: Path) -> None:
+    done = run("--cpu", "--learner", "--no-build", "--out", str(tmp_path))
+    assert done.returncode == gpu_check.GOOD_ON_CPU, done.stdout + done.stderr
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert found["verdict"] == "8 checks passed."
+    figures = next(one["figures"] for one in found["checks"] if one["name"] == "learner-optimizers")
+    # It has learned something, so that the comparison says something.
+    assert figures["adamw: loss after 50 steps"] < 0.8 * figures["adamw: loss before"]

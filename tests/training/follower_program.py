@@ -1,6 +1,8 @@
-"""A follower of the tests of a team: `python follower_program.py RANK RANKS SOCKET COLLECTIVE_S SETTINGS(JSON)`.
+"""A follower of the tests of a team: `python follower_program.py RANK RANKS SOCKET COLLECTIVE_S SETTINGS MORE` (JSON).
 
-`WRONG=count` in the environment lets it count one token too many, `WRONG=facts` another version than rank 0's.
+`SMALL` in the environment is the size below which adamw8bit keeps float32 states, `WRONG=count` in it lets it count one
+token too many, `WRONG=facts` another version than rank 0's.
+`WRONG=fails`: it fails with any samples.
 """
 
 from __future__ import annotations
@@ -9,21 +11,32 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from busrl.training import optimizers
+from busrl.training.model import LoraSettings
 from busrl.training.team import Follower, TeamSettings, facts
 from busrl.training.trainer import Trainer, TrainerSettings
 
 WRONG = os.environ.get("WRONG", "")
 
 
-def main(rank: int, ranks: int, file: Path, collective_s: float, settings: TrainerSettings) -> None:
+def main(rank: int, ranks: int, file: Path, collective_s: float, settings: TrainerSettings, more: Any) -> None:
     torch.set_num_threads(1)
+    optimizers.SMALL = int(os.environ.get("SMALL", optimizers.SMALL))
     known = facts("other" if WRONG == "facts" else "one")
     if WRONG == "count":
         Trainer.counted = property(lambda self: self._tokens + 1)  # type: ignore[method-assign, assignment]
-    team = TeamSettings(ranks, file, known, torch.device("cpu"), start_s=60, collective_s=collective_s)
+    if WRONG == "fails":
+        def fail(*_: object) -> None:
+            raise MemoryError("no memory for a forward")
+
+        Trainer.micro_batch = fail  # type: ignore[method-assign]
+    team = TeamSettings(ranks, file, known, torch.device("cpu"), start_s=60, collective_s=collective_s,
+                        lora=LoraSettings(**more["lora"]) if more["lora"] else None, refers=more["refers"],
+                        reference=Path(more["reference"]) if more["reference"] else None)
     follower = Follower(team, settings, rank)
     while True:
         message = follower.hear(60)
@@ -32,5 +45,6 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
 
 
 if __name__ == "__main__":
-    rank, ranks, file, collective_s, settings = sys.argv[1:]
-    main(int(rank), int(ranks), Path(file), float(collective_s), TrainerSettings(**json.loads(settings)))
+    rank, ranks, file, collective_s, settings, more = sys.argv[1:]
+    own = TrainerSettings(**json.loads(settings))
+    main(int(rank), int(ranks), Path(file), float(collective_s), own, json.loads(more))

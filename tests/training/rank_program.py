@@ -1,7 +1,7 @@
 """One rank of the tests of several: trains tiny random models of real architectures on shares of the same samples.
 
-`python rank_program.py RANK WORLD PORT FOLDER STEPS FAMILY...` joins the others through the store at PORT and writes
-losses, norms and weights of each family to FOLDER. `alone` computes the same on one rank.
+`python rank_program.py RANK WORLD PORT FOLDER STEPS FAMILY...` joins the others through the store at PORT, reads each
+family's model from FOLDER, and writes losses, norms and weights there. `alone` computes the same on one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from busrl.training import sharding
 from busrl.training.batch import Sample
-from busrl.training.forward import choose_forward
+from busrl.training.loading import Parts
+from busrl.training.model import Adapter, LoraSettings
+from busrl.training.team import TeamSettings
 from busrl.training.trainer import Given, Share, Trainer, TrainerSettings, stats_of
 
 WORDS = 48
@@ -85,16 +87,29 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[Share]:
     return shares
 
 
-def alone(family: str, steps: int, kind: str = "float32") -> dict[str, Any]:
-    trainer = Trainer(build(family), replace(SETTINGS, compute_dtype=kind))
+KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
+    "": {}, "bfloat16": {"compute_dtype": "bfloat16"}, "again": {"activation_checkpointing": "full"}, "lora": {},
+    "lora16": {"compute_dtype": "bfloat16"}, "layers": {"train_layers": "1, norm"},
+}
+
+
+def lora_of(kind: str) -> LoraSettings | None:
+    return LoraSettings(4, 2.0, ("q_proj", "v_proj"), seed=3) if kind.startswith("lora") else None
+
+
+def alone(family: str, steps: int, kind: str) -> dict[str, Any]:
+    model, settings, lora = build(family), replace(SETTINGS, **KINDS[kind]), lora_of(kind)
+    if lora is not None:
+        for parameter in model.parameters():  # not the buffers
+            parameter.data = parameter.data.to(getattr(torch, settings.compute_dtype))
+    trainer = Trainer(model, settings) if lora is None else Trainer(model, settings, named=Adapter(model, lora).merged)
     return result(trainer, train(trainer, 0, 1, steps))
 
 
-def spread(family: str, mesh: Any, kind: str) -> Trainer:
-    model = build(family)
-    way = choose_forward(model)
-    sharding.shard(model, mesh, None if kind == "float32" else getattr(torch, kind))
-    return Trainer(model, replace(SETTINGS, compute_dtype=kind), forward=sharding.Sharded(way))
+def parts(mesh: Any, world: int, kind: str) -> Parts:
+    """What a trainer of a shard is made with; no socket is opened for it."""
+    team = TeamSettings(world, Path(), {}, torch.device("cpu"), lora=lora_of(kind))
+    return Parts(replace(SETTINGS, **KINDS[kind]), team, mesh)
 
 
 def result(trainer: Trainer, shares: list[Share]) -> dict[str, Any]:
@@ -103,7 +118,7 @@ def result(trainer: Trainer, shares: list[Share]) -> dict[str, Any]:
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
         "tokens": [one.tokens for one in stats],
-        "weights": {name: one.numpy() for name, one in sharding.gathered(trainer.trained_tensors().items())},
+        "weights": {name: sharding.gathered(one).numpy() for name, one in trainer.trained_tensors().items()},
     }
 
 
@@ -113,8 +128,13 @@ def main(rank: int, world: int, port: int, folder: Path, steps: int, families: l
     mesh = sharding.join(sharding.find_store(port, world, 60), "tests", rank, world, device, 60)
     for family in families:
         name, _, kind = family.partition(":")
-        trainer = spread(name, mesh, kind or "float32")
+        made = parts(mesh, world, kind)
+        trainer = made.trainer(folder / name, Trainer)
+        model = trainer.model
+        held = sum(sharding.local(one).nbytes for one in model.parameters())
+        whole = sum(one.nbytes for one in model.parameters())
         found = result(trainer, train(trainer, rank, world, steps))
+        found["bytes"] = {"whole": whole, "held": held, "read": made.read, "largest": made.largest}
         weights = found.pop("weights")
         if not rank:
             np.savez(folder / f"{family}.npz", **weights)

@@ -102,7 +102,7 @@ def test_a_head_in_float32_has_the_bits_that_a_rounded_one_loses(lab: Any) -> No
     with torch.no_grad():
         rounded, exact = (one.forward.score(samples, flat)[0] for one in trainers)
         way = trainers[1].forward
-        hidden, head = way._hidden(samples).float(), trainers[1].model.lm_head.weight.float()
+        hidden, head = way.states(samples).float(), trainers[1].model.lm_head.weight.float()
     expected = torch.log_softmax(hidden @ head.t(), -1).gather(-1, flat.targets[:, None])[:, 0]
     assert float((exact - expected).abs().max()) < 1e-5 < float((rounded - expected).abs().max())
 
@@ -125,3 +125,37 @@ def test_an_attention_by_name_computes_one_row_of_whole_samples(
 def test_an_attention_that_is_not_there_is_named_with_a_remedy(lab: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelNotLoaded, match=r"learner.memory.attention = 'flash_attention_2': .* set it to \"auto\""):
         load(lab.folder("qwen3"), attention="flash_attention_2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the first layer that is compiled takes minutes where others compute too
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_layers_give_the_same_loss_and_gradient_for_any_number_of_rows(
+    lab: Any, apart: Any, checkpointing: str
+) -> None:
+    import torch._dynamo as dynamo
+
+    again = {"activation_checkpointing": checkpointing}
+    plain, compiled = (lab.trainer("qwen3", "", double=False, compile=given, **again) for given in (False, True))
+    graphs = dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs and all(one.grad is None for one in compiled.parameters)
+    for groups in (1, 3, 6):
+        samples = lab.samples(groups=groups)
+        advantages = lab.advantages(len(samples))
+        expected, before = lab.step(plain, [(samples, advantages)])
+        found, stats = lab.step(compiled, [(samples, advantages)])
+        assert stats.loss == pytest.approx(before.loss, abs=1e-5)
+        assert apart(found, expected) < 1e-5
+        for one, other in zip(compiled.score(samples), plain.score(samples), strict=True):
+            assert abs(one - other).max() < 1e-5
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "compiled again for another micro-batch"
+
+
+def test_layers_without_a_compiler_are_refused_by_name(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **_: setattr(layer, "forward", broken))
+    with pytest.raises(ModelNotLoaded, match=r"cannot be compiled here: RuntimeError: no compiler .*compile = false"):
+        lab.trainer("qwen3", "", double=False, compile=True)
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no compiler")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,31 @@ def test_a_full_disk_leaves_nothing(lab: Any, tmp_path: Path, monkeypatch: pytes
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
+    a_checkpoint = tmp_path.parent / f"{tmp_path.name}-saved"
+    shutil.copytree(lab.folder("qwen3"), a_checkpoint / "model")
     monkeypatch.setattr(checkpoint.os, "rename", full)
     with pytest.raises(DiskFull, match="nothing of it is left"):
-        checkpoint.copy_model(lab.folder("qwen3"), tmp_path / "out")
+        checkpoint.export_checkpoint(a_checkpoint, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_checkpoint_in_shards_becomes_the_same_folder(lab: Any, tmp_path: Path, kind: str) -> None:
+    source = lab.folder(kind)
+    (source / "tokenizer.json").write_text("{}")
+    trainer = Trainer(load(source), TrainerSettings(compute_dtype="bfloat16"))
+    saved = checkpoint.Pending(
+        tmp_path, 1, trainer=trainer, meta={"dtype": "bfloat16"}, source=source, extras=lambda folder: None,
+        keep_last=1, moved=lambda: None, where=None,
+    ).commit()
+    assert not list(saved.model.glob("*.safetensors")) and (saved.model / "tokenizer.json").exists()
+    for dtype in ("", "float32"):
+        out = tmp_path / f"out{dtype}"
+        checkpoint.export_checkpoint(saved.path, out, dtype)
+        found, told = AutoModelForCausalLM.from_pretrained(
+            str(out), dtype="auto", output_loading_info=True, local_files_only=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"]
+        assert (out / "tokenizer.json").exists()
+        for name, value in found.named_parameters():
+            assert value.dtype == (torch.float32 if dtype else torch.bfloat16)
+            assert torch.equal(value, trainer.trained_tensors()[name].to(value.dtype)), name

@@ -94,3 +94,14 @@ def test_caps_and_scales_are_read_from_the_configuration() -> None:
     assert Head.of(SimpleNamespace(final_logit_softcapping=30.0)) == Head(cap=30.0)
     assert Head.of(SimpleNamespace(logits_scaling=8.0)) == Head(scale=0.125)
     assert Head.of(SimpleNamespace(logit_scale=0.0625), rows=7) == Head(scale=0.0625, rows=7)
+
+
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32_over_its_pieces() -> None:
+    torch.manual_seed(0)
+    hidden = (torch.rand(2048, 4) + 0.5).bfloat16()  # of one sign: a sum in bfloat16 stops growing
+    targets, grads = torch.zeros(2048, dtype=torch.int64), []
+    for kind in (torch.bfloat16, torch.float32):
+        weight = torch.zeros(3, 4, dtype=kind, requires_grad=True)
+        logprobs, _ = Head(rows=1)(hidden.to(kind), weight, targets)
+        grads.append(torch.autograd.grad(logprobs.sum(), weight)[0].float())
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-2, atol=1)

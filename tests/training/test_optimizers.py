@@ -94,13 +94,13 @@ def test_the_states_of_another_optimiser_are_refused_by_name(lab: Any, tmp_path:
         trainer_of(lab, "adamw").restore(found)
     text = str(told.value)
     assert str(found.path) in text and "learner.optimizer = 'adafactor'" in text and "'adamw'" in text
-    assert f"model.path = {found.model}" in text and "set it back" in text
+    assert f'learner.start_from = "{found.path}"' in text and "set it back" in text
 
 
 def test_a_checkpoint_without_a_name_is_of_adamw(lab: Any) -> None:
-    optimizers.require_same({"state": {}}, "adamw", "there", "there/model")
+    optimizers.require_same({"state": {}}, "adamw", "there")
     with pytest.raises(UserError, match="'adamw'"):
-        optimizers.require_same({"state": {}}, SGD, "there", "there/model")
+        optimizers.require_same({"state": {}}, SGD, "there")
 
 
 def test_changed_options_are_those_of_now_and_are_told(lab: Any, tmp_path: Path) -> None:

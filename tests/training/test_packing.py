@@ -83,16 +83,15 @@ def gradients(model: Any, total: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["rectangles", "one by one"])
+@pytest.mark.parametrize("longest", [256, 20, 0], ids=["rectangles", "rectangles and alone", "alone"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
-    kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, own = build(kind), samples(40)
     expected = alone(model, own)
     slopes = gradients(model, (expected * torch.arange(len(expected))).sum())
-    if not together:
-        monkeypatch.setattr(packing, "LONGEST_TOGETHER", 0)
+    monkeypatch.setattr(packing, "LONGEST_TOGETHER", longest)
     way = choose_forward(model)
     assert way.name == "packed"
     found, _ = way.score(own, flatten(own, torch.float32, model.device))
@@ -109,7 +108,7 @@ def test_a_leak_across_a_border_is_seen() -> None:
     plan = packing.plan_of(own)
     rows = np.array([len(plan.ids)])
     none = np.zeros(1, np.int64)
-    leaking = packing.Plan(plan.ids, plan.positions, plan.shared, (packing.Sequences(none, none, none, rows),))
+    leaking = packing.Plan(plan.ids, plan.positions, plan.shared, packing.Sequences(none, none, none, rows))
     with torch.no_grad():
         hidden = model.base_model(input_ids=plan.ids[None], position_ids=plan.positions[None], plan=leaking)[0]
         logs = torch.log_softmax(model.lm_head(hidden[0, plan.shared :]) / 0.8, -1)
@@ -142,14 +141,10 @@ def test_a_plan_holds_every_token_once_and_every_prompt_once(shapes: list[tuple[
     used = {which for which, _ in shapes}
     assert plan.shared == sum(len(prompts[which]) - 1 for which in used)
     assert len(plan.ids) == plan.shared + sum(count for _, count in shapes)
-    covered = np.concatenate([np.arange(f, f + n) for part in plan.parts for f, n in zip(part.first, part.lengths)])
+    covered = np.concatenate([np.arange(first, first + count) for _, _, first, count in plan.sequences.rows()])
     assert covered.tolist() == list(range(len(plan.ids)))
-    row = 0
-    for part in plan.parts[1 if plan.shared else 0 :]:
-        for start, count, first, length in zip(part.before_first, part.before, part.first, part.lengths):
-            places = [*range(start, start + count), *range(first, first + length)]
-            sample = own[row]
-            assert plan.ids[places].tolist() == [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()[:-1]]
-            assert plan.positions[places].tolist() == list(range(len(places)))
-            row += 1
-    assert row == len(own)
+    rows = list(plan.sequences.rows())[len(used) :]
+    for sample, (start, count, first, length) in zip(own, rows, strict=True):
+        places = [*range(start, start + count), *range(first, first + length)]
+        assert plan.ids[places].tolist() == [*sample.prompt_ids.tolist(), *sample.token_ids.tolist()[:-1]]
+        assert plan.positions[places].tolist() == list(range(len(places)))

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,18 @@ from hypothesis import strategies as st
 
 from busrl.errors import RankLost
 from busrl.training import checkpoint
-from busrl.training.model import load
-from busrl.training.team import Leader, Team, TeamSettings, facts, rounds_of, samples_of, work_of
+from busrl.training.batch import rounds_of
+from busrl.training.model import LoraSettings, load
+from busrl.training.sharding import local
+from busrl.training.team import Leader, Team, TeamSettings, facts, samples_of, work_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.weights.shm import ShmReceiver, ShmSender
 from tests.training import follower_program
 
-SETTINGS: dict[str, Any] = {"micro_batch_tokens": 40, "max_grad_norm": 1.0, "weight_decay": 0.01}
+# A loss that reads the log-probabilities before the step.
+SETTINGS: dict[str, Any] = {
+    "micro_batch_tokens": 40, "max_grad_norm": 1.0, "weight_decay": 0.01, "loss": "decoupled",
+}
 LENGTHS = st.lists(st.integers(2, 60), max_size=40)
 
 
@@ -69,17 +77,22 @@ def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
 
 
 @contextlib.contextmanager
-def team_of(folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", **settings: Any) -> Iterator[Any]:
+def team_of(
+    folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", lora: LoraSettings | None = None,
+    refers: bool = False, reference: Path | None = None, **settings: Any,
+) -> Iterator[Any]:
     """A team of this process and others; its followers' processes are in `processes`."""
     file, values = folder / "team.sock", {**SETTINGS, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WRONG": wrong}
+    more = json.dumps({"lora": lora and asdict(lora), "refers": refers, "reference": reference and str(reference)})
     program = [sys.executable, follower_program.__file__]
     processes = [
-        subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), json.dumps(values)],
+        subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), json.dumps(values), more],
                          env=environment, stderr=subprocess.PIPE)
         for rank in range(1, ranks)
     ]
-    known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s)
+    known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s,
+                         lora=lora, refers=refers, reference=reference)
     team = None
     try:
         team = Team.gathered(known)
@@ -148,6 +161,74 @@ def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, tea
     alone = Trainer(load(saved.model), TrainerSettings(**SETTINGS))
     alone.restore(saved)
     assert_same_steps([a_step(alone, lab, seed) for seed in range(4, 7)], after)
+
+
+def test_a_checkpoint_in_shards_is_read_by_any_number_of_ranks(lab: Any, team: Any, tmp_path: Path) -> None:
+    source, settings = lab.folder("llama"), TrainerSettings(**SETTINGS)
+    trainer, alone = team.trainer(source, settings), Trainer(load(source), settings)
+    for seed in range(3):
+        a_step(trainer, lab, seed)
+    saved = in_shards(trainer, tmp_path / "two", 3)
+    assert {path.name for path in (saved.path / "shards").iterdir()} == {
+        "rank-0.safetensors", "rank-1.safetensors", "optimizer.json"}
+    after = [a_step(trainer, lab, seed) for seed in range(3, 6)]
+    again = team.trainer(source, settings)
+    for one in (again, alone):
+        assert one.restore(saved) == []
+        np.testing.assert_allclose([a_step(one, lab, seed).loss for seed in range(3, 6)], [one.loss for one in after],
+                                   atol=1e-6)
+    saved = in_shards(alone, tmp_path / "one", 6)
+    after = [a_step(alone, lab, seed) for seed in range(6, 8)]
+    assert trainer.restore(saved) == []
+    np.testing.assert_allclose([a_step(trainer, lab, seed).loss for seed in range(6, 8)], [one.loss for one in after],
+                               atol=1e-6)
+
+
+def in_shards(trainer: Any, root: Path, step: int) -> checkpoint.Checkpoint:
+    """A checkpoint in shards, of which nothing is there before its commit."""
+    pending = checkpoint.Pending(
+        root, step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=1,
+        moved=lambda: None, where=None,
+    )
+    assert checkpoint.latest(root) is None
+    found = pending.commit(60)
+    assert checkpoint.fault_of(found.path) is None and found.sharded
+    return found
+
+
+def test_published_bytes_are_those_of_one_rank_and_one_tensor_is_whole_at_a_time(
+    lab: Any, team: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainerSettings(**SETTINGS)
+    trainer, one = team.trainer(lab.folder("qwen3"), settings), lab.trainer("qwen3", double=False, **SETTINGS)
+    alive: set[int] = set()
+    most, gather = 0, type(trainer).gather_weight
+
+    def counted(self: Any, name: str) -> torch.Tensor:
+        nonlocal most
+        found = gather(self, name)
+        alive.add(id(found))
+        weakref.finalize(found, alive.discard, id(found))
+        most = max(most, len(alive))
+        return found
+
+    monkeypatch.setattr(type(trainer), "gather_weight", counted)
+    for kind, more in (("full", {}), ("sparse", {"threshold": 0.9, "key_every": 32})):
+        published = []
+        for number, each in enumerate((trainer, one)):
+            sender = ShmSender(tmp_path / f"{kind}{number}", **more)
+            for version in (1, 2):
+                sender.publish(version, version, each.named_weights())
+                for _, parameter in sorted(each.model.named_parameters())[:2]:  # what a sparse version has
+                    with torch.no_grad():
+                        local(parameter)[: -(-parameter.shape[0] // 2)].add_(0.5 * version)  # the rows of rank 0
+            receiver = ShmReceiver(tmp_path / f"{kind}{number}")
+            got = {name: torch.empty_like(tensor) for name, tensor in one.named_weights().items()}
+            assert receiver.fetch(got) == (2, 2)
+            published.append(got)
+            sender.close()
+        assert all(torch.equal(published[0][name], tensor) for name, tensor in published[1].items()), kind
+    assert 0 < most <= 2, "the one that is copied, and the next"
 
 
 def test_an_update_with_the_old_log_probabilities_is_that_of_one_rank(lab: Any, team: Any) -> None:

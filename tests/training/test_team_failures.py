@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from busrl.errors import RankLost, RanksDiffer
+from busrl.errors import RankFailed, RankLost, RanksDiffer
 from busrl.training.trainer import TrainerSettings
 from tests.training.test_team import SETTINGS, a_step, team_of
 
@@ -37,3 +37,26 @@ def test_a_rank_that_is_stopped_is_named_within_its_time(lab: Any, tmp_path: Pat
         with pytest.raises(RankLost, match=rf"rank 1 \(pid {process.pid}\) says nothing: it is stopped or stuck"):
             a_step(trainer, lab, 1)
         process.kill()
+
+
+def test_a_rank_that_fails_is_named_with_its_words_and_its_samples(lab: Any, tmp_path: Path) -> None:
+    with team_of(tmp_path, wrong="fails", collective_s=20) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
+        with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as told:
+            a_step(trainer, lab, 0)
+        given = {sample.uid for sample in lab.samples(groups=2, seed=0)}
+        assert told.value.uids and set(told.value.uids) < given, "those of its share alone"
+
+
+def test_memory_that_rank_0_does_not_get_is_its_own_failure(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    with team_of(tmp_path, collective_s=20) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
+        monkeypatch.setattr(trainer, "micro_batch", fail)
+        with pytest.raises(RankFailed, match=r"rank 0 failed: .*can't allocate memory") as told:
+            a_step(trainer, lab, 0)
+        assert told.value.uids and "rank 1" not in str(told.value)

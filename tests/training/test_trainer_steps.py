@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from busrl.algorithms.values import ValueSettings
 from busrl.training.trainer import Trainer, TrainerSettings, combined
 
 
@@ -203,6 +205,19 @@ def test_settings_are_read_from_a_topology_by_name() -> None:
     assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens, found.dmmpt_tau) == (
         0.5, "decoupled", "bfloat16", 4096, 0.5,
     )
+
+
+def test_the_defaults_of_a_trainer_without_a_topology_are_those_of_the_topology() -> None:
+    from busrl.config.schema import Experiments, Learner
+
+    learner = Learner(lr=1.0)
+    tables = (learner.memory, learner, Experiments())
+    own = TrainerSettings(activation_checkpointing="auto")  # what "auto" comes to depends on the model
+    named = [field.name for field in fields(own) if field.name != "value"]  # None where advantages need no values
+    shared = [(one, name) for name in named for one in tables if hasattr(one, name)]
+    assert len(shared) > 30
+    assert {name: getattr(own, name) for _, name in shared} == {name: getattr(one, name) for one, name in shared}
+    assert vars(ValueSettings()) == {name: getattr(learner.value, name) for name in vars(ValueSettings())}
 
 
 def test_two_trainers_with_the_same_samples_end_with_the_same_bits(lab: Any) -> None:

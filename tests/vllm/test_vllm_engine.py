@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_scene import EOS_ID, EXACT, LENGTH, Scene, request
 
-from busrl.engines.base import ABORTED, EOS
-from busrl.engines.base import LENGTH as CUT
+from busrl.states import Finish
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -50,11 +49,11 @@ def test_a_prompt_that_is_taken_in_pieces_gives_the_sample_that_it_gives_whole(s
 
 def test_an_answer_ends_at_its_end_token_or_at_its_limit(scene: Scene) -> None:
     made = scene.run(*(request(k, [5, k], 30, temperature=2.0) for k in range(2, 10)))
-    assert {one.finish for one in made.values()} == {EOS, CUT}
+    assert {one.finish for one in made.values()} == {Finish.EOS, Finish.LENGTH}
     for one in made.values():
-        assert (one.finish == EOS) == (one.token_ids[-1] == EOS_ID)
+        assert (one.finish == Finish.EOS) == (one.token_ids[-1] == EOS_ID)
         assert EOS_ID not in one.token_ids[:-1]
-        assert one.finish == EOS or (one.finish == CUT and len(one.token_ids) == 30)
+        assert one.finish == Finish.EOS or (one.finish == Finish.LENGTH and len(one.token_ids) == 30)
 
 
 def test_a_segment_goes_on_behind_the_tokens_of_those_before(scene: Scene) -> None:
@@ -62,7 +61,7 @@ def test_a_segment_goes_on_behind_the_tokens_of_those_before(scene: Scene) -> No
     one = scene.run(first)[1]
     whole = scene.run(request(1, [5, 6, 7], 20, temperature=0.0))[1]
     second = request(1, [5, 6, 7], 10, temperature=0.0, segment=1, prefix_ids=one.token_ids)
-    if one.finish == CUT:
+    if one.finish == Finish.LENGTH:
         two = scene.run(second)[1]
         assert [*one.token_ids, *two.token_ids] == whole.token_ids.tolist()
 
@@ -70,7 +69,7 @@ def test_a_segment_goes_on_behind_the_tokens_of_those_before(scene: Scene) -> No
 def test_a_prompt_without_room_ends_empty_and_a_long_one_at_the_limit(scene: Scene) -> None:
     full = [5 + k % 7 for k in range(LENGTH)]
     made = scene.run(request(1, full), request(2, full[:-3], 50))
-    assert len(made[1].token_ids) == 0 and made[1].finish == CUT
+    assert len(made[1].token_ids) == 0 and made[1].finish == Finish.LENGTH
     assert 1 <= len(made[2].token_ids) <= 3
 
 
@@ -79,7 +78,7 @@ def test_an_aborted_request_gives_its_tokens_so_far_and_frees_its_row(scene: Sce
     scene.engine.submit([asked])
     scene.wait_for_tokens(3)
     cut = scene.engine.abort(1)
-    assert cut is not None and cut.finish == ABORTED and len(cut.token_ids) >= 3
+    assert cut is not None and cut.finish == Finish.ABORTED and len(cut.token_ids) >= 3
     assert scene.engine.active == 0 and scene.engine.abort(1) is None
     assert len(scene.run(request(1, [5, 6, 7], 4))[1].token_ids) <= 4
 
@@ -97,7 +96,7 @@ def test_a_pause_keeps_waits_or_aborts(scene: Scene) -> None:
     scene.engine.resume()
     scene.engine.submit([request(1, [5, 6], 8)])
     waited = scene.engine.pause("wait")
-    assert [one.key for one in waited] == [1] and waited[0].finish in (EOS, CUT)
+    assert [one.key for one in waited] == [1] and waited[0].finish in (Finish.EOS, Finish.LENGTH)
     scene.engine.resume()
 
 

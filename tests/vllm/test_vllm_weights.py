@@ -122,7 +122,7 @@ def test_an_engine_whose_load_failed_half_way_answers_nothing_until_a_whole_load
 
 def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_only(scene: Scene) -> None:
     """weights.transport = "cuda_ipc", on the CPU through shared memory: one copy, views of vLLM's fused tensors."""
-    pytest.importorskip("busrl.weights.shared")
+    pytest.importorskip("busrl.weights.one_copy")
     engine, settings = scene.engine, scene.settings("cuda_ipc")
     receiver, sender = engine.receiver(settings, "rollout-0"), factory.make_sender(settings)
     assert receiver is not None
@@ -130,7 +130,7 @@ def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_
     assert all(torch.equal(views[name], tensor) for name, tensor in scene.tensors(engine.version).items())
 
     def change(version: int) -> None:
-        sender.begin(version, 10 * version)
+        sender.pause_engines(version, 10 * version)
         for name, tensor in scene.tensors(version).items():
             views[name].copy_(tensor)
         sender.publish(version, 10 * version, views)

@@ -17,7 +17,7 @@ from busrl.config.schema import Vllm
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
-from busrl.weights.factory import Settings
+from busrl.weights.factory import TransportSettings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -88,10 +88,10 @@ class Scene:
     def close(self) -> None:
         self.engine.close()
 
-    def settings(self, transport: str, name: str = "") -> Settings:
+    def settings(self, transport: str, name: str = "") -> TransportSettings:
         where = self.folder / (name or transport)
         where.mkdir(exist_ok=True)
-        return Settings(transport, str(where / "weights"), str(where / "address"), 10.0)
+        return TransportSettings(transport, str(where / "weights"), str(where / "address"), 10.0)
 
     def model(self, version: int) -> Any:
         if version not in self.models:

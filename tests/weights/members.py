@@ -17,7 +17,7 @@ import torch
 from busrl.errors import WeightsTimeout
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
-from busrl.weights.factory import Settings, make_receiver
+from busrl.weights.factory import TransportSettings, make_receiver
 
 ROWS, TENSORS = 300, 5
 PATIENCE_S = 60.0
@@ -79,7 +79,7 @@ def soldier(pipe: Any, plain: dict[str, Any], name: str, sizes: dict[str, tuple[
     """Of the soak: follows versions and sends (version, digest of the values, open files, resident kB) for each."""
     from busrl.weights.tensors import Manifest
 
-    made: Any = make_receiver(Settings.from_plain(plain), name)
+    made: Any = make_receiver(TransportSettings.from_plain(plain), name)
     fetch = made.fetch if made.kind == "tensors" else lambda into: load_folder(made, into)
     here = {key: torch.zeros(shape, dtype=torch.float32) for key, shape in sizes.items()}
     manifest, newest = Manifest.of(here), 0

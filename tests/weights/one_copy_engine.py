@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from busrl.engines.base import Request
 from busrl.engines.torch.engine import TorchEngine
-from busrl.weights.shared import OneCopyReceiver
+from busrl.weights.one_copy import OneCopyReceiver
 
 PADDING = 34
 FUSED = ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from busrl.errors import UserError
-from busrl.weights.shared import FusedRows, Shape, fused_rows
+from busrl.weights.one_copy import FusedRows, Shape, fused_rows
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, INNER, VOCABULARY = 4, 2, 8, 32, 48, 30
 LAYER = "model.layers.0."

@@ -27,8 +27,8 @@ import one_copy_engine
 from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
 from busrl.training.model import copied_weights
-from busrl.weights import shared
-from busrl.weights.shared import Fence, FenceState, OneCopyReceiver, OneCopySender, ProcessIdentity
+from busrl.weights import one_copy
+from busrl.weights.one_copy import Fence, FenceState, OneCopyReceiver, OneCopySender, ProcessIdentity
 
 FORK = multiprocessing.get_context("fork")  # the children need not load torch again
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_an_optimiser_step_on_the_views_is_an_update_of_the_fused_engine(
     assert engine.ask(do="logprobs", ids=IDS) == pytest.approx(before, abs=1e-5)
     update = optimiser_step(model)
     engine.tell(do="fetch", above=0)
-    sender.begin(1, 10)
+    sender.pause_engines(1, 10)
     update()
     assert sender.write(named(model)) == 0  # nothing to copy: they are the engine's
     sender.publish(1, 10, named(model))
@@ -197,7 +197,7 @@ def test_tokens_of_the_torch_engine_carry_the_version_that_made_them_across_a_st
     update = optimiser_step(model)
     engine.tell(do="generate", prompt=IDS[:3], tokens=24, tell=9)
     assert engine.read() == "in the middle"
-    sender.begin(1, 1)
+    sender.pause_engines(1, 1)
     update()
     sender.publish(1, 1, named(model))
     answers = engine.read()
@@ -235,7 +235,7 @@ def test_hundreds_of_versions_leak_nothing_and_never_go_back(
     seen, descriptors = [], []
     for version in range(1, 301):
         engine.tell(do="fetch", above=version - 1)
-        sender.begin(version, version)
+        sender.pause_engines(version, version)
         sender.publish(version, version, own)
         seen.append(engine.read()[0])
         descriptors.append((len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{engine.pid}/fd"))))
@@ -253,7 +253,7 @@ def test_other_parameters_than_the_engines_are_copied_inside_the_fence(
     assert views is not None
     optimiser_step(model)()
     engine.tell(do="fetch", above=0)
-    sender.begin(4, 2)
+    sender.pause_engines(4, 2)
     assert sender.write(named(model)) == sum(view.nbytes for view in views.values())
     sender.publish(4, 2, named(model))
     assert engine.read() == (4, 2)
@@ -272,7 +272,7 @@ def test_a_dead_engine_stops_the_learner_by_name_and_its_successor_is_found(
     with pytest.raises(WeightsOwnerLost, match=rf"rollout-0 \(pid {engine.pid}, dead\) held the weights"):
         sender.check()
     with pytest.raises(WeightsOwnerLost, match="rollout-0"):
-        sender.begin(1, 1)
+        sender.pause_engines(1, 1)
     sender.close()
     with pytest.raises(WeightsTimeout, match=r"rollout-0 is pid \d+, dead after 0.2 s"):
         sender_at(tmp_path).connect(named(model), CPU, 0.2)
@@ -282,7 +282,7 @@ def test_a_dead_engine_stops_the_learner_by_name_and_its_successor_is_found(
     fresh = load(folders("qwen3"))
     adopt(fresh, again)
     successor.tell(do="fetch", above=0)
-    again.begin(2, 2)
+    again.pause_engines(2, 2)
     again.publish(2, 2, named(fresh))
     assert successor.read() == (2, 2)
 
@@ -295,11 +295,11 @@ def test_an_engine_that_does_not_pause_is_named_and_nothing_has_changed(
     sender = sender_at(tmp_path, timeout_s=0.3)
     adopt(model, sender)
     with pytest.raises(WeightsTimeout, match=r"rollout-0 \(pid \d+, alive\) did not pause for version 1 within 0.3 s"):
-        sender.begin(1, 1)
-    assert not sender.begun and Fence.attach(tmp_path / "fence").state == FenceState(0, 0, False)
+        sender.pause_engines(1, 1)
+    assert not sender.engines_paused and Fence.attach(tmp_path / "fence").state == FenceState(0, 0, False)
     os.kill(engine.pid, signal.SIGSTOP)
     with pytest.raises(WeightsTimeout, match="did not pause for version 1"):
-        sender.begin(1, 1)
+        sender.pause_engines(1, 1)
     os.kill(engine.pid, signal.SIGCONT)
     assert engine.ask(do="fetch") == (0, 0)
 
@@ -319,7 +319,7 @@ def _die_in_a_step(at: Path, folder: Path) -> None:
     sender = sender_at(at)
     views = sender.connect(named(load(folder)), CPU, 20.0)
     assert views is not None
-    sender.begin(1, 1)
+    sender.pause_engines(1, 1)
     next(iter(views.values())).add_(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -347,7 +347,7 @@ def test_the_successor_of_a_dead_learner_ends_its_step_while_the_engine_is_pause
     learner.join(20)
     sender = sender_at(tmp_path)
     assert sender.connect(named(model), CPU, 20.0) is not None
-    sender.begin(1, 1)
+    sender.pause_engines(1, 1)
     sender.write(named(model))
     sender.publish(1, 1, named(model))
     assert engine.read() == (1, 1)
@@ -378,17 +378,17 @@ def test_a_handle_of_cuda_memory_goes_through_the_file_as_torch_gave_it(monkeypa
     storage: Any = SimpleNamespace(
         device=torch.device("cuda", 0), nbytes=lambda: 4096, _share_cuda_=lambda: given
     )
-    handle = json.loads(json.dumps(shared.export_handle(storage)))
+    handle = json.loads(json.dumps(one_copy.export_handle(storage)))
     taken: list[Any] = []
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *values: taken.extend(values))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    shared.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
+    one_copy.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
     assert tuple(taken) == given
     with pytest.raises(UserError, match="the weights are on a cuda device, this process works on cpu"):
-        shared.map_handle(handle, CPU, ProcessIdentity.mine())
+        one_copy.map_handle(handle, CPU, ProcessIdentity.mine())
     del handle["event"]
     with pytest.raises(UserError, match="event is missing"):
-        shared.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
+        one_copy.map_handle(handle, torch.device("cuda", 0), ProcessIdentity.mine())
 
 
 def share_here(path: Path, tensors: dict[str, torch.Tensor]) -> OneCopyReceiver:
@@ -403,9 +403,9 @@ def test_the_bridge_is_private_and_views_of_one_storage_stay_views_of_it(tmp_pat
     _kept = share_here(tmp_path, tensors)
     file = tmp_path / "weights.bridge"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    found = shared.read_bridge(file)
+    found = one_copy.read_bridge(file)
     assert found is not None and len(found.storages) == 3 and found.owner == ProcessIdentity.mine()
-    views = shared.map_parts(found, CPU)
+    views = one_copy.map_parts(found, CPU)
     whole[2, 0] = -1.0
     assert views["b"][0, 0] == -1.0 and all(torch.equal(views[name], tensors[name]) for name in tensors)
     views["a"][1, 3] = -2.0
@@ -418,21 +418,21 @@ def test_a_bridge_that_others_could_have_written_or_that_is_damaged_is_refused(t
     good = file.read_text()
     file.chmod(0o644)
     with pytest.raises(UserError, match="mode is 0644"):
-        shared.read_bridge(file)
+        one_copy.read_bridge(file)
     for text, said in ((good[:50], "not a bridge"), ("[]", "not a bridge"),
                        (good.replace('"layout":1', '"layout":9'), "Invalid enum value 9"),
                        (good.replace('"tensors"', '"tensor"'), "missing required field `tensors`")):
         files.replace(file, text.encode())
         with pytest.raises(UserError, match=said):
-            shared.read_bridge(file)
+            one_copy.read_bridge(file)
     files.replace(file, good.replace('"shape":[4]', '"shape":[5]').encode())
-    beyond = shared.read_bridge(file)
+    beyond = one_copy.read_bridge(file)
     assert beyond is not None
     with pytest.raises(UserError, match="a does not fit into its memory"):
-        shared.map_parts(beyond, CPU)
+        one_copy.map_parts(beyond, CPU)
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(UserError, match="no file of this run"):
-        shared.read_bridge(tmp_path / "link")
+        one_copy.read_bridge(tmp_path / "link")
 
 
 def test_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:

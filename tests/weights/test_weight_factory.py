@@ -18,7 +18,7 @@ from busrl.config.schema import Weights
 from busrl.errors import UserError
 from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
-from busrl.weights.factory import Settings, make_receiver, make_sender
+from busrl.weights.factory import TransportSettings, make_receiver, make_sender
 from busrl.weights.shm import ShmReceiver, ShmSender
 
 
@@ -38,8 +38,8 @@ def topology(transport: str) -> Any:
     [("shm", ShmSender, ShmReceiver), ("broadcast", BroadcastSender, BroadcastReceiver)],
 )
 def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, sends: type, receives: type) -> None:
-    sender = make_sender(Settings.of(topology(transport), paths))
-    receiver = make_receiver(Settings.of(topology(transport), paths), "rollout/0")
+    sender = make_sender(TransportSettings.of(topology(transport), paths))
+    receiver = make_receiver(TransportSettings.of(topology(transport), paths), "rollout/0")
     assert isinstance(sender, sends) and isinstance(receiver, receives)
     sender.publish(1, 7, {"w": torch.ones(4)})
     here = {"w": torch.zeros(4)}
@@ -52,13 +52,13 @@ def test_a_version_goes_from_sender_to_receiver(paths: Any, transport: str, send
 
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
 def test_another_process_rebuilds_the_receiver_from_plain_data(paths: Any, transport: str) -> None:
-    sent = json.dumps(Settings.of(topology(transport), paths).plain())
-    sender = make_sender(Settings.of(topology(transport), paths))
+    sent = json.dumps(TransportSettings.of(topology(transport), paths).plain())
+    sender = make_sender(TransportSettings.of(topology(transport), paths))
     sender.publish(3, 7, {"w": torch.ones(4)})
     code = (
         "import json, sys, torch\n"
-        "from busrl.weights.factory import Settings, make_receiver\n"
-        "made = make_receiver(Settings.from_plain(json.loads(sys.argv[1])), 'worker/0')\n"
+        "from busrl.weights.factory import TransportSettings, make_receiver\n"
+        "made = make_receiver(TransportSettings.from_plain(json.loads(sys.argv[1])), 'worker/0')\n"
         "made.wait_for(3, 60)\n"
         "here = {'w': torch.zeros(4)}\n"
         "print(made.kind, made.fetch(here), here['w'].tolist())\n"
@@ -71,9 +71,9 @@ def test_another_process_rebuilds_the_receiver_from_plain_data(paths: Any, trans
 
 def test_settings_of_another_version_are_refused_by_the_name_of_the_field() -> None:
     with pytest.raises(UserError, match="'pigeons' is unknown here"):
-        Settings.from_plain({"transport": "shm", "segment": "", "address_file": "", "pigeons": 3})
+        TransportSettings.from_plain({"transport": "shm", "segment": "", "address_file": "", "pigeons": 3})
 
 
 def test_another_word_is_refused(paths: Any) -> None:
     with pytest.raises(UserError, match="'pigeon'"):
-        make_sender(Settings.of(topology("pigeon"), paths))
+        make_sender(TransportSettings.of(topology("pigeon"), paths))

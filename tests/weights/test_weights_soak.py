@@ -13,7 +13,7 @@ import pytest
 import torch
 from members import PATIENCE_S, Child, descendants, open_files, resident_kb, soldier, write_folder
 
-from busrl.weights.factory import Settings, make_sender
+from busrl.weights.factory import TransportSettings, make_sender
 from busrl.weights.tensors import Manifest
 
 SIZES = {f"w{k}": (64, 1 + 30 * k) for k in range(20)}  # 1.5 MB in all
@@ -25,7 +25,7 @@ Start = Callable[..., Child]
 class Crowd:
     """Engines that come and go; `check` reads what each has said."""
 
-    def __init__(self, start: Start, settings: Settings, seed: int) -> None:
+    def __init__(self, start: Start, settings: TransportSettings, seed: int) -> None:
         self._start, self._settings = start, settings
         self._chance = random.Random(seed)
         self._living: list[Child] = []
@@ -87,10 +87,10 @@ class Crowd:
             self.check()
 
 
-def settings_of(tmp_path: Path, transport: str, sparse: bool) -> Settings:
+def settings_of(tmp_path: Path, transport: str, sparse: bool) -> TransportSettings:
     segment = f"/dev/shm/busrl.test.{os.getpid()}.{os.urandom(4).hex()}.weights"
     folders = str(tmp_path / "published") if transport == FOLDERS else ""
-    return Settings(
+    return TransportSettings(
         transport, segment, str(tmp_path / "store"), 6.0, threshold=0.1 * sparse, key_every=8, checksum=sparse,
         folders=folders,
     )

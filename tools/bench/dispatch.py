@@ -18,17 +18,17 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import numpy as np  # noqa: E402
 
 from busrl.scheduling.dispatch import POLICIES, Policy, make_policy  # noqa: E402
-from busrl.scheduling.groups import GroupScanner, uid_of  # noqa: E402
-from busrl.scheduling.lengths import Candidate  # noqa: E402
+from busrl.scheduling.groups import GroupScanner  # noqa: E402
+from busrl.scheduling.lengths import Candidate, Predictor  # noqa: E402
+from busrl.states import uid_of  # noqa: E402
 
 LOOK = 64  # groups opened per look
 GROUP, SLOTS, ROWS = 8, 4096, 1024
@@ -49,7 +49,7 @@ class Stream:
         return [Candidate(draw, self.prompts[draw % 4096], 4096, "sums") for draw in draws]
 
 
-class Table:
+class Table(Predictor):
     """Predictions at no cost."""
 
     name = "table"
@@ -59,13 +59,6 @@ class Table:
 
     def predict(self, candidates: Sequence[Candidate]) -> np.ndarray:
         return self.tokens[np.fromiter((c.draw for c in candidates), np.int64, len(candidates)) % 4096]
-
-    def observe(self, finished: Sequence[tuple[Candidate, int]]) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Loop:

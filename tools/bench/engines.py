@@ -203,7 +203,8 @@ def main() -> int:
     parser.add_argument("--worker", nargs=3, metavar=("SYSTEM", "MODEL", "WORK"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        worker(*given.worker, given.least_s)
+        system, model, work = given.worker
+        worker(system, model, work, given.least_s)
         return 0
     sys.path[:0] = [str(HERE), str(ROOT)]
     from judge import Bar, Log, Program, written

@@ -6,7 +6,11 @@ gradients are apart. `learner.py packing` trains long-tailed samples (log-normal
 ways and reports tokens per second and the share of computed positions that were padding. `learner.py saved` counts the
 bytes that a forward saves for its backward, per token, with and without activation checkpointing, at the widths of a
 real model in a few of its layers. `learner.py peak` makes true optimiser steps of a model with random weights in a
-process of its own and reports its peak of resident memory beside what `busrl check` says. One thread each.
+process of its own and reports its peak of resident memory beside what `busrl check` says. `learner.py ranks` lets
+ranks load, train and publish a model with random weights, and reports the peaks of each rank's own memory (anonymous
+pages: neither mapped files nor the staging in shared memory count) beside what its parts take. `learner.py steps` makes
+optimiser steps at the quickstart's lengths, 64 answers of about 11 tokens to prompts of about 13, by its tiny model;
+`--against TREE` takes the code of another checkout in turn. One thread each.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +30,8 @@ from typing import Any
 import report
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+TREE = "BUSRL_BENCH_TREE"  # the checkout whose busrl a child takes
+sys.path.insert(0, os.environ.get(TREE) or str(ROOT))
 WIDTH, WORDS = 896, 151_936  # Qwen2.5-0.5B
 MEDIAN, SIGMA = 300, 0.7
 
@@ -32,7 +39,7 @@ MEDIAN, SIGMA = 300, 0.7
 # -- the head ----------------------------------------------------------------------
 
 
-def head_once(way: str, rows: int, words: int) -> dict[str, Any]:
+def head_once(way: str, rows: int, words: int, width: int) -> dict[str, Any]:
     """One forward and backward in this process; bytes are peaks of resident memory above the inputs."""
     import torch
 
@@ -40,8 +47,8 @@ def head_once(way: str, rows: int, words: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    hidden = (torch.randn(rows, WIDTH) * 0.5).requires_grad_()
-    weight = (torch.randn(words, WIDTH) * 0.05).requires_grad_()
+    hidden = (torch.randn(rows, width) * 0.5).requires_grad_()
+    weight = (torch.randn(words, width) * 0.05).requires_grad_()
     targets, sides = torch.randint(0, words, (rows,)), torch.randn(rows)
     Path("/proc/self/clear_refs").write_text("5")
     before, begun = peak(), time.process_time()
@@ -70,11 +77,11 @@ def peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-def head(rows: list[int], words: int, whole_up_to: int, rounds: int) -> list[dict[str, Any]]:
+def head(rows: list[int], words: int, width: int, whole_up_to: int, rounds: int) -> list[dict[str, Any]]:
     found = []
     for count in rows:
         ways = ["pieces", "whole"] if count <= whole_up_to else ["pieces"]
-        runs = [child("head-once", way, str(count), str(words)) for _ in range(rounds) for way in ways]
+        runs = [child("head-once", way, str(count), str(words), str(width)) for _ in range(rounds) for way in ways]
         for way in ways:
             mine = [run for run in runs if run["way"] == way]
             seconds = statistics.median(run["forward_s"] + run["backward_s"] for run in mine)
@@ -85,10 +92,9 @@ def head(rows: list[int], words: int, whole_up_to: int, rounds: int) -> list[dic
     return found
 
 
-def child(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def child(*arguments: str, tree: Path = ROOT) -> dict[str, Any]:
+    command, more = [sys.executable, __file__, *arguments], {"OMP_NUM_THREADS": "1", TREE: str(tree)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **more})
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -148,6 +154,61 @@ def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int
             "budget": budget, "ratio": statistics.median(a / b for a, b in zip(*speed.values(), strict=True)),
             **{f"{way}_tokens_per_cpu_s": statistics.median(values) for way, values in speed.items()},
             "padding": {run["way"]: run["padding"] for run in runs}, "loss": {run["way"]: run["loss"] for run in runs},
+        })
+    return found
+
+
+# -- steps of a tiny model -----------------------------------------------------------------
+
+
+def steps_once(count: int) -> dict[str, Any]:
+    """Milliseconds of so many steps after ten that are not counted; names that older trees have as well."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    import busrl
+    from busrl.device import keep_freed_memory
+    from busrl.training.batch import Sample
+    from busrl.training.trainer import Trainer, TrainerSettings
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    words = 16
+    model = AutoModelForCausalLM.from_config(Qwen3Config(
+        vocab_size=words, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
+    )).eval()
+    trainer, random, times = Trainer(model, TrainerSettings()), np.random.default_rng(1), []
+    for step in range(count + 10):
+        samples = []
+        for number in range(64):
+            if number % 8 == 0:
+                prompt = random.integers(0, words, random.integers(10, 17)).astype(np.int32)
+            length = int(np.clip(random.geometric(1 / 11), 2, 64))
+            tokens = random.integers(0, words, length).astype(np.int32)
+            behaviour, versions = np.full(length, -2.8, np.float32), np.full(length, step, np.uint32)
+            samples.append(Sample(number, number // 8, number % 8, prompt, tokens, behaviour, versions))
+        begun, begun_cpu = time.perf_counter(), time.process_time()
+        trainer.accumulate(samples, [1.0, -1.0] * 32, version=step)
+        stats = trainer.step(1e-4)
+        times.append((time.perf_counter() - begun, time.process_time() - begun_cpu))
+    wall, cpu = (1000 * statistics.median(column) for column in zip(*times[10:], strict=True))
+    return {"busrl": str(Path(busrl.__file__).parents[1]), "wall_ms": wall, "cpu_ms": cpu, "loss": stats.loss}
+
+
+def steps(count: int, rounds: int, against: Path | None) -> list[dict[str, Any]]:
+    trees = [ROOT, *([against.resolve()] if against else [])]
+    runs = [[child("steps-once", str(count), tree=tree) for tree in trees] for _ in range(rounds)]
+    found = []
+    for place, tree in enumerate(trees):
+        mine = [run[place] for run in runs]
+        assert mine[0]["busrl"] == str(tree), f"{mine[0]['busrl']} was measured in place of {tree}"
+        found.append({
+            "tree": report.commit(tree), "loss": mine[0]["loss"],
+            **{name: statistics.median(run[name] for run in mine) for name in ("wall_ms", "cpu_ms")},
+            "cpu over the first": statistics.median(run[place]["cpu_ms"] / run[0]["cpu_ms"] for run in runs),
         })
     return found
 
@@ -260,7 +321,8 @@ def saved(names: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
 
 
 def peak_once(place: int) -> dict[str, Any]:
-    """A short first step, after which gradient and optimiser are whole, and then one of a full micro-batch; bytes."""
+    """A short first step, after which the optimiser is whole, and then one of two micro-batches, a short one, after
+    which the gradient is, and a full one; bytes."""
     from busrl.config import memory
 
     name, layers, words, tokens, length, checkpointing, dtype, rank = PEAKS[place]
@@ -269,21 +331,25 @@ def peak_once(place: int) -> dict[str, Any]:
         tokens=tokens, dtype=dtype, checkpointing=checkpointing == "full", lora_rank=rank))
     import torch
 
+    from busrl import device
     from busrl.training.model import Adapter, LoraSettings
-    from busrl.training.trainer import Trainer, TrainerSettings, keep_freed_memory
+    from busrl.training.trainer import Trainer, TrainerSettings
 
-    keep_freed_memory()
+    device.keep_freed_memory()
     torch.set_num_threads(1)
     model = made_model(name, layers, words, dtype if rank else "float32")
     parameters = sum(one.numel() for one in model.parameters())
+    device.keep_freed_memory(parameters)
     named = {"named": Adapter(model, LoraSettings(rank, 1.0)).merged} if rank else {}
     settings = TrainerSettings(
         micro_batch_tokens=tokens, compute_dtype=dtype, activation_checkpointing=checkpointing)
     Path("/proc/self/clear_refs").write_text("5")
     trainer = Trainer(model, settings, **named)  # type: ignore[arg-type]
     begun = time.process_time()
-    for samples in (made_samples(64, 64, config["vocab_size"]), made_samples(tokens, length, config["vocab_size"])):
-        trainer.accumulate(samples, [1.0, -1.0, 1.0, -1.0, *[0.5] * len(samples)][: len(samples)])
+    short, whole = (made_samples(*sizes, config["vocab_size"]) for sizes in ((64, 64), (tokens, length)))
+    for micro_batches in ((short,), (short, whole)):
+        for samples in micro_batches:
+            trainer.accumulate(samples, [1.0, -1.0, 1.0, -1.0, *[0.5] * len(samples)][: len(samples)])
         stats = trainer.step(1e-6)
     return {
         "way": name, "layers": layers, "words": words, "tokens": tokens, "length": length, "dtype": dtype,
@@ -293,12 +359,116 @@ def peak_once(place: int) -> dict[str, Any]:
     }
 
 
+# -- ranks -------------------------------------------------------------------------------
+
+
+class Peak:
+    """The most anonymous memory of this process within a block, above what it had at its begin."""
+
+    def __enter__(self) -> Peak:
+        self.before, self.most, self._over = anonymous(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        self.begun = time.perf_counter()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.001):
+            self.most = max(self.most, anonymous() - self.before)
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.begun
+        self._over.set()
+        self._thread.join()
+        self.most = max(self.most, anonymous() - self.before)
+
+
+def anonymous() -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+def rank_once(rank: int, world: int, folder: str, dtype: str) -> dict[str, Any]:
+    """Joins the team at FOLDER/team.sock, loads FOLDER, trains one step and publishes."""
+    import torch
+
+    from busrl.training import sharding
+    from busrl.training.team import Follower, Gather, Team, TeamSettings, facts
+    from busrl.training.trainer import TrainerSettings
+    from busrl.weights.shm import ShmSender
+
+    torch.set_num_threads(1)
+    made_model("qwen2.5-0.5b", 1, 64)  # so that imports are no part of what is measured
+    home, settings = Path(folder), TrainerSettings(compute_dtype=dtype)
+    team = TeamSettings(world, home / "team.sock", facts("bench"), torch.device("cpu"), collective_s=600, start_s=600)
+    if not rank:
+        leader = Team.gathered(team)
+        with Peak() as load:
+            trainer = leader.trainer(home, settings)
+        words = trainer.model.config.vocab_size
+        samples = made_samples(256, 64, words)
+        trainer.accumulate(samples, [1.0, -1.0] * (len(samples) // 2))
+        trainer.step(1e-6)
+        sender = ShmSender(home / "weights")
+        sender.publish(1, 1, trainer.named_weights())  # the file is made, collectives have their buffers
+        with Peak() as publish:
+            sender.publish(2, 1, trainer.named_weights())
+        sender.close()
+        leader.close()
+    else:
+        follower = Follower(team, settings, rank)
+        with Peak() as load:
+            built = follower.hear(600)
+            assert built is not None and follower.act(built)
+        trainer, gone, publish = follower.trainer, False, Peak()
+        assert trainer is not None
+        while not gone:
+            message = follower.hear(600)
+            if isinstance(message, Gather) and not hasattr(publish, "before"):
+                publish.__enter__()
+            gone = message is not None and not follower.act(message)
+        publish.__exit__()
+    parameters = list(trainer.model.parameters())
+    itemsize = 4 if dtype == "float32" else 2
+    return {
+        "way": str(rank), "parameters": sum(one.numel() for one in parameters), "load_s": load.seconds,
+        "publish_s": publish.seconds, "load": load.most, "publish": publish.most,
+        "held": sum(sharding.local(one).nbytes for one in parameters),
+        "published": sum(one.numel() for one in parameters) * itemsize,
+        "largest": max(one.numel() for one in parameters) * itemsize,
+    }
+
+
+def ranks(world: int, name: str, layers: int, words: int, dtype: str) -> list[dict[str, Any]]:
+    """Of each rank its peaks, as shares of what it holds and in largest tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        made_model(name, layers, words).save_pretrained(folder)
+        command = [sys.executable, __file__, "ranks-once"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        processes = [
+            subprocess.Popen([*command, str(rank), str(world), folder, dtype], env=environment, stdout=subprocess.PIPE,
+                             text=True)
+            for rank in range(world)
+        ]
+        told = [process.communicate()[0].splitlines() for process in processes]
+        if any(process.returncode for process in processes):
+            raise SystemExit("a rank failed")
+    found = [json.loads(lines[-1]) for lines in told]
+    return [
+        {**one, "name": name, "layers": layers, "words": words, "dtype": dtype, "ranks": world,
+         "load_above_held": (one["load"] - one["held"]) / one["held"],
+         "publish_in_largest": one["publish"] / one["largest"]}
+        for one in found
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("head")
     one.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 16384])
     one.add_argument("--words", type=int, default=WORDS)
+    one.add_argument("--width", type=int, default=WIDTH, help="of hidden states")
     one.add_argument("--whole-up-to", type=int, default=2048, help="rows that one log-softmax is tried with")
     two = verbs.add_parser("packing")
     two.add_argument("--budgets", type=int, nargs="+", default=[4096, 16384])
@@ -310,11 +480,21 @@ def main() -> None:
     three.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     four = verbs.add_parser("peak")
     four.add_argument("--places", type=int, nargs="+", default=list(range(len(PEAKS))), help="of the configurations")
-    for verb in (one, two, three, four):
+    five = verbs.add_parser("ranks")
+    five.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    five.add_argument("--name", default="qwen2.5-0.5b", choices=SHAPES)
+    five.add_argument("--layers", type=int, default=12)
+    five.add_argument("--words", type=int, default=32_000)
+    five.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    six = verbs.add_parser("steps")
+    six.add_argument("--count", type=int, default=60)
+    six.add_argument("--against", type=Path, help="another checkout, taken in turn")
+    for verb in (one, two, three, four, five, six):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
-    for name, kinds in (("head-once", 3), ("packing-once", 5), ("saved-once", 3), ("peak-once", 1)):
-        verbs.add_parser(name).add_argument("values", nargs=kinds)
+    kinds = {"head-once": 4, "packing-once": 5, "saved-once": 3, "peak-once": 1, "ranks-once": 4, "steps-once": 1}
+    for name, count in kinds.items():
+        verbs.add_parser(name).add_argument("values", nargs=count)
     options = parser.parse_args()
     if options.verb.endswith("-once"):
         print(json.dumps(once(options.verb, options.values)))
@@ -329,17 +509,26 @@ def main() -> None:
 def once(verb: str, values: list[str]) -> dict[str, Any]:
     if verb == "saved-once":
         return saved_once(values[1], values[0], values[2])
-    if verb == "peak-once":
-        return peak_once(*map(int, values))
+    if verb == "ranks-once":
+        return rank_once(int(values[0]), int(values[1]), values[2], values[3])
+    if verb in ("peak-once", "steps-once"):
+        return (peak_once if verb == "peak-once" else steps_once)(*map(int, values))
     way, *numbers = values
     return (head_once if verb == "head-once" else packing_once)(way, *map(int, numbers))
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.verb == "head":
-        return head(options.rows, options.words, options.whole_up_to, options.rounds)
+        return head(options.rows, options.words, options.width, options.whole_up_to, options.rounds)
     if options.verb == "saved":
         return saved(options.names, options.dtypes)
+    if options.verb == "steps":
+        return steps(options.count, options.rounds, options.against)
+    if options.verb == "ranks":
+        return [
+            row for world in options.ranks for dtype in options.dtypes
+            for row in ranks(world, options.name, options.layers, options.words, dtype)
+        ]
     if options.verb == "peak":
         return [child("peak-once", str(place)) for place in options.places]
     return packed_beside_padded(options.budgets, options.samples, options.width, options.layers, options.rounds)

@@ -74,8 +74,8 @@ def age(paths: RunPaths, steps: int, samples: int) -> Aged:
     crcs = np.array([stream.item(int(draw)).crc for draw in trained]).repeat(size).reshape(steps, -1)
     with open(paths.train_log, "wb") as file:
         for step, (some, theirs) in enumerate(zip(uids, crcs), 1):
-            samples = [[uid, 0, crc] for uid, crc in zip(some.tolist(), theirs.tolist())]
-            line = {"step": step, "version": step, "cause": "n_min", "samples": samples}
+            named = [[uid, 0, crc] for uid, crc in zip(some.tolist(), theirs.tolist())]
+            line = {"step": step, "version": step, "cause": "n_min", "samples": named}
             file.write(json.dumps(line).encode() + b"\n")
     for path in (paths.metrics, paths.samples, paths.groups, paths.decisions, paths.scheduler_log):
         repeat_lines(path, steps)

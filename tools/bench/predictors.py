@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from busrl.data import trace as tracemaker
-from busrl.data.trace import Shape, Spread, Task, make_trace
+from busrl.data.trace import Shape, Spread, TracedPrompt, make_trace
 from busrl.scheduling.lengths import Candidate, Predictor, kendall_tau, make_predictor
 
 PHASES = (0, 100, 500, 2000, 5000)
@@ -42,7 +42,7 @@ EPOCH = 1500  # prompts of the trace whose prompts come again
 DRIFT = 1.5  # natural log that lengths grow by over the whole trace
 
 
-def tasks_of(trace: str, seed: int) -> list[Task]:
+def tasks_of(trace: str, seed: int) -> list[TracedPrompt]:
     """The prompts of a trace, those to be tested last."""
     count = PHASES[-1] + TESTED
     if trace == "default":
@@ -67,7 +67,7 @@ def _grown(lengths: Sequence[int], log: float) -> tuple[int, ...]:
     return tuple(min(LIMIT, max(1, round(n * float(np.exp(log))))) for n in lengths)
 
 
-def _epochs(count: int, seed: int) -> list[Task]:
+def _epochs(count: int, seed: int) -> list[TracedPrompt]:
     """Prompts of which each epoch draws other answers: a trace with as many answers per prompt as all epochs need."""
     epochs = -(-count // EPOCH)
     base = make_trace(EPOCH, Shape(group_size=GROUP * epochs), seed)
@@ -80,7 +80,7 @@ def _epochs(count: int, seed: int) -> list[Task]:
     return found[:count]
 
 
-def candidate(draw: int, task: Task) -> Candidate:
+def candidate(draw: int, task: TracedPrompt) -> Candidate:
     return Candidate(draw, task.prompt, LIMIT, task.tag)
 
 
@@ -110,7 +110,7 @@ class Clocked:
         return 1e6 * self.learn / max(1, self.answers)
 
 
-def stream(predictor: Clocked, tasks: Sequence[Task], begin: int, end: int) -> None:
+def stream(predictor: Clocked, tasks: Sequence[TracedPrompt], begin: int, end: int) -> None:
     """Groups finish, IN_FLIGHT of them at a time, one member after another."""
     for first in range(begin, end, IN_FLIGHT):
         part = range(first, min(end, first + IN_FLIGHT))
@@ -118,7 +118,7 @@ def stream(predictor: Clocked, tasks: Sequence[Task], begin: int, end: int) -> N
             predictor.observe([(candidate(draw, tasks[draw]), tasks[draw].length(member)) for draw in part])
 
 
-def looks(make: Callable[[], Predictor], tasks: Sequence[Task], order: str) -> dict[int, Pairs]:
+def looks(make: Callable[[], Predictor], tasks: Sequence[TracedPrompt], order: str) -> dict[int, Pairs]:
     """Predictions and lengths of the tested groups, by the number of siblings that had finished."""
     found: dict[int, Pairs] = {k: [] for k in range(GROUP)}
     for first in range(PHASES[-1], PHASES[-1] + TESTED, IN_FLIGHT):
@@ -134,7 +134,7 @@ def looks(make: Callable[[], Predictor], tasks: Sequence[Task], order: str) -> d
     return found
 
 
-def scores(make: Callable[[], Predictor], tasks: Sequence[Task]) -> dict[str, float]:
+def scores(make: Callable[[], Predictor], tasks: Sequence[TracedPrompt]) -> dict[str, float]:
     """The figures of one phase."""
     one, short = looks(make, tasks, "as drawn"), looks(make, tasks, "shortest")
     per_member = [tau(one[0][member::GROUP]) for member in range(GROUP)]
@@ -158,7 +158,7 @@ def copies(predictor: Predictor, name: str) -> Callable[[], Predictor]:
     return make
 
 
-def follow(name: str, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, float]]]:
+def follow(name: str, tasks: Sequence[TracedPrompt]) -> Iterator[tuple[int, dict[str, float]]]:
     """Phase by phase."""
     predictor, done = Clocked(make_predictor(name)), 0
     for phase in PHASES:
@@ -170,7 +170,7 @@ def follow(name: str, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, fl
         yield phase, found
 
 
-def costs(predictor: Predictor, name: str, tasks: Sequence[Task]) -> dict[str, float]:
+def costs(predictor: Predictor, name: str, tasks: Sequence[TracedPrompt]) -> dict[str, float]:
     """Microseconds per prompt (batches of 256) and per answer that is learned one at a time, medians."""
     make, found = copies(predictor, name), []
     copy = make()
@@ -189,7 +189,7 @@ def costs(predictor: Predictor, name: str, tasks: Sequence[Task]) -> dict[str, f
 # -- rivals on the same features ------------------------------------------------------------------------------------
 
 
-def rivals(tasks: Sequence[Task]) -> dict[str, dict[str, float]]:
+def rivals(tasks: Sequence[TracedPrompt]) -> dict[str, dict[str, float]]:
     """Kendall's tau without siblings after 100, 500 and 2000 prompts, and microseconds per answer."""
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import SGDClassifier, SGDRegressor

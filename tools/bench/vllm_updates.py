@@ -35,7 +35,7 @@ from busrl.engines.base import Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
 from busrl.weights import factory
-from busrl.weights.factory import Settings
+from busrl.weights.factory import TransportSettings
 
 LENGTH, RANK = 512, 8
 ADAPTERS, RESTARTS, ONE_COPY = ("lora_hotswap", "lora_restart"), ("lora_restart", "checkpoint_restart"), "cuda_ipc"
@@ -53,7 +53,8 @@ def main() -> None:
     path = options.out / f"{options.name}_{told['machine']['cores']}cores_{told['date']}.json"
     for shape in options.shape:
         for transport in options.transport:
-            told["rows"].append(engine_of(transport, *map(int, shape.split("x")), options))
+            hidden, layers = map(int, shape.split("x"))
+            told["rows"].append(engine_of(transport, hidden, layers, options))
             print(json.dumps(told["rows"][-1]), flush=True)
             told["load_after"] = os.getloadavg()
             path.write_text(json.dumps(told, indent=2) + "\n")
@@ -157,22 +158,22 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def change(sender: Any, version: int, views: Named, source: Named) -> None:
     """A learner's step on the engine's own tensors."""
-    sender.begin(version, version)
+    sender.pause_engines(version, version)
     for name, tensor in views.items():
         tensor.copy_(source[name])
     sender.publish(version, version, views)
 
 
-def published(transport: str, model: Any, folder: Path, held: int) -> tuple[Settings, Named, Any]:
+def published(transport: str, model: Any, folder: Path, held: int) -> tuple[TransportSettings, Named, Any]:
     """Where versions go, their tensors, and who writes them where they are folders."""
-    settings = Settings(transport, str(folder / "weights"), str(folder / "address"))
+    settings = TransportSettings(transport, str(folder / "weights"), str(folder / "address"))
     named: Named = {name: p.data for name, p in model.named_parameters()}
     base = folder / "model"
     if transport in ADAPTERS:
         from busrl.training.model import Adapter, LoraSettings, load
 
         made = Adapter(load(base), LoraSettings(RANK, 2.0))
-        settings = replace(settings, folders=str(folder / "adapters"), kept=2, held=held, base=str(base))
+        settings = replace(settings, folders=str(folder / "adapters"), kept=2, kept_by_engine=held, base=str(base))
         return settings, dict(made.tensors()), made.write
     if transport in RESTARTS:
         from busrl.training import checkpoint

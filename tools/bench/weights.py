@@ -34,7 +34,7 @@ import report  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from busrl.weights.factory import Settings, make_receiver, make_sender  # noqa: E402
+from busrl.weights.factory import TransportSettings, make_receiver, make_sender  # noqa: E402
 
 DEADLINE_S = 120.0
 
@@ -46,7 +46,7 @@ def engine(plain: dict[str, Any], name: str, mb: float, dtype: str) -> None:
     """Says when it has each version and how long the copy into its tensors took."""
     torch.set_num_threads(1)
     here = model(mb, dtype)
-    mine = make_receiver(Settings.from_plain(plain), name)
+    mine = make_receiver(TransportSettings.from_plain(plain), name)
     say("ready")
     version = 0
     for line in sys.stdin:
@@ -71,7 +71,7 @@ def gloo_peer(where: str, rank: int, size: int, nbytes: int, rounds: int) -> Non
 def gloo(where: str, rank: int, size: int) -> Any:
     host, _, port = where.partition(":")
     store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._threads = 1
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -145,7 +145,7 @@ class Rig:
 
     def __init__(self, transport: str, mb: float, dtype: str, peers: int, folder: Path, **more: Any) -> None:
         self.named = model(mb, dtype)
-        self.settings = Settings(
+        self.settings = TransportSettings(
             transport, f"/dev/shm/busrl.bench.{os.getpid()}.weights", str(folder / "store"), **more
         )
         self.sender = make_sender(self.settings)
@@ -245,7 +245,7 @@ def pause(mb: float, args: argparse.Namespace) -> dict[str, float]:
     none = np.empty(0, np.int32)
     one.submit([Request(k, k, 0, ids, none, 480, 1.0, 1.0, 0) for k in range(8)])
     named = {name: tensor.detach().clone() for name, tensor in one.parameters().items()}
-    settings = Settings("shm", f"/dev/shm/busrl.bench.{os.getpid()}.weights", "")
+    settings = TransportSettings("shm", f"/dev/shm/busrl.bench.{os.getpid()}.weights", "")
     sends, mine = make_sender(settings), make_receiver(settings, "engine/0")
     steps, stands, copies = [], [], []
     for turn in range(args.rounds * 4):

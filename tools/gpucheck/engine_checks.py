@@ -71,7 +71,7 @@ def _speed(context: Context, size: str, device: torch.device, dtype: torch.dtype
     devices.synchronize(device)
     ours = sum(len(one.token_ids) for one in finished) / (time.perf_counter() - begun)
     context.figure("torch engine, tokens/s", float(ours))
-    context.speed("torch engine / generate", float(ours / theirs), at_least=3.0)
+    context.judged("torch engine / generate", float(ours / theirs), at_least=3.0)
 
 
 def _generate(model: Any, ids: np.ndarray, tokens: int) -> None:

@@ -54,18 +54,21 @@ class Context:
         self._write()
 
     def bar(self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """A figure that has to keep a bound; where there is no accelerator speed is reported, not judged."""
-        bound = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}"
-        kept = value >= at_least if at_least is not None else value <= (at_most if at_most is not None else value)
+        """A figure that has to keep its bounds; where there is no accelerator speed is reported, not judged."""
+        bounds = ((">=", at_least), ("<=", at_most))
+        bound = " and ".join(f"{sign} {limit:g}" for sign, limit in bounds if limit is not None)
+        kept = (at_least is None or value >= at_least) and (at_most is None or value <= at_most)
         self.found["bars"].append({"what": what, "wanted": bound, "found": _rounded(value), "kept": bool(kept)})
         self._write()
 
-    def speed(self, what: str, value: float, at_least: float) -> None:
-        """A bound on speed: judged on an accelerator alone."""
+    def judged(
+        self, what: str, value: float, *, at_least: float | None = None, at_most: float | None = None
+    ) -> None:
+        """Bounds on speed or memory: judged on an accelerator alone."""
         if self.device == "cpu" or self.small:
             self.figure(what, value)
         else:
-            self.bar(what, value, at_least=at_least)
+            self.bar(what, value, at_least=at_least, at_most=at_most)
 
     def _write(self) -> None:
         draft = self.file.with_suffix(".new")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from busrl import device as devices
-from busrl.weights.factory import Settings, make_receiver
-from busrl.weights.shared import OneCopyReceiver
+from busrl.weights.factory import TransportSettings, make_receiver
+from busrl.weights.one_copy import OneCopyReceiver
 from gpucheck import shapes
 from gpucheck.machine_checks import broadcast_once
 
@@ -46,7 +46,7 @@ class Model:
         self.checkpoint = shapes.checkpoint_shapes(settings["size"])
         own = shapes.fused_shapes(self.checkpoint) if settings["fused"] else self.checkpoint
         self.tensors = shapes.tensors(own, self.device, getattr(torch, settings["dtype"]))
-        self.receiver = make_receiver(Settings.from_plain(settings["weights"]), "engine")
+        self.receiver = make_receiver(TransportSettings.from_plain(settings["weights"]), "engine")
 
     def obey(self, order: dict[str, Any]) -> Any:
         if order["do"] == "share":

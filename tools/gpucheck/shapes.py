@@ -1,6 +1,7 @@
-"""Qwen3 shapes and models of them with random weights, made in code: nothing is downloaded.
+"""Qwen shapes and models of them with random weights, made in code: nothing is downloaded.
 
-Sizes are those of the published configurations of 0.6B, 1.7B and 8B; `tiny` is for trying the tool out on a CPU.
+Sizes are those of the published configurations of Qwen3 0.6B, 1.7B and 8B and Qwen2.5 0.5B; `tiny` is for trying the
+tool out on a CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ COMMON = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "max_
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True},
+    "0.5B": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+             "max_position_embeddings": 32768, "tie_word_embeddings": True},
     "0.6B": {**COMMON, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
              "num_attention_heads": 16, "tie_word_embeddings": True},
     "1.7B": {**COMMON, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
@@ -25,19 +29,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def config(size: str) -> Any:
-    from transformers import Qwen3Config
+    from transformers import AutoConfig
 
     # No token ends a sequence: lengths are those that are asked for.
-    return Qwen3Config(**SHAPES[size], eos_token_id=None, bos_token_id=None, pad_token_id=0)
+    given = {"model_type": "qwen3", **SHAPES[size], "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    return AutoConfig.for_model(**given)
 
 
-def model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
+def model(size: str, device: torch.device, dtype: torch.dtype, attention: str = "sdpa") -> Any:
     """Random weights, large enough that distributions are far from uniform."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
     with torch.device(device):
-        made: Any = AutoModelForCausalLM.from_config(config(size), dtype=dtype, attn_implementation="sdpa")
+        made: Any = AutoModelForCausalLM.from_config(config(size), dtype=dtype, attn_implementation=attention)
     return made.to(device).eval()
 
 

@@ -11,8 +11,8 @@ import torch
 
 from busrl import device as devices
 from busrl.errors import WeightsOwnerLost
-from busrl.weights.factory import Settings, make_sender
-from busrl.weights.shared import OneCopySender
+from busrl.weights.factory import TransportSettings, make_sender
+from busrl.weights.one_copy import OneCopySender
 from gpucheck import shapes
 from gpucheck.frame import GIGA, Context, Peer, Skipped, peer
 from gpucheck.machine_checks import memory_of, name_of
@@ -27,9 +27,9 @@ def _paths(context: Context) -> tuple[Path, Path]:
     return Path("/dev/shm") / f"busrl.gpucheck.{os.getpid()}.weights", context.file.parent
 
 
-def _settings(context: Context, transport: str) -> Settings:
+def _settings(context: Context, transport: str) -> TransportSettings:
     segment, folder = _paths(context)
-    return Settings(transport=transport, segment=str(segment), address_file=str(folder / "cast.sock"), timeout_s=60)
+    return TransportSettings(transport, str(segment), str(folder / "cast.sock"), timeout_s=60)
 
 
 def _need(context: Context, size: str, device_copies: int, shared_copies: int) -> int:
@@ -51,7 +51,7 @@ def _shm_free() -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _model(context: Context, settings: Settings, size: str, fused: bool) -> Any:
+def _model(context: Context, settings: TransportSettings, size: str, fused: bool) -> Any:
     return peer("model", device=context.device, size=size, dtype="bfloat16", fused=fused, weights=settings.plain())
 
 
@@ -121,7 +121,7 @@ def _one_copy(context: Context, size: str, one: int, source: OneCopySender, othe
         version += 1
         other.tell(do="fetch", above=version - 1, within=60)
         begun = time.perf_counter()
-        source.begin(version, version)
+        source.pause_engines(version, version)
         source.publish(version, version, views)
         fences.append(time.perf_counter() - begun)
         pauses.append(other.read()[1])
@@ -143,7 +143,7 @@ def _one_copy(context: Context, size: str, one: int, source: OneCopySender, othe
 def _in_place(context: Context, size: str, source: OneCopySender, other: Peer, views: Any, version: int) -> int:
     """A change of every tensor by this process is what the owner has afterwards, in its fused tensors."""
     other.tell(do="fetch", above=version - 1, within=60)
-    source.begin(version, version)
+    source.pause_engines(version, version)
     with torch.no_grad():
         for tensor in views.values():
             tensor.add_(0.25)

@@ -81,7 +81,8 @@ def check(root: Path, tolerance: float = 1e-5, dtype: str = "float64") -> Found:
 KNOWN = {
     "learner.loss": ("ppo_clip", "decoupled"), "learner.advantage": ("group_std", "group_mean"),
     "learner.aggregation": ("token-mean",), "learner.ratio": ("behaviour",), "learner.newest_ratio": ("recorded",),
-    "learner.correction": ("none",), "learner.kl": ("none",), "learner.entropy_coef": (0.0,),
+    "learner.passes_per_batch": (1,), "learner.correction": ("none",), "learner.kl": ("none",),
+    "learner.entropy_coef": (0.0,),
 }
 
 

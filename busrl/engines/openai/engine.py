@@ -28,9 +28,7 @@ import numpy as np
 from busrl.config.machine import vocabulary_size
 from busrl.data.chat import parts_of
 from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
+    PROMPTS_KEPT,
     Engine,
     Finished,
     PartialAnswer,
@@ -43,6 +41,7 @@ from busrl.engines.base import (
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.openai.weights import PREFIX, FixedReceiver, ServerWeights
 from busrl.errors import PeerTimeout, UserError
+from busrl.states import Finish
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -50,13 +49,12 @@ if TYPE_CHECKING:
     from busrl.data import Prompt
     from busrl.data.prompts import Chat
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings
+    from busrl.weights.factory import TransportSettings
 
     Asked = list[dict[str, Any]] | Chat
 
 log = logging.getLogger("busrl")
 MOMENT_S = 0.02  # a step without messages waits this long: the role looks for new slots after it
-PROMPTS_KEPT = 65536
 UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
 ADAPTER = "adapter_config.json"  # a version with this file is an adapter, whatever kind its receiver has
 
@@ -129,7 +127,7 @@ class ServedEngine(Engine):
         self._settle()  # some may have ended by themselves
         for key in keys:
             if key in self._running:
-                self._end(key, ABORTED)
+                self._end(key, Finish.ABORTED)
 
     def pause(self, how: Pause) -> list[Finished]:
         return self._pause(how, self._settings.timeout_s + self._settings.patience_s)
@@ -149,7 +147,7 @@ class ServedEngine(Engine):
         super().resume()
         self._open()
 
-    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """None where the server can load new weights; else one that never has any."""
         if self._settings.update == "none":
             return FixedReceiver()
@@ -233,7 +231,7 @@ class ServedEngine(Engine):
         if answer is None:
             return
         if message.refused:
-            self._end(message.key, ABORTED, message.refused)
+            self._end(message.key, Finish.ABORTED, message.refused)
         if part is None:
             return
         if part.prompt_ids is not None and self._chat:
@@ -242,7 +240,7 @@ class ServedEngine(Engine):
         self._counts.tokens += len(part.ids)
         if message.ended:
             stopped = part.finish != "length" or not self._eos_ids.isdisjoint(answer.token_ids[-1:])
-            self._end(message.key, EOS if stopped else LENGTH)
+            self._end(message.key, Finish.EOS if stopped else Finish.LENGTH)
 
     def _end(self, key: int, finish: int, refused: str = "") -> None:
         self._done.append(self._running.pop(key).finished(finish, refused=refused))

@@ -26,30 +26,18 @@ from transformers.utils import logging as transformers_logging
 
 from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
-from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
-    NO_IDS,
-    Engine,
-    Finished,
-    Ids,
-    Request,
-    Statistics,
-    Streams,
-    Tokens,
-    eos_ids_of,
-)
+from busrl.engines.base import NO_IDS, Engine, Finished, Ids, Request, Statistics, Streams, Tokens, eos_ids_of
 from busrl.engines.torch.decoder import Decoder
 from busrl.engines.torch.fast import choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.errors import UserError
+from busrl.states import Finish
 from busrl.weights.factory import one_copy_receiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings
+    from busrl.weights.factory import TransportSettings
 
 Index = npt.NDArray[np.intp]
 OnUpdate = Literal["keep", "recompute"]
@@ -189,7 +177,7 @@ class Seats:
         """Free the seat; what its sequence produced, as copies."""
         made = slice(0, int(self.produced[seat]))
         tokens = self._tokens[seat, made].copy()
-        finish = ABORTED if aborted else EOS if self._eos[tokens[-1]] else LENGTH
+        finish = Finish.ABORTED if aborted else Finish.EOS if self._eos[tokens[-1]] else Finish.LENGTH
         self.free.append(seat)
         logprobs, versions = self._logprobs[seat, made].copy(), self._versions[seat, made].copy()
         return Finished(int(self.key[seat]), tokens, logprobs, versions, finish)
@@ -435,7 +423,7 @@ class TorchEngine(Engine):
                 self._holes = sorted([*self._holes, row])
             self._done.append(self._seats.leave(seat, aborted=True))
 
-    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
         if settings.transport != ONE_COPY:
             return None

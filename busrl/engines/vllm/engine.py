@@ -27,29 +27,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from busrl.config.machine import vocabulary_size
-from busrl.engines.base import (
-    ABORTED,
-    EOS,
-    LENGTH,
-    NO_IDS,
-    Engine,
-    Finished,
-    PartialAnswer,
-    Request,
-    Statistics,
-    seed_of,
-    tokens_of,
-)
+from busrl.engines.base import NO_IDS, Engine, Finished, PartialAnswer, Request, Statistics, seed_of, tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
+from busrl.states import Finish
 
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings
+    from busrl.weights.factory import TransportSettings
 
 log = logging.getLogger("busrl")
-ENDS = {"stop": EOS, "length": LENGTH, "abort": ABORTED}
+ENDS = {"stop": Finish.EOS, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 STEP_WAIT_S = 0.02
 DEATH_S = 1.0  # a failed request may be the first sign of a death, whose own error says more
 CALM_TURNS = 4  # of the loop, in which everything that vLLM has sent passes through its tasks to ours
@@ -79,7 +68,7 @@ class Running(PartialAnswer):
             self.add(new, logprobs, [version] * len(new))
         if one.finish_reason is None:
             return
-        self.finish = ENDS.get(one.finish_reason, ABORTED)
+        self.finish = ENDS.get(one.finish_reason, Finish.ABORTED)
         if self.adapter is None:
             self._correct(getattr(one, "weight_versions", None))
 
@@ -187,7 +176,7 @@ class VllmEngine(Engine):
             super().resume()
             self._moved_at = time.monotonic()
 
-    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         return self._updates.receiver(settings, name)
 
     def _update(self, receiver: Receiver) -> tuple[int, int]:
@@ -363,7 +352,7 @@ class VllmEngine(Engine):
             for running in ending:  # one that vLLM did not know yet, or whose last output is still on its way
                 if running.finish is None:
                     running.task.cancel()
-                    running.finish = ABORTED
+                    running.finish = Finish.ABORTED
                     self._ended.append(running)
 
     # -- in the caller's thread -----

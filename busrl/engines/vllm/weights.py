@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from busrl.engines.vllm.engine import VllmEngine
     from busrl.weights.base import Receiver
-    from busrl.weights.factory import Settings
+    from busrl.weights.factory import TransportSettings
 
 log = logging.getLogger("busrl")
 SIZE = 4096
@@ -176,7 +176,7 @@ class Updates:
         # What new requests get, where versions are adapters; before the first one that is the bare model.
         self.adapter = LoadedAdapter(0, None) if engine.start.lora_rank else None
 
-    def receiver(self, settings: Settings, name: str) -> Receiver | None:
+    def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """Workers receive tensors themselves; folders and adapters are the ordinary receiver's."""
         if settings.transport in FOLDERS:
             return None

@@ -30,10 +30,10 @@ from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
 from busrl.weights.base import NOTHING, TensorReceiver
-from busrl.weights.factory import Settings, make_receiver, one_copy_receiver
+from busrl.weights.factory import TransportSettings, make_receiver, one_copy_receiver
 
 if TYPE_CHECKING:
-    from busrl.weights.shared import OneCopyReceiver
+    from busrl.weights.one_copy import OneCopyReceiver
 
 log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
@@ -169,7 +169,7 @@ class Extension:
         name = f"{given['name']}.{self.rank}" if self.rank else given["name"]
         self.busrl_close()
         page = Page(f"{given['page']}.{self.rank}", create=True)
-        settings = Settings.from_plain(given["settings"])
+        settings = TransportSettings.from_plain(given["settings"])
         if settings.transport == ONE_COPY:
             shapes = {name: tuple(t.shape) for name, t in wanted.items()}
             self.busrl_weights = SharedWeights(model, one_copy_receiver(settings, name), shapes, page)

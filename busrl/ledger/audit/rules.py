@@ -33,7 +33,7 @@ from busrl.states import ACCIDENTS, FATE_NAMES, TERMINAL, Fate
 UNKNOWN = -1
 
 
-class VersionSteps:
+class StepOf:
     """The step that made a version; `UNKNOWN` for one from before the log."""
 
     def __init__(self, log: Sequence[LoggedStep]) -> None:
@@ -48,7 +48,7 @@ class VersionSteps:
 
 
 def check_ages(snapshot: Snapshot) -> Iterator[Finding]:
-    step_of, terms = VersionSteps(snapshot.log), snapshot.terms
+    step_of, terms = StepOf(snapshot.log), snapshot.terms
     wrong: list[int] = []
     old: list[int] = []
     masked: list[int] = []
@@ -79,7 +79,7 @@ def ages_of(step: LoggedStep) -> dict[int, int]:
     return {group: step.step - 1 - oldest for group, oldest in least.items()}
 
 
-def counts_right(sample: LoggedSample, step: LoggedStep, step_of: VersionSteps, terms: Terms) -> bool:
+def counts_right(sample: LoggedSample, step: LoggedStep, step_of: StepOf, terms: Terms) -> bool:
     """Whether a sample counts its age, if any, from no later step than that of its oldest trained token."""
     if sample.step == UNKNOWN:
         return True
@@ -90,7 +90,7 @@ def counts_right(sample: LoggedSample, step: LoggedStep, step_of: VersionSteps, 
     return made == UNKNOWN or sample.step <= made
 
 
-def _has_old_token(step: LoggedStep, group: int, step_of: VersionSteps, bound: int) -> bool:
+def _has_old_token(step: LoggedStep, group: int, step_of: StepOf, bound: int) -> bool:
     versions = b"".join(sample.versions for sample in step.samples if sample.group == group)
     made = [step_of(version) for version in np.unique(np.frombuffer(versions, "<u4")).tolist()]
     # A version from before the log is older than the log's first step.
@@ -301,7 +301,7 @@ def uids_of(lines: list[TrainStep]) -> Uids:
 
 def slot_claims(slots: Slots) -> Iterator[Claims]:
     """Training samples at rest or at work; a RESERVED slot is still being written."""
-    lines = slots.lines[held(slots)]
+    lines = slots.lines[believed(slots)]
     lines = lines[(lines["uid"] & VALIDATE) == 0]
     yield Claims(
         np.array(lines["uid"], np.uint64),
@@ -311,7 +311,7 @@ def slot_claims(slots: Slots) -> Iterator[Claims]:
     )
 
 
-def held(slots: Slots) -> npt.NDArray[np.bool_]:
+def believed(slots: Slots) -> npt.NDArray[np.bool_]:
     """Slots whose line can be believed: read whole, and past RESERVED."""
     return np.asarray(slots.stable & (slots.state > State.RESERVED) & (slots.lines["uid"] != UID_NONE))
 
@@ -346,7 +346,7 @@ def check_slots(snapshot: Snapshot) -> Iterator[Finding]:
     slots = snapshot.slots
     if slots is None:
         return
-    mine = held(slots)
+    mine = believed(slots)
     uids, state = slots.lines["uid"][mine], slots.state[mine]
     is_validate = (uids & VALIDATE) != 0
     codes = codes_of(uids, snapshot.first, snapshot.validate_first)

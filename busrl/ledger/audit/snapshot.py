@@ -288,7 +288,7 @@ class Terms:
 
     @property
     def g_min(self) -> int:
-        return max(2, math.ceil(0.75 * self.group_size))
+        return min(self.group_size, max(2, math.ceil(0.75 * self.group_size)))
 
 
 @dataclass

@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.config.schema import RESTARTS
-from busrl.engines.base import LENGTH
 from busrl.errors import CannotTrain
 from busrl.files import json_lines, tail
 from busrl.ledger.wal import SampleRecord
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
-from busrl.states import ACCIDENTS, Fate, fate_name
+from busrl.states import ACCIDENTS, Fate, Finish, fate_name
 
 Ints = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
@@ -75,11 +74,11 @@ class LogprobCheck:
         if not self.limit:
             return
         drawn = [(record, record.version_array() == version) for record in records]
-        exact = [(record, own) for record, own in drawn if own.any()][:SAMPLES]
-        if sum(int(own.sum()) for _, own in exact) < TOKENS:
+        compared = [(record, own) for record, own in drawn if own.any()][:SAMPLES]
+        if sum(int(own.sum()) for _, own in compared) < TOKENS:
             return
-        theirs = np.concatenate([record.logprob_array()[own] for record, own in exact])
-        ours = np.concatenate([row[own] for row, (_, own) in zip(score([record for record, _ in exact]), exact)])
+        theirs = np.concatenate([record.logprob_array()[own] for record, own in compared])
+        ours = np.concatenate([row[own] for row, (_, own) in zip(score([record for record, _ in compared]), compared)])
         gap = float(np.abs(theirs - ours).mean())
         if not gap <= self.limit:
             raise CannotTrain(
@@ -423,7 +422,7 @@ class Idling:
         if fate == Fate.FLAT.letter and len(lines):
             own = self.flat
             own.add(lines["reward"])
-            own.cut += int(np.count_nonzero(lines["finish"] == LENGTH))
+            own.cut += int(np.count_nonzero(lines["finish"] == Finish.LENGTH))
             own.last = sample()
 
     def end_streak(self) -> None:

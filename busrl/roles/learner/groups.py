@@ -24,7 +24,7 @@ import numpy.typing as npt
 from busrl.config.trial import tools_of_chats
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
-from busrl.engines.base import LENGTH
+from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
@@ -37,7 +37,7 @@ from busrl.roles.trajectory import (
     read_task,
     read_text,
 )
-from busrl.states import Fate, SampleClass
+from busrl.states import Fate, Finish, SampleClass
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -163,6 +163,13 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     return found
 
 
+def tag_at(ring: Ring, slot: int, key: str) -> str:
+    """The tag of the prompt in a slot (`busrl.data.figures.tag_of`); "" where its line has none."""
+    with contextlib.suppress(*UNREADABLE, msgspec.DecodeError):
+        return tag_of(msgspec.json.decode(read_task(ring, slot), type=dict[str, Any]), key)
+    return ""
+
+
 def shaped(lines: Lines, reward: Reward, limit: int) -> Lines:
     """Change, in place, the rewards of training answers: of those that the limit (in tokens) cut, to the number
     reward.truncated, or less a penalty; of those that come near it, less the soft overlong punishment.
@@ -178,7 +185,7 @@ def shaped(lines: Lines, reward: Reward, limit: int) -> Lines:
     if reward.overlong_tokens:
         lengths = lines["response_tokens"].astype(np.int64)
         lines["reward"] += np.where(whole, overlong(lengths, limit, reward.overlong_tokens, reward.overlong_penalty), 0)
-    cut = whole & (lines["finish"] == LENGTH)
+    cut = whole & (lines["finish"] == Finish.LENGTH)
     worth = lines["reward"] - penalty if isinstance(truncated, str) else truncated
     lines["reward"] = np.where(cut, worth, lines["reward"])
     return lines
@@ -230,8 +237,8 @@ class Excerpts:
             "group": record.group,
             **self._texts(ring, slot, word),
             "reward": record.reward,
-            "tokens": len(record.token_ids) // 4,
-            "finish": "length" if record.finish == LENGTH else "end",
+            "tokens": record.tokens,
+            "finish": "length" if record.finish == Finish.LENGTH else "end",
             "version": record.version,
             "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
             "rewards_of_group": [one.reward for one in claimed.records],

@@ -4,6 +4,8 @@ Talks to files through `busrl.ledger` and `busrl.training.checkpoint`, and to th
 gradients or the trigger.
 
 - Surviving history = checkpoint + log records after it; `trained` holds exactly the uids of both.
+- A checkpoint in shards is begun after one step and committed after a later one; until then a restart begins with the
+  one before, and the log has all that it needs.
 - A record is dropped from the log only after two checkpoints that hold its uids are whole on disk (one with
   `keep_last = 1`): if the newest one is damaged, the one before and the log lead to the same step.
 - A start from which steps are missing between checkpoint and log is refused: nothing is trained on weights that it
@@ -16,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ import numpy as np
 
 from busrl.config import Topology
 from busrl.data import training_stream
-from busrl.errors import DiskFull, UserError, WriteFailed
-from busrl.files import LineFile
+from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
+from busrl.files import LineFile, json_lines, replace
 from busrl.ledger.trained import (
     TrainedSet,
     checkpoints_of,
@@ -42,10 +43,11 @@ from busrl.ledger.wal import Record, Wal
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 from busrl.roles import predictor_state
-from busrl.states import Fate
+from busrl.states import Fate, place_of
 
 if TYPE_CHECKING:
     from busrl.roles.learner.step import TrainingStep
+    from busrl.training.checkpoint import Pending
 
 
 log = logging.getLogger("busrl")
@@ -70,14 +72,18 @@ class History:
         self._train_log_bytes = 0  # up to the newest checkpoint
         self._unwritten: list[Record] = []
         self._saved: Path | None = None  # the checkpoint that a restart would begin with
-        self.step = self.groups = self.highest_version = 0
+        self._pending: Pending | None = None  # that is being written
+        self.step = self.groups = self.highest_version = self._begun_at = 0
         # Slots of trained samples may still be REWARDED, or come back so when their dead owner is reaped.
         self.unfinished = True
 
     # -- start --------------------------------------------------------------------------------------------------
 
     def load(self, training: TrainingStep, also: Callable[[Mapping[str, Any], Path], None]) -> None:
-        """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder."""
+        """Continue from the newest whole checkpoint, if there is one; `also` gets its meta and its folder. CannotTrain
+        if the ranks of a predecessor failed twice with the same samples."""
+        if ends := next(iter(json_lines(self.paths.failed_work)), {}).get("ends"):
+            raise CannotTrain(ends)
         if mended := mend_trained_set(self.paths):
             log.warning(mended)
         torn: dict[Path, str] = {}
@@ -93,6 +99,8 @@ class History:
                 self._mend_train_log()
             training.stale.steps.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
+        elif elsewhere := self.topology.learner.start_from:
+            training.start_from(Path(elsewhere), self.topology.learner.start_optimizer)
         if self.wal is not None:
             # A record holds the newest version at its time; its own step may have been published as the one after.
             self.highest_version = max(self.highest_version, self.wal.last_version + 1)
@@ -128,13 +136,13 @@ class History:
 
     def _mend_train_log(self) -> None:
         """Rare, and it reads the whole file: the prompts are opened for it alone."""
-        width = 2 * self.topology.groups.size
+        size = self.topology.groups.size
         records = self.wal.records() if self.wal is not None else ()
         with training_stream(self.topology) as stream:
             self.warnings.append(
                 mend_train_log(
                     self.paths.train_log, self.step, self.trained, records,
-                    lambda uid: stream.item(uid // width).crc, self._train_log_bytes,
+                    lambda uid: stream.item(place_of(uid, size)[0]).crc, self._train_log_bytes,
                 )
             )
         self.train_log.close()
@@ -188,12 +196,14 @@ class History:
 
     def checkpoint(
         self, training: TrainingStep, version: int, also: Mapping[str, Any], save: Callable[[Path], None]
-    ) -> float:
-        """Write a checkpoint, then drop the records that it makes superfluous. Returns the seconds it took.
+    ) -> None:
+        """Write a checkpoint, or begin to: `commit` then has to be called. One that is being written is waited for.
 
         `also` is added to its meta, `save` writes further files into its folder.
         """
-        begun = time.monotonic()
+        if self._pending is not None and not self._pending.ready():
+            log.info("the checkpoint of step %d waits for that of step %d", self.step, self._begun_at)
+        self.commit()
         meta = {
             "version": version,
             "groups": self.groups,
@@ -216,13 +226,32 @@ class History:
         self._write_lines()
         self.train_log.flush()
         meta["train_log_bytes"] = self._train_log_bytes = self.paths.train_log.stat().st_size
-        self._saved = training.save_checkpoint(self.paths.checkpoints, self.step, meta, extras).path
-        if self.wal is not None and self.wal.fault():
-            self.wal.renew()
-        elif self.wal is not None:
+        if self.wal is not None:
             self.wal.end_segment()
+        self._pending = training.begin_checkpoint(self.paths.checkpoints, self.step, meta, extras)
+        self._begun_at = self.step
+        if self._pending is None:
+            self._committed()
+
+    def commit(self, wait: bool = True) -> bool:
+        """The checkpoint that was begun is one now, and the records that it makes superfluous go; without `wait` only
+        if all of it is on disk. False if there is none. DiskFull or WriteFailed with nothing left of it."""
+        pending = self._pending
+        if pending is None or not (wait or pending.ready()):
+            return False
+        self._pending = None
+        pending.commit(self.topology.limits.work_s)
+        self._committed()
+        return True
+
+    def _committed(self) -> None:
+        self._saved = self.paths.checkpoints / f"global_step_{self._begun_at}"
+        if self.wal is None:
+            return
+        if not self.wal.fault():
             self.wal.drop_before(self._log_begins() + 1)
-        return time.monotonic() - begun
+        elif self._begun_at == self.step:  # later records are nowhere else: the next step begins with a look at them
+            self.wal.renew()
 
     def _log_begins(self) -> int:
         """The step of the checkpoint from which the log leads on; 0 while there are too few."""
@@ -230,7 +259,27 @@ class History:
         kept = checkpoints_of(self.paths.checkpoints)
         return step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
 
+    def failed(self, problem: RankFailed) -> None:
+        """A rank failed with these samples, which is kept for the next life; CannotTrain if one did before with some of
+        them: it would again. That is kept too: this process may be ended before it could say so."""
+        before = next(iter(json_lines(self.paths.failed_work)), {})
+        ends = ""
+        if again := sorted({*problem.uids} & {*before.get("uids", ())}):
+            some = ", ".join(map(str, again[:8])) + (", ..." if len(again) > 8 else "")
+            ends = (
+                f"the ranks of the learner failed twice with samples {some}: {problem} (before: {before.get('text')}). "
+                "Look at these samples (busrl ring inspect RUN_DIR --uid N), at learner.micro_batch_tokens and at the "
+                f"memory of the rank; to try again, remove {self.paths.failed_work} and start the run again"
+            )
+        text = msgspec.json.encode({"uids": list(problem.uids), "text": str(problem), "ends": ends})
+        with contextlib.suppress(DiskFull, WriteFailed):
+            replace(self.paths.failed_work, text + b"\n")
+        if ends:
+            raise CannotTrain(ends) from problem
+
     def close(self) -> None:
+        if self._pending is not None:
+            self._pending.leave()
         if self.wal is not None:
             self.wal.close()
         self.train_log.close()

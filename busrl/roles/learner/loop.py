@@ -16,23 +16,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from busrl import device
-from busrl.algorithms import catalog
 from busrl.config.derive import checkpoint_is_due, make_plan
-from busrl.errors import CannotTrain, DiskFull, FateRefused, WriteFailed
+from busrl.errors import CannotTrain, DiskFull, FateRefused, RankFailed, WriteFailed
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
 from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew, LogprobCheck
 from busrl.roles.learner.control import Control
-from busrl.roles.learner.groups import Claimed, Excerpts, Malformed, claim_groups, end, give_back, parts_of, shaped
+from busrl.roles.learner.groups import (
+    Claimed,
+    Excerpts,
+    Malformed,
+    claim_groups,
+    end,
+    give_back,
+    parts_of,
+    shaped,
+    tag_at,
+)
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
@@ -49,6 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
+COMPILE_S = 1800.0  # for learner.memory.compile, before the first step
 
 
 class Learner(Actor):
@@ -59,21 +69,23 @@ class Learner(Actor):
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
         limits = self.topology.derived.limits
-        streaming = not catalog.held_back(self.config) and not self.config.deterministic
-        self.plan = make_plan(self.topology, streaming=streaming)
         self.waves = Waves.of(limits)
         self.scanner = GroupScanner(self.fates.view(), self.topology.groups.size, horizon=self.topology.derived.horizon)
         self.team = self._gathered() if self.topology.ranks > 1 else None
-        self.training = TrainingStep(self.topology, self.team)
+        with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
+            self.training = TrainingStep(self.topology, self.team)
+        self.plan = make_plan(self.topology, streaming=self.training.streams and not self.config.deterministic)
         waits_s = 0.0 if self.team is None else self.config.parallel.collective_timeout_s  # for another rank
-        self.deadline = WorkDeadline(self.topology.limits.progress_s + waits_s, self.work_s + waits_s)
+        # A micro-batch of another kind than the probe's may be compiled at any time.
+        least_s = self.work_s if self.config.memory.compile else self.topology.limits.progress_s
+        self.deadline = WorkDeadline(least_s + waits_s, self.work_s + waits_s)
         self.training.moved = self._moved
         if self.topology.mock.learner_s_per_token:
             self.training.pace = self._take_as_long
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics)
-        self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics)
+        self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved)
         self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
         self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms()
@@ -94,7 +106,7 @@ class Learner(Actor):
     def _recover(self) -> None:
         """Load the newest checkpoint, train the log's records after it again, and finish what a predecessor began."""
         self.deadline.begin()
-        with self.activity("recover", self.work_s):
+        with self.activity("recover", max(self.work_s, COMPILE_S) if self.config.memory.compile else self.work_s):
             self.history = History(self.paths, self.topology)
             self.history.load(self.training, self.control.load)
             if self.training.changed:
@@ -107,11 +119,11 @@ class Learner(Actor):
             self.publisher = Publisher(self, self.history.highest_version, self.training.write)
             if self.training.shared and not join_engine(self.publisher, self.training, lambda: self.history.step):
                 return  # stopped meanwhile
-            if self.history.step or self.publisher.version:
+            if self.history.step or self.publisher.version or self.training.from_elsewhere:
                 log.info("resumed at step %d (%d of them trained again from the log)", self.history.step, replayed)
                 self._publish()
             else:
-                self.publisher.begin(self.training.weights)
+                self.publisher.start_fresh(self.training.weights)
         self.begun_at = self.history.step
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.ring.set_header(HeaderWord.STEP, self.history.step)
@@ -124,7 +136,8 @@ class Learner(Actor):
         replayed = 0
         for record in self.history.to_replay():
             self.training.stale.at(record.version, record.step - 1)
-            stats = self.training.replay(record)
+            with self._blamed():
+                stats = self.training.replay(record)
             self.control.step(record, stats, {})
             self.history.finished(record)
             self.metrics.replayed(record, stats)
@@ -134,7 +147,7 @@ class Learner(Actor):
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def work(self) -> bool:
         """Look, decide, act. True when anything moved."""
         if self._is_over():
             self._finish()
@@ -142,6 +155,7 @@ class Learner(Actor):
         self.publisher.check()
         begun = time.monotonic_ns()
         self.publisher.announce()
+        self._commit_checkpoint()
         self._free_trained()
         view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
@@ -210,14 +224,18 @@ class Learner(Actor):
     def _set_aside(self, view: GroupView, action: SetAside) -> bool:
         lines = self._shaped_lines()
         slots = view.slots_of(action.draw)
-        self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts_of(self.ring, slots))
         shown = slots[0]
+        parts, tag = parts_of(self.ring, slots), self._tag(shown)
+        self.metrics.set_aside(lines[slots], action.fate, self.history.step + 1, parts, tag)
         self.idling.set_aside(lines[slots], action.fate, lambda: self.excerpts.glimpse(self.ring, shown, lines[shown]))
         self.skew.ended(action.draw, lines["response_tokens"][slots].tolist(), action.fate)
         for slot in slots:
             if int(lines["state"][slot]) == State.REWARDED and int(lines["group"][slot]) == action.draw:
                 self.ring.drop(slot, int(lines["word"][slot]), action.fate)
         return True
+
+    def _tag(self, slot: int) -> str:
+        return tag_at(self.ring, slot, self.topology.validation.tag_key)
 
     def _has_fate(self, draw: int, fate: str) -> bool:
         width = 2 * self.topology.groups.size
@@ -241,7 +259,7 @@ class Learner(Actor):
         if ends and not solved:
             self._return_claims()
             if self.history.step > self.begun_at:
-                self._checkpoint()
+                self._checkpoint(wait=True)
             raise CannotTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
@@ -275,7 +293,7 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.stale.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
-        with self.activity("accumulate", self.deadline.begin()):
+        with self.activity("accumulate", self.deadline.begin()), self._blamed():
             self.training.accumulate(records, self._present_version())
 
     def _take_as_long(self, begun: float, tokens: int) -> None:
@@ -310,14 +328,15 @@ class Learner(Actor):
                 samples=[record for group in groups for record in group.records],
                 dmmpt=self.training.trainer.skip_mastered,
             )
-            exact = self._present_version()
-            if exact is not None:
-                self.logprob_check.first(record.samples, exact, self.training.score)
+            trained_version = self._present_version()
+            if trained_version is not None:
+                self.logprob_check.first(record.samples, trained_version, self.training.score)
             if not self._commit(record):
                 return
             excerpts = self.excerpts.of_step(self.ring, groups)
             for group in groups:
-                self.metrics.reward_parts(parts_of(self.ring, [slot for slot, _ in group.slots]))
+                slots = [slot for slot, _ in group.slots]
+                self.metrics.trained(group.group, parts_of(self.ring, slots), self._tag(slots[0]))
                 end(self.ring, group, Fate.TRAINED)
             self.claimed.clear()
             self.training.stale.at(record.version, self.history.step)
@@ -331,7 +350,7 @@ class Learner(Actor):
             }
             row = self.metrics.step(record, stats, excerpts, self.publisher.version, published_s, more)
             self.control.step(record, stats, row)
-            self._report_step(record, stats, row, exact)
+            self._report_step(record, stats, row, trained_version)
             due = checkpoint_is_due(self.topology, self.history.step, self.history.groups, len(groups))
             if due and not self._is_over():
                 self._checkpoint()
@@ -340,20 +359,20 @@ class Learner(Actor):
     def _lengths(self, groups: Sequence[Claimed], view: GroupView) -> dict[str, Any]:
         """How the lengths that were trained compare with those that were drawn; a warning when they begin to differ."""
         for group in groups:
-            self.skew.ended(group.group, [len(record.token_ids) // 4 for record in group.records], Fate.TRAINED.letter)
+            self.skew.ended(group.group, [record.tokens for record in group.records], Fate.TRAINED.letter)
         figures = self.skew.step([*view.draws.tolist(), *view.unopened(1).tolist()])
         if warning := self.skew.warning(figures):
             self.warn("learner", warning, kind="length skew")
         return figures
 
-    def _report_step(self, record: Record, stats: StepStats, row: dict[str, Any], exact: int | None) -> None:
-        """The finished step on the bus, and its warnings. `exact`: the version of the weights that were trained."""
+    def _report_step(self, record: Record, stats: StepStats, row: dict[str, Any], trained_version: int | None) -> None:
+        """The finished step on the bus, and its warnings. `trained_version`: that of the weights that were trained."""
         step, found = self.history.step, stats.diagnostics
         self.bus.send(m.LearnerStateUpdate(**self.metrics.update(self.control.numbers())))
         self.idling.add_rewards([sample.reward for sample in record.samples])
         self.idling.end_streak()
-        if exact is not None and (
-            text := self.logprob_check.warning(step - 1, exact, found.mismatch, found.mismatch_begun)
+        if trained_version is not None and (
+            text := self.logprob_check.warning(step - 1, trained_version, found.mismatch, found.mismatch_begun)
         ):
             self.warn("learner", text, kind="mismatch")
         for text in self.own_metrics.failures:
@@ -379,7 +398,7 @@ class Learner(Actor):
         if not fault:
             return True
         self.warn("learner", f"{fault}; a checkpoint is written at once, so nothing is lost", "error", kind="history")
-        return self.write_or_wait("training", self._write_checkpoint)
+        return self.write_or_wait("training", lambda: self._write_checkpoint(wait=True))
 
     def _commit(self, record: Record) -> bool:
         """Append to the log: the commit point. While the disk is full, hold the batch and report it."""
@@ -393,23 +412,42 @@ class Learner(Actor):
             self._accumulate()
             return self.training.finish(groups)
         self.pending = []
-        return self.training.train(samples, groups, self._present_version())
+        with self._blamed():
+            return self.training.train(samples, groups, self._present_version())
+
+    @contextlib.contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """What fails twice with the same samples ends the run with their names."""
+        try:
+            yield
+        except RankFailed as problem:
+            self.history.failed(problem)
+            raise
 
     def _publish(self) -> float:
         return self.publisher.publish(self.history.step, self.training.weights())
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, wait: bool = False) -> None:
         try:
-            self._write_checkpoint()
+            self._write_checkpoint(wait)
         except (DiskFull, WriteFailed) as problem:
             self.warn("learner", f"no checkpoint at step {self.history.step}, the log is kept: {problem}", "error")
 
-    def _write_checkpoint(self) -> None:
-        self.deadline.begin()  # whatever was waited for before
+    def _write_checkpoint(self, wait: bool = False) -> None:
+        """Begin one, and see it written where that is asked for, here or by the topology."""
+        begun, _ = time.monotonic(), self.deadline.begin()  # whatever was waited for before
         with self.activity("checkpoint", self.work_s):
-            self.metrics.checkpoint_s = self.history.checkpoint(
-                self.training, self.publisher.version, self.control.meta(), self._save_control
-            )
+            self.history.checkpoint(self.training, self.publisher.version, self.control.meta(), self._save_control)
+            if wait or not self.topology.learner.saves_meanwhile(self.topology.ranks):
+                self.history.commit()
+            self.metrics.checkpoint_s = time.monotonic() - begun
+
+    def _commit_checkpoint(self) -> None:
+        """One that was begun and is on disk by now."""
+        try:
+            self.history.commit(wait=False)
+        except (DiskFull, WriteFailed) as problem:
+            self.warn("learner", f"a checkpoint was lost while it was written, the log is kept: {problem}", "error")
 
     def _save_control(self, directory: Path) -> None:
         """The last file of a checkpoint, which is refused if the weights were lost while they were written."""
@@ -423,7 +461,7 @@ class Learner(Actor):
         self._return_claims()
         if self.ring.header(HeaderWord.UNPUBLISHED_GROUPS):
             self._publish()
-        if not self.write_or_wait("the last checkpoint", self._write_checkpoint):
+        if not self.write_or_wait("the last checkpoint", lambda: self._write_checkpoint(wait=True)):
             return
         self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
         self.stop("nothing is left to learn" if self._solved else "all steps are done")
@@ -437,7 +475,7 @@ class Learner(Actor):
     def teardown(self) -> None:
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.FINISHING:
             self._return_claims()
-            self._checkpoint()
+            self._checkpoint(wait=True)
         self.publisher.close()
         self.control.close()
         self.metrics.close()

@@ -8,6 +8,7 @@ groups that ended since the last step, flat ones included; `reward_trained` over
   theirs when it is made. A learner that starts again reads back what no step's line has counted yet, so the headline
   reward counts each group that ended once.
 - Of groups set aside only sums are held: a run may set groups aside for ever and make no step.
+- Figures of a source or tag are over the groups whose lines have it; a replayed step has none, its lines are not read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +26,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.engines.base import LENGTH
+from busrl.data.figures import MOST_TAGS
 from busrl.errors import MachineError
 from busrl.files import LineFile, json_lines
 from busrl.ledger.trainlog import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
-from busrl.states import Fate
+from busrl.states import Fate, Finish
 
 if TYPE_CHECKING:
     from busrl.roles.learner.alarms import Idling
@@ -55,13 +57,40 @@ class GroupsLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     lengths: list[list[int]]  # of each member, tokens
     rewards: list[list[float]]
     parts: dict[str, list[float]] = {}  # of the rewards of a group set aside, where the function gives any
+    tags: list[str] = []  # of the line of each group, "" without one
+
+
+@dataclass
+class OfTag:
+    """Sums over the groups of one source or tag; `solved`: answers with at least the reward of a right one."""
+
+    groups: int = 0
+    flat: int = 0
+    samples: int = 0
+    solved: int = 0
+    reward: float = 0.0
+    tokens: int = 0
+
+    def add(self, other: OfTag) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def row(self) -> dict[str, float]:
+        per = 1 / max(1, self.samples)
+        return {
+            "groups": self.groups, "samples": self.samples, "reward": self.reward * per, "pass_rate": self.solved * per,
+            "length": self.tokens * per, "flat_share": self.flat / max(1, self.groups),
+        }
 
 
 class Ended:
-    """Sums over groups that ended: their fates; total and count of `reward`, `length` and each part of the reward."""
+    """Sums over groups that ended: their fates; total and count of `reward`, `length` and each part of the reward; the
+    same by tag. `solved`: the least reward of a right answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, solved: float = 1.0) -> None:
+        self.solved = solved
         self.fates: Counter[str] = Counter()
+        self.tags: dict[str, OfTag] = {}
         self._totals: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
 
@@ -76,12 +105,22 @@ class Ended:
         self.add("length", chain.from_iterable(line.lengths))
         for name, values in line.parts.items():
             self.add(PART + name, values)
+        for tag, fate, rewards, lengths in zip(line.tags, line.fates, line.rewards, line.lengths):
+            solved = sum(reward >= self.solved for reward in rewards)
+            flat = fate == Fate.FLAT.letter
+            self._add_to_tag(tag, OfTag(1, flat, len(rewards), solved, sum(rewards), sum(lengths)))
+
+    def _add_to_tag(self, tag: str, more: OfTag) -> None:
+        if tag in self.tags or (tag and len(self.tags) < MOST_TAGS):
+            self.tags.setdefault(tag, OfTag()).add(more)
 
     def join(self, other: Ended) -> None:
         self.fates.update(other.fates)
         self._counts.update(other._counts)
         for name, total in other._totals.items():
             self._totals[name] = self._totals.get(name, 0.0) + total
+        for tag, more in other.tags.items():
+            self._add_to_tag(tag, more)
 
     @property
     def groups(self) -> int:
@@ -99,6 +138,8 @@ class Ended:
             row |= {"reward": means["reward"], "length_ended": means["length"], "flat_share": flat_share}
         if parts := {name.removeprefix(PART): mean for name, mean in means.items() if name.startswith(PART)}:
             row["reward_parts"] = parts
+        if self.tags:
+            row["by"] = {tag: found.row() for tag, found in self.tags.items()}
         return row
 
 
@@ -110,9 +151,11 @@ class StepMetrics:
     """
 
     def __init__(
-        self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None
+        self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None,
+        solved: float = 1.0,
     ) -> None:
         self.own = own  # the user's metrics
+        self._solved = solved
         self._written = last_step(paths.metrics)
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
@@ -125,7 +168,8 @@ class StepMetrics:
         self._recall(paths.groups, begun)
 
     def _clear(self) -> None:
-        self.ended = Ended()  # groups that were set aside since the last step
+        self.ended = Ended(self._solved)  # groups that were set aside since the last step
+        self._tags: dict[int, str] = {}  # of the groups that are trained
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
@@ -148,7 +192,7 @@ class StepMetrics:
             lost = {step: ended for step, ended in self._earlier.items() if step > self._written}
             self._groups_written, self._earlier, self._known = line.step, lost, {}
         elif len(line.draws) == len(line.fates) == 1 and begun(line.draws[0], line.fates):
-            self._earlier.setdefault(line.step, Ended()).add_line(line)
+            self._earlier.setdefault(line.step, Ended(self._solved)).add_line(line)
             self._known[line.draws[0]] = None
             if len(self._known) > HALF_DROPPED:
                 del self._known[next(iter(self._known))]
@@ -168,7 +212,7 @@ class StepMetrics:
             self._started = self._last = time.monotonic()
 
     def set_aside(
-        self, lines: npt.NDArray[Any], fate: str, step: int, parts: Iterable[Mapping[str, float]] = ()
+        self, lines: npt.NDArray[Any], fate: str, step: int, parts: Iterable[Mapping[str, float]] = (), tag: str = ""
     ) -> None:
         """A group's survivors are about to be dropped by a rule; `step` is the coming one, which counts them."""
         draw = int(lines["group"][0])
@@ -177,7 +221,7 @@ class StepMetrics:
             return
         line = GroupsLine(
             step=step, draws=[draw], fates=fate, born=[int(lines["step"].min())],
-            lengths=[lines["response_tokens"].tolist()], rewards=[lines["reward"].tolist()],
+            lengths=[lines["response_tokens"].tolist()], rewards=[lines["reward"].tolist()], tags=[tag] if tag else [],
         )
         for found in parts:
             for name, value in found.items():
@@ -185,8 +229,9 @@ class StepMetrics:
         self._write_groups(line)
         self.ended.add_line(line)
 
-    def reward_parts(self, found: Iterable[Mapping[str, float]]) -> None:
-        """Parts of the rewards of samples that are trained."""
+    def trained(self, draw: int, found: Iterable[Mapping[str, float]], tag: str = "") -> None:
+        """Parts of the rewards of a group that is trained, and the tag of its line."""
+        self._tags |= {draw: tag} if tag else {}
         for parts in found:
             for name, value in parts.items():
                 self.ended.add(PART + name, [value])
@@ -204,7 +249,7 @@ class StepMetrics:
         published_s: float, more: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Write the lines of a finished step, with what others counted (`more`). Returns the row."""
-        now, line = time.monotonic(), _line_of(record)
+        now, line = time.monotonic(), _line_of(record, self._tags)
         self.ended.add_line(line)
         row: dict[str, Any] = {
             "step": record.step,
@@ -248,7 +293,7 @@ class StepMetrics:
 
     def replayed(self, record: Record, stats: StepStats) -> None:
         """The lines of a step that a predecessor logged, but died before it wrote them; without what only it knew."""
-        ended, line = self._earlier.pop(record.step, Ended()), _line_of(record)
+        ended, line = self._earlier.pop(record.step, Ended(self._solved)), _line_of(record)
         if record.step > self._groups_written:
             self._write_groups(line)
         if record.step <= self._written:
@@ -277,6 +322,7 @@ class StepMetrics:
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}
         for key in ("reward_parts", "metrics"):
             numbers |= {f"{key}/{name}": value for name, value in row.get(key, {}).items()}
+        numbers |= {f"by/{tag}/{name}": one for tag, of in row.get("by", {}).items() for name, one in of.items()}
         numbers.update(more)
         fields = ("entropy", "version", "step", "groups", "reward", "tokens", "samples", "age_mean")
         return {**{name: row[name] for name in fields}, "metrics": numbers}
@@ -290,13 +336,14 @@ def _members(record: Record) -> list[list[SampleRecord]]:
     return [list(own) for _, own in groupby(record.samples, key=lambda sample: sample.group)]
 
 
-def _line_of(record: Record) -> GroupsLine:
+def _line_of(record: Record, tags: Mapping[int, str] | None = None) -> GroupsLine:
     members = _members(record)
     return GroupsLine(
         step=record.step, draws=[own[0].group for own in members], fates=Fate.TRAINED.letter * len(members),
         born=[min(sample.step for sample in own) for own in members],
         lengths=[_lengths(own).tolist() for own in members],
         rewards=[[sample.reward for sample in own] for own in members],
+        tags=[tags.get(own[0].group, "") for own in members] if tags else [],
     )
 
 
@@ -336,7 +383,7 @@ def _trained(record: Record) -> dict[str, Any]:
         "length_p95": float(np.percentile(lengths, 95)),
         "segments_mean": float(np.mean(segments)),
         "segments_max": max(segments),
-        "cut_share": float(np.mean([sample.finish == LENGTH for sample in record.samples])),
+        "cut_share": float(np.mean([sample.finish == Finish.LENGTH for sample in record.samples])),
         "age_mean": float(ages.mean()),
         "age_p95": float(np.percentile(ages, 95)),
         "age_max": int(ages.max()),
@@ -345,7 +392,7 @@ def _trained(record: Record) -> dict[str, Any]:
 
 
 def _lengths(samples: Sequence[SampleRecord]) -> npt.NDArray[np.int64]:
-    return np.array([len(sample.token_ids) // 4 for sample in samples])
+    return np.array([sample.tokens for sample in samples])
 
 
 def _by_quartile(groups: Sequence[Sequence[SampleRecord]], ages: npt.NDArray[np.int64]) -> list[float]:

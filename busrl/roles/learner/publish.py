@@ -27,8 +27,9 @@ from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.states import HeaderWord
 from busrl.weights.base import GroupCallbacks, GroupChange
-from busrl.weights.factory import Settings, make_sender
-from busrl.weights.shared import OneCopySender
+from busrl.weights.factory import TransportSettings, make_sender
+from busrl.weights.one_copy import OneCopySender
+from busrl.weights.tensors import described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,7 @@ class Publisher:
         self._groups: deque[GroupChange] = deque(maxlen=GROUPS_KEPT)
         self._missing: deque[tuple[str, str]] = deque(maxlen=GROUPS_KEPT)
         callbacks = GroupCallbacks(self._groups.append, lambda name, text: self._missing.append((name, text)))
-        self.sender = make_sender(Settings.of(actor.topology, actor.paths), callbacks, write)
+        self.sender = make_sender(TransportSettings.of(actor.topology, actor.paths), callbacks, write)
         self.sender.hook = lambda _: self.ring.progress()
         self._work_s = actor.topology.limits.work_s
         self.version = max(highest, self.ring.header(HeaderWord.VERSION))
@@ -61,13 +62,13 @@ class Publisher:
 
     def publish(self, step: int, weights: Mapping[str, Tensor]) -> float:
         """Make `weights` of `step` the next version. Returns the seconds it took, the wait for a validator left out."""
-        if not self.sender.begun:  # behind a fence it was waited for already, and the engine waits
+        if not self.sender.engines_paused:  # behind a fence it was waited for already, and the engine waits
             self._wait_for_pin()
         begun = time.monotonic()
         if self._late is not None:
             self._late.append((step, _copies(weights)))
             step, weights = self._late[0]
-        version, named = self.next_version(), dict(weights)
+        version, named = self.next_version(), weights if described(weights) is not weights else dict(weights)
         with self.actor.activity("publish", self._work_s):
             if not self.actor.write_or_wait("publication", lambda: self.sender.publish(version, step, named)):
                 return time.monotonic() - begun
@@ -89,7 +90,7 @@ class Publisher:
     def fence(self, step: int) -> None:
         """Before the engine's own weights are changed to those of `step`: it is paused until they are published."""
         self._wait_for_pin()
-        self.sender.begin(self.next_version(), step)
+        self.sender.pause_engines(self.next_version(), step)
 
     def check(self) -> None:
         """WeightsOwnerLost if the weights lie in the memory of a process that is gone."""
@@ -106,7 +107,7 @@ class Publisher:
                 m.WeightsGroup(epoch=change.epoch, members=list(change.members), why=change.why[: m.MAX_ACTIVITY])
             )
 
-    def begin(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+    def start_fresh(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         """A fresh run: engines have these weights without a publication."""
         if self._late is not None:
             self._late.append((0, _copies(weights())))
@@ -156,8 +157,8 @@ def join_engine(publisher: Publisher, training: TrainingStep, step: Callable[[],
             views = sender.connect(training.weights(), training.device, left_s, lambda: actor.stopping)
             if views is None:
                 return False
-            if step() or publisher.version:
-                sender.begin(publisher.next_version(), step())
+            if step() or publisher.version or training.from_elsewhere:
+                sender.pause_engines(publisher.next_version(), step())
                 sender.write(training.weights())
             else:
                 _check_equal(views, training.weights())

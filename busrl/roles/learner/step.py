@@ -1,16 +1,17 @@
-"""One optimiser step, from sample records to new weights: the learner's only door to torch.
+"""One optimiser step, from sample records to new weights.
 
-Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring, the bus or the log.
+Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring and the bus; of the log, its records alone.
 
-- Groups come whole: an advantage compares a sample with its own group only.
+- Groups come whole: most advantages compare a sample with its own group only, some with the whole step.
 - The same records in the same batch give the same step, live or replayed from the log, up to the order of summation.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -23,21 +24,30 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms import advantages as formulas
-from busrl.algorithms import catalog, losses, terms
+from busrl.algorithms import catalog, losses, terms, values
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
-from busrl.engines.base import LENGTH
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
+from busrl.states import Finish
 from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, first_fault
-from busrl.training.checkpoint import Checkpoint
-from busrl.training.custom import load_estimator
+from busrl.training.checkpoint import Checkpoint, Pending
+from busrl.training.critic import FOLDER as VALUE
+from busrl.training.custom import OwnLoss, load_estimator
 from busrl.training.forward import AUTO, Forward, choose_forward
-from busrl.training.model import Adapter, LoraSettings, copied_weights, load, named_weights, vocabulary
+from busrl.training.model import (
+    Adapter,
+    LoraSettings,
+    copied_weights,
+    load,
+    named_weights,
+    require_vocabulary,
+    vocabulary,
+)
 from busrl.training.team import Team
-from busrl.training.trainer import Schedule, StepStats, Trainer, TrainerSettings, combined, keep_freed_memory
+from busrl.training.trainer import Given, Schedule, StepStats, Trainer, TrainerSettings, combined
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
@@ -78,13 +88,17 @@ class StaleTokenMask:
         return ages[place]
 
     def leading(self, record: SampleRecord) -> int:
-        """How many tokens at the start of the answer are not to be trained."""
+        """How many tokens at the start of the answer are not to be trained, counted."""
+        count = self.count(record)
+        self.masked += count
+        return count
+
+    def count(self, record: SampleRecord) -> int:
+        """The same, not counted."""
         if self.bound is None or self.now - record.step <= self.bound:
             return 0
         late = np.flatnonzero(self.ages(record.version_array()) > self.bound)
-        count = int(late[-1]) + 1 if len(late) else 0
-        self.masked += count
-        return count
+        return int(late[-1]) + 1 if len(late) else 0
 
     def taken(self) -> int:
         """Tokens that were left out since the last call."""
@@ -101,7 +115,7 @@ class TrainingStep:
 
     def __init__(self, topology: Topology, team: Team | None = None) -> None:
         """`team`: the other ranks, where the model is spread over several."""
-        keep_freed_memory()
+        device.keep_freed_memory()
         self.config, self.team = topology.learner, team
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
@@ -120,18 +134,22 @@ class TrainingStep:
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
         self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
         self.masks_cut = topology.reward.truncated == "mask"
-        self.cut_tokens = 0  # of answers that were not trained, in the step under way
+        # Of the step under way: tokens of answers that were not trained since they were cut, or all too old.
+        self.cut_tokens = self.gone_tokens = 0
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
+        # An adapter is small, and its checkpoint a folder that peft loads.
+        self.in_shards = not topology.lora.on and (team is not None or self.config.checkpoint_mode == "async")
+        self.from_elsewhere = False  # whether it has begun with weights that are not those of model.path
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch and each part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
         self.pace: Callable[[float, int], None] | None = None  # called with the begin and the tokens of an accumulation
         self.shared = weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
-        own = topology.lora
-        self.lora = LoraSettings(own.rank, own.scale, own.targets, own.dropout, topology.run.seed) if own.on else None
+        self.lora = LoraSettings.of(topology)
         self.gives_adapters = weights.transport in ADAPTERS
         self.referred = Path(topology.model.reference) if topology.model.reference else None
-        self._reference: Forward | None = None
+        self.teacher = Path(topology.model.teacher) if topology.model.teacher else None
+        self._others: dict[Path, Forward] = {}  # models that are read and not trained
         self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
@@ -140,10 +158,13 @@ class TrainingStep:
         """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
         model: it is not trained."""
         if self.team is not None:
-            return self.team.trainer(folder, self.settings)
+            made = self.team.trainer(folder, self.settings)
+            self.adapter = made.adapter
+            return made
         model = self._loaded(
             folder, torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
         )
+        device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
         if self.lora is None:
             return Trainer(model, self.settings)
         self.adapter = Adapter(model, self.lora)
@@ -154,28 +175,49 @@ class TrainingStep:
 
     def _refer(self, trainer: Trainer) -> Callable[[Sequence[Sample], Flat], Tensor] | None:
         """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
-        if self.config.kl == "none":
-            return None
+        read = self.config.kl != "none" or self._loss_reads("reference", trainer)
+        if not read or self.team is not None:  # a team's trainer has it
+            return trainer.reference
         if (adapter := self.adapter) is not None and self.referred is None:
-            def without(samples: Sequence[Sample], flat: Flat) -> Tensor:
-                with adapter.off():
-                    return trainer.forward.score(samples, flat)[0]
-
-            return without
-        if self._reference is None:
-            model = self._loaded(self.referred or self.source, getattr(torch, self.settings.compute_dtype))
-            if vocabulary(model) != (own := vocabulary(trainer.model)):
-                raise UserError(
-                    f"model.reference = {self.referred}: its vocabulary has {vocabulary(model)} tokens, that of the "
-                    f"trained model {own}; give an earlier version of the model, or none"
-                )
-            self._reference = choose_forward(model.requires_grad_(False), attention=self.settings.attention)
-        forward = self._reference
+            return adapter.base_alone(trainer.forward.score)
+        forward = self._other(self.referred or self.source)
+        require_vocabulary(self.referred or self.source, forward.model, trainer.model)
         return lambda samples, flat: forward.score(samples, flat)[0]
+
+    def _teach(self, trainer: Trainer) -> Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]] | None:
+        """What gives a teacher's most probable tokens, of those that the model has."""
+        if not catalog.taught(self.config) and not self._loss_reads("teacher", trainer):
+            return None
+        if self.teacher is None:
+            raise UserError(f'learner.loss = "{self.config.loss}": it needs a teacher; set model.teacher to its folder')
+        forward, words = self._other(self.teacher), vocabulary(trainer.model)
+        return lambda samples, flat: forward.best(samples, flat, self.config.teacher_k, words)
+
+    def _loss_reads(self, name: str, trainer: Trainer) -> bool:
+        """Whether a loss of the user's says that it reads that."""
+        return isinstance(trainer.loss, OwnLoss) and trainer.loss.reads(name)
+
+    def _loss_may_read(self, name: str) -> bool:
+        """The same, or says nothing of what it reads."""
+        own = self.trainer.loss
+        return not isinstance(own, OwnLoss) or own.uses is None or own.reads(name)
+
+    @property
+    def streams(self) -> bool:
+        """Whether parts of a step may be computed before all of it is there."""
+        own = self.trainer.loss
+        return not catalog.held_back(self.config) and (not isinstance(own, OwnLoss) or own.streamable)
+
+    def _other(self, folder: Path) -> Forward:
+        """A model that is only read, in the compute type."""
+        if folder not in self._others:
+            model = self._loaded(folder, getattr(torch, self.settings.compute_dtype)).requires_grad_(False)
+            self._others[folder] = choose_forward(model, attention=self.settings.attention)
+        return self._others[folder]
 
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        trainer.reference = self._refer(trainer)
+        trainer.reference, trainer.teacher = self._refer(trainer), self._teach(trainer)
         trainer.moved = lambda: self.moved()
         trainer.ages_of = self.stale.ages
 
@@ -187,21 +229,27 @@ class TrainingStep:
 
     def train(self, records: Sequence[SampleRecord], groups: int, version: int | None) -> StepStats:
         """A whole step at once. With several updates per batch each takes a share of the groups, all at the rate of the
-        step and, for a loss that reads them, against the log-probabilities that the weights gave before the first."""
-        updates = min(self.config.updates_per_batch, groups)
-        if updates == 1:
-            self._add(records, self._advantages(records), version)
+        step and, for a loss that reads them, against the log-probabilities that the weights gave before the first; with
+        several passes all of them again, in another order. Advantages and values are those before the first update."""
+        updates, passes = min(self.config.updates_per_batch, groups), self.config.passes_per_batch
+        given = self._given(records)
+        if updates == passes == 1:
+            self._add(records, given, version)
             return self.finish(groups)
         rate = self.schedule(self.groups, groups)
-        advantages = self._advantages(records)
-        proximal = self.trainer.score(self._samples(records)) if catalog.needs_proximal(self.config) else None
+        if catalog.needs_proximal(self.config) and self._loss_may_read("prox"):
+            given = replace(given, proximal=self.trainer.score(self._samples(records)))
         made = []
-        for number, part in enumerate(_split(records, updates)):
-            share = [records[i] for i in part]
-            before = None if proximal is None else [proximal[i] for i in part]
-            self._add(share, [advantages[i] for i in part], None if number else version, before, number)
+        for number, part in enumerate(self._shares(records, updates, passes)):
+            self._add([records[i] for i in part], given.of(part), None if number else version, number)
             made.append(self._update(rate))
         return self._ended(made, groups)
+
+    def _shares(self, records: Sequence[SampleRecord], updates: int, passes: int) -> Iterator[list[int]]:
+        """Positions of the records of each update. The order of a pass depends on the seed and the step alone."""
+        for one in range(passes):
+            seed = None if not one else zlib.crc32(f"{self.seed} {self.stale.now} pass {one}".encode())
+            yield from _split(records, updates, seed)
 
     def accumulate(self, records: Sequence[SampleRecord], version: int | None) -> None:
         """Forward and backward of whole groups, added to the step under way.
@@ -211,13 +259,12 @@ class TrainingStep:
         if self.config.advantage in ONCE:  # divided by what the whole step gives
             centred = self._group_advantages(records)
             self._centred += centred
-            self._add(records, centred, version)
+            self._add(records, Given(centred), version)
         else:
-            self._add(records, self._advantages(records), version)
+            self._add(records, self._given(records), version)
 
     def _add(
-        self, records: Sequence[SampleRecord], advantages: Sequence[float], version: int | None,
-        proximal: Logprobs | None = None, number: int = 0,
+        self, records: Sequence[SampleRecord], given: Given, version: int | None, number: int = 0
     ) -> None:
         """Leading tokens that are too old are context, and a sample of which nothing else is left is not trained; nor
         is one that the limit cut, under reward.truncated = "mask". Their rewards count in their groups' advantages.
@@ -225,11 +272,12 @@ class TrainingStep:
         if not records:
             return
         begun = time.monotonic()
-        skipped = [self.stale.leading(record) for record in records]
-        kept = [i for i, one in enumerate(records) if skipped[i] < len(one.versions) // 4 and not self._cut(one)]
+        whole = [0 if self._cut(record) else record.tokens for record in records]
+        skipped = [self.stale.leading(record) if whole[i] else 0 for i, record in enumerate(records)]
+        kept = [i for i, tokens in enumerate(whole) if skipped[i] < tokens]
+        self.gone_tokens += sum(tokens for i, tokens in enumerate(whole) if skipped[i] == tokens)
         samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
-        own = [advantages[i] for i in kept]
-        rows = None if proximal is None else [proximal[i] for i in kept]
+        own = given.of(kept)
         tokens = [len(sample.token_ids) - sample.context for sample in samples]
         weights, denominator = formulas.weights(
             self.config.aggregation, tokens, [sample.group for sample in samples], self.config.length_norm
@@ -237,22 +285,20 @@ class TrainingStep:
         self._denominator += denominator
         plain = self.config.aggregation in UNWEIGHTED
         self.trainer.accumulate(
-            samples, own, rows, version, weights=None if plain else weights,
-            chosen=self._chosen(samples, own, rows, number),
+            samples, own.advantages, own.proximal, version, weights=None if plain else weights,
+            chosen=self._chosen(samples, own, number), valued=own.valued,
         )
         if self.pace is not None:
-            self.pace(begun, sum(len(record.versions) // 4 for record in records))
+            self.pace(begun, sum(record.tokens for record in records))
 
     def _cut(self, record: SampleRecord) -> bool:
         """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
-        if not self.masks_cut or record.finish != LENGTH:
+        if not self.masks_cut or record.finish != Finish.LENGTH:
             return False
-        self.cut_tokens += len(record.versions) // 4
+        self.cut_tokens += record.tokens
         return True
 
-    def _chosen(
-        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Logprobs | None, number: int
-    ) -> list[npt.NDArray[np.bool_]] | None:
+    def _chosen(self, samples: Sequence[Sample], given: Given, number: int) -> list[npt.NDArray[np.bool_]] | None:
         """Of a loss that chooses among all tokens of an update: those that it chose, a row per sample. The draw depends
         on the seed, the step and the update alone."""
         if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
@@ -261,13 +307,40 @@ class TrainingStep:
         counts = [len(sample.token_ids) for sample in samples]
         drawn = [sample.behaviour_logprobs for sample in samples]
         trained = [np.arange(len(sample.token_ids)) >= sample.context for sample in samples]
+        worth = np.repeat(np.array(given.advantages, np.float64), counts)
+        if given.valued is not None:
+            worth = np.concatenate([one.advantages for one in given.valued])
         inputs = losses.LossInputs(
-            _flat(now), _flat(drawn), _flat(now if proximal is None else proximal),
-            torch.from_numpy(np.repeat(np.array(advantages, np.float64), counts)),
-            torch.from_numpy(np.concatenate(trained)),
+            _flat(now), _flat(drawn), _flat(now if given.proximal is None else given.proximal),
+            torch.from_numpy(worth), torch.from_numpy(np.concatenate(trained)),
         )
         random = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {self.stale.now} {number}".encode()))
         return np.split(choice(inputs, self.settings, random).numpy(), np.cumsum(counts)[:-1])
+
+    def _given(self, records: Sequence[SampleRecord]) -> Given:
+        """What whole groups are trained with: all that a step has, where that depends on the others."""
+        if self.config.advantage != catalog.GAE:
+            return Given(self._advantages(records))
+        return Given([one.reward for one in records], valued=self._valued(records))
+
+    def _valued(self, records: Sequence[SampleRecord]) -> list[values.Valued]:
+        """Advantages and returns of each token, from the values under the present weights."""
+        own, rows = self.config.value, [np.zeros(one.tokens) for one in records]
+        for row, record, penalty in zip(rows, records, self._penalties(records), strict=True):
+            row -= penalty
+            row[-1] += record.reward
+        before = [row.astype(np.float64) for row in self.trainer.values(self._samples(records))]
+        found = values.estimated(rows, before, own.gamma, own.decay, own.decay_of_values)
+        if not own.whiten:
+            return found
+        white = values.whitened([one.advantages for one in found], [self._trained(one) for one in records])
+        return [replace(one, advantages=row) for one, row in zip(found, white, strict=True)]
+
+    def _trained(self, record: SampleRecord) -> npt.NDArray[np.bool_]:
+        """Which tokens of the answer will be trained."""
+        tokens = np.arange(record.tokens)
+        cut = self.masks_cut and record.finish == Finish.LENGTH
+        return (tokens >= to_sample(record, self.last_only, self.stale.count(record)).context) & (not cut)
 
     def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
         """Of whole groups, all that a step has where its advantages depend on the others."""
@@ -290,15 +363,19 @@ class TrainingStep:
 
     def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
         """What advantages are made of: the reward, with kl_in = "reward" less the KL of the answer to the reference."""
-        rewards = [record.reward for record in records]
+        both = zip(records, self._penalties(records), strict=True)
+        return [record.reward - float(np.sum(penalty)) for record, penalty in both]
+
+    def _penalties(self, records: Sequence[SampleRecord]) -> list[npt.NDArray[np.float64] | float]:
+        """What kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else 0."""
         if self.config.kl == "none" or self.config.kl_in == "loss":
-            return rewards
+            return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
         referred = self.trainer.refer(self._samples(records))
         drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
         return [
-            reward - coefficient * float(estimator(own, torch.from_numpy(row.astype(np.float64))).sum())
-            for reward, own, row in zip(rewards, drawn, referred, strict=True)
+            coefficient * estimator(own, torch.from_numpy(row.astype(np.float64))).numpy()
+            for own, row in zip(drawn, referred, strict=True)
         ]
 
     def finish(self, groups: int) -> StepStats:
@@ -314,9 +391,14 @@ class TrainingStep:
         return stats
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
-        """The end of a step: its updates as one."""
-        stats = replace(combined(updates), old_tokens=self.stale.taken(), cut_tokens=self.cut_tokens)
-        self.cut_tokens = 0
+        """The end of a step: its updates as one, its tokens counted once however many passes there were."""
+        stats, passes = combined(updates), self.config.passes_per_batch
+        stats = replace(
+            stats, old_tokens=self.stale.taken() // passes, cut_tokens=self.cut_tokens // passes,
+            context_tokens=(stats.context_tokens + self.gone_tokens) // passes, tokens=stats.tokens // passes,
+            sequences=stats.sequences // passes, mastered_tokens=stats.mastered_tokens // passes,
+        )
+        self.cut_tokens = self.gone_tokens = 0
         self.groups += groups
         if self.gate is not None:
             self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
@@ -327,8 +409,8 @@ class TrainingStep:
         """Train a step of the log again, with the tokens left out that were left out then."""
         live, self.trainer.skip_mastered = self.trainer.skip_mastered, record.dmmpt
         # A version that was there a step before has other weights than those of this step.
-        exact = self.stale.step_of(record.version) == record.step - 1 and not self.late
-        stats = self.train(record.samples, len(record.groups), record.version if exact else None)
+        of_this_step = self.stale.step_of(record.version) == record.step - 1 and not self.late
+        stats = self.train(record.samples, len(record.groups), record.version if of_this_step else None)
         if self.gate is None:
             self.trainer.skip_mastered = live
         return stats
@@ -350,7 +432,7 @@ class TrainingStep:
         if self.shared:
             return named_weights(self.trainer.model)
         if self.adapter is not None and self.gives_adapters:
-            return self.adapter.tensors()
+            return self.trainer.adapter_weights(self.adapter)
         return self.trainer.named_weights()
 
     def adopt(self, views: Mapping[str, Tensor]) -> None:
@@ -374,6 +456,7 @@ class TrainingStep:
         if found is not None:
             self._load_model(found)
             self.changed = self.trainer.restore(found)
+            self._load_critic(found)
             found.restore_random(self.device)
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
@@ -381,39 +464,73 @@ class TrainingStep:
                 self.trainer.skip_mastered = self.gate.on
         return found
 
+    def start_from(self, path: Path, optimizer: bool) -> None:
+        """Begin with the weights of a checkpoint of another run, and with its optimiser if asked for. UserError if it
+        is damaged, or of another model or optimiser."""
+        if fault := checkpoint.fault_of(path):
+            raise UserError(
+                f"learner.start_from = {path}: it is no whole checkpoint ({fault}); name another one, or copy one of a "
+                "running run before that run removes it (learner.keep_last)"
+            )
+        found = Checkpoint(path, 0, json.loads((path / checkpoint.META).read_text()))
+        self._load_model(found)
+        self.changed = self.trainer.restore(found, optimizer)
+        self._load_critic(found, optimizer)
+        self.from_elsewhere = True
+
+    def _load_critic(self, found: Checkpoint, optimizer: bool = True) -> None:
+        if (critic := self.trainer.critic) is None:
+            return
+        if (found.path / VALUE).is_dir():
+            critic.load(found.path / VALUE, optimizer)
+        else:
+            self.changed.append(f'learner.advantage = "{catalog.GAE}" (before: no value head; it begins at 0)')
+
     def _load_model(self, found: Checkpoint) -> None:
-        """The weights of a checkpoint: with [lora] those of the base, and its adapter."""
+        """The weights of a checkpoint: with [lora] those of the base, and its adapter. Those in shards come with the
+        optimiser."""
         before, now = found.meta.get("lora"), self._lora_meta()
         if before != now:
             raise UserError(
                 f"{found.path} was trained with lora {before}, the topology and model.path give {now}; continue with "
-                f"those settings, or start a new run with model.path = {found.model}"
+                f"those settings, or start a new run with model.path = the folder that `busrl export` makes of it"
             )
-        if self.adapter is None:
+        if self.adapter is None and not found.sharded:
             self._use(self._trainer(found.model))
-        else:
-            self.adapter.load(found.path / ADAPTER)
+        elif self.adapter is not None:
+            self.trainer.load_adapter(self.adapter, found.path / ADAPTER)
 
     def _lora_meta(self) -> dict[str, Any] | None:
         return None if self.lora is None else {**self.lora.described(), "base": fingerprint(self.source)}
 
-    def save_checkpoint(
+    def begin_checkpoint(
         self, root: Path, step: int, meta: Mapping[str, Any], extras: Callable[[Path], None]
-    ) -> Checkpoint:
-        more: dict[str, Any] = {"dmmpt_gate": self.gate.state()} if self.gate is not None else {}
+    ) -> Pending | None:
+        """Begin to write a checkpoint in shards, or, where it is to be a folder of the model, write it: None then."""
+        more: dict[str, Any] = {"dtype": self.settings.compute_dtype, "optimizer": self.config.optimizer}
+        if self.gate is not None:
+            more["dmmpt_gate"] = self.gate.state()
         if self.lora is not None:
             more["lora"] = self._lora_meta()
 
         def files(directory: Path) -> None:
             if self.adapter is not None:
-                self.adapter.write(directory / ADAPTER, self.adapter.tensors())
+                self.adapter.write(directory / ADAPTER, dict(self.trainer.adapter_weights(self.adapter)))
+            if self.trainer.critic is not None:
+                self.trainer.critic.write(directory / VALUE)
             extras(directory)
 
-        return checkpoint.save(
-            root, step, model=self.trainer.model, optimizer_state=self.trainer.optimizer_state(),
-            meta={**meta, **more}, named=self._named(), source=self.source, extras=files,
-            keep_last=self.config.keep_last, moved=self.moved, where=self.device,
+        both: dict[str, Any] = {
+            "meta": {**meta, **more}, "source": self.source, "extras": files, "keep_last": self.config.keep_last,
+            "moved": self.moved, "where": self.device,
+        }
+        if self.in_shards:
+            return Pending(root, step, trainer=self.trainer, **both)
+        checkpoint.save(
+            root, step, model=self.trainer.model, optimizer_state=self.trainer.optimizer_state(), named=self._named(),
+            **both,
         )
+        return None
 
     def _named(self) -> Mapping[str, Tensor] | None:
         """What a checkpoint's model holds where it is not the trained tensors as they are: base and adapter as one, a
@@ -432,13 +549,13 @@ def _schedule(topology: Topology) -> Schedule:
     return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
 
 
-def _flat(rows: Logprobs) -> Tensor:
+def _flat(rows: Sequence[npt.NDArray[np.float32]]) -> Tensor:
     """The values of all samples one after the other, in float64."""
     return torch.from_numpy(np.concatenate(rows).astype(np.float64))
 
 
 def _lengths(records: Sequence[SampleRecord]) -> list[int]:
-    return [len(record.token_ids) // 4 for record in records]
+    return [record.tokens for record in records]
 
 
 def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:
@@ -456,9 +573,11 @@ def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -
     )
 
 
-def _split(records: Sequence[SampleRecord], parts: int) -> list[list[int]]:
-    """Positions of the records in `parts` shares of whole groups, in order, as even as can be."""
+def _split(records: Sequence[SampleRecord], parts: int, seed: int | None = None) -> list[list[int]]:
+    """Positions of the records in `parts` shares of whole groups, in order or shuffled, as even as can be."""
     groups = list(dict.fromkeys(record.group for record in records))
+    if seed is not None:
+        np.random.default_rng(seed).shuffle(groups)
     share_of = {group: index * parts // len(groups) for index, group in enumerate(groups)}
     shares: list[list[int]] = [[] for _ in range(parts)]
     for position, record in enumerate(records):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from busrl.scheduling.lengths.base import Candidate, Finished, LengthsOf, OraclePredictor, Predictor
+from busrl.scheduling.lengths.base import Candidate, LengthsOf, OraclePredictor, Predictor
 from busrl.scheduling.lengths.guard import Guard, kendall_tau
 from busrl.scheduling.lengths.history import BlendPredictor, HistoryPredictor
 from busrl.scheduling.lengths.learned import LearnedPredictor
 from busrl.scheduling.lengths.rules import Keywords, RulesPredictor
 
 __all__ = [
-    "PREDICTORS", "BlendPredictor", "Candidate", "Finished", "Guard", "HistoryPredictor", "Keywords",
+    "PREDICTORS", "BlendPredictor", "Candidate", "Guard", "HistoryPredictor", "Keywords",
     "LearnedPredictor", "LengthsOf", "OraclePredictor", "Predictor", "RulesPredictor", "kendall_tau", "make_predictor",
 ]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -36,19 +37,19 @@ class Candidate:
     tag: str = ""
 
 
-Finished = tuple[Candidate, int]  # a finished answer: what was predicted about, and its real tokens
+Observation = tuple[Candidate, int]  # a finished answer: what was predicted about, and its real tokens
 
 
-class Predictor:
+class Predictor(ABC):
     """Predicted tokens per answer. One that learns nothing gives `predict` alone."""
 
     name: str
 
+    @abstractmethod
     def predict(self, candidates: Sequence[Candidate]) -> Floats:
         """One number per candidate, in their order."""
-        raise NotImplementedError
 
-    def observe(self, finished: Sequence[Finished]) -> None:
+    def observe(self, finished: Sequence[Observation]) -> None:
         """Answers that finished since the last call, one entry per answer."""
 
     def state(self) -> dict[str, Any]:

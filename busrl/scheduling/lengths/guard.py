@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Predictor, limited
+from busrl.scheduling.lengths.base import Candidate, Floats, Observation, Predictor, limited
 from busrl.scheduling.lengths.rules import RulesPredictor
 
 
@@ -77,7 +77,7 @@ class Guard(Predictor):
             del self._said[next(iter(self._said))]
         return found
 
-    def observe(self, finished: Sequence[Finished]) -> None:
+    def observe(self, finished: Sequence[Observation]) -> None:
         """Finished answers: scored, then learned from."""
         if not finished:
             return

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.lengths.base import Candidate, Finished, Floats, Ints, Kept, Level, Predictor, limited
+from busrl.scheduling.lengths.base import Candidate, Floats, Ints, Kept, Level, Observation, Predictor, limited
 
 # -- features of the text ------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Learning(Predictor, ABC):
         logs = self._expect(candidates) + self.level.value
         return limited(np.exp(np.minimum(logs, HIGHEST_LOG)), candidates)
 
-    def observe(self, finished: Sequence[Finished]) -> None:
+    def observe(self, finished: Sequence[Observation]) -> None:
         for candidate, tokens in finished:
             value = self.level.relative(tokens)
             known = self._answer(candidate, value)

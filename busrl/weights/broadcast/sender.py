@@ -260,7 +260,7 @@ class BroadcastSender(Sender):
     def newest(self) -> tuple[int, int]:
         return self._buffer.newest()
 
-    def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
         self._buffer.put(version, step, named)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, object_store_memory=256 << 20)
     source = np.ones(options.size, np.uint8)
     say("ray put+get", ray, timed(lambda: ray.get(ray.put(source)), options.count))
-    echo = Echo.remote(options.size)
+    echo = Echo.remote(options.size)  # type: ignore[attr-defined]
     ray.get(echo.answer.remote(source, options.own))
     say("ray actor", ray, timed(lambda: ray.get(echo.answer.remote(source, options.own)), options.count))
     ray.shutdown()

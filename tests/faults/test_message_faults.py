@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.config.schema import BusFault, CrashFault, Faults
-from busrl.faults import describe, trouble_for
-from busrl.faults.trouble import MAX_HELD, OVERTAKEN_S, Trouble
+from busrl.faults import describe, message_faults
+from busrl.faults.messages import MAX_HELD, OVERTAKEN_S, MessageFaults
 
 
 @dataclass
@@ -34,10 +34,10 @@ def numbers(count: int, topic: bytes = b"NEW_TASK/a/") -> list[tuple[bytes, byte
 
 def through(
     fault: BusFault, messages: list[tuple[bytes, bytes]], seed: int = 0, wait_s: float = 0.0
-) -> tuple[list[int], Trouble]:
+) -> tuple[list[int], MessageFaults]:
     """The numbers that come out at once, and, after `wait_s`, those that come out later."""
     line = Line(list(messages))
-    trouble = Trouble([fault], seed, "reward-0", line.clock)
+    trouble = MessageFaults([fault], seed, "reward-0", line.clock)
     take = trouble.around(line.receive)
     out: list[int] = []
     for moment in (0.0, wait_s):
@@ -71,7 +71,7 @@ def test_doubled_messages_come_out_twice() -> None:
 
 def test_late_messages_come_out_in_their_time_and_in_another_order() -> None:
     line = Line(numbers(200))
-    trouble = Trouble([BusFault(delay_s=2.0)], 0, "reward-0", line.clock)
+    trouble = MessageFaults([BusFault(delay_s=2.0)], 0, "reward-0", line.clock)
     take = trouble.around(line.receive)
     out: list[int] = []
     while len(out) < 200:
@@ -96,7 +96,7 @@ def test_an_overtaken_message_comes_right_after_the_next_or_by_itself_if_there_i
 def test_only_the_named_messages_are_touched_and_the_first_fitting_entry_decides() -> None:
     line = Line([*numbers(50), *numbers(50, b"STOP/"), *numbers(50, b"PING/x/")])
     rules = [BusFault(types=("STOP",), drop=0.0, duplicate=1.0), BusFault(types=("STOP", "NEW_TASK"), drop=1.0)]
-    take = Trouble(rules, 0, "x", line.clock).around(line.receive)
+    take = MessageFaults(rules, 0, "x", line.clock).around(line.receive)
     topics: Counter[bytes] = Counter()
     while came := take(0):
         topics[came[0][0]] += 1
@@ -105,7 +105,7 @@ def test_only_the_named_messages_are_touched_and_the_first_fitting_entry_decides
 
 def test_a_sender_loses_what_it_should_and_receives_everything() -> None:
     faults = Faults(bus=(BusFault(at="sender", types=("HEARTBEAT",), drop=0.5),))
-    trouble = trouble_for(faults, "reward", "reward-0")
+    trouble = message_faults(faults, "reward", "reward-0")
     assert trouble is not None
     assert 400 < sum(trouble.lets_out("HEARTBEAT/") for _ in range(1000)) < 600
     assert all(trouble.lets_out("STOP/") for _ in range(100))
@@ -116,8 +116,9 @@ def test_a_sender_loses_what_it_should_and_receives_everything() -> None:
 
 def test_an_endpoint_that_no_entry_is_about_has_no_trouble_at_all() -> None:
     faults = Faults(bus=(BusFault(roles=("reward",), drop=1.0),))
-    assert trouble_for(faults, "rollout", "rollout-0") is None and trouble_for(Faults(), "reward", "reward-0") is None
-    assert trouble_for(faults, "reward", "reward-0") is not None
+    assert message_faults(faults, "rollout", "rollout-0") is None
+    assert message_faults(Faults(), "reward", "reward-0") is None
+    assert message_faults(faults, "reward", "reward-0") is not None
 
 
 def test_what_is_held_back_is_bounded() -> None:

@@ -14,7 +14,7 @@ import pytest
 from busrl.bus import Endpoint
 from busrl.config.schema import BusFault, Faults
 from busrl.errors import BusNotReady
-from busrl.faults import trouble_for
+from busrl.faults import message_faults
 from busrl.protocol import messages as m
 
 
@@ -38,9 +38,9 @@ def ends(broker: Any) -> Iterator[Any]:
     opened: list[Endpoint] = []
 
     def open_one(name: str, *entries: BusFault, ready: bool = True) -> Endpoint:
-        trouble = trouble_for(Faults(bus=entries), "reward", name)
+        faults = message_faults(Faults(bus=entries), "reward", name)
         subscribe = ["HEARTBEAT/", "SCHEDULER_STATE/"]
-        opened.append(Endpoint(name, broker.frontend, broker.backend, subscribe=subscribe, trouble=trouble))
+        opened.append(Endpoint(name, broker.frontend, broker.backend, subscribe=subscribe, message_faults=faults))
         if ready:
             opened[-1].ready(30)
         return opened[-1]
@@ -80,7 +80,7 @@ def test_a_receiver_loses_its_own_share_counts_it_and_others_lose_nothing(ends: 
     left = numbers(heard(lossy))
     assert MANY * 0.3 < len(left) < MANY * 0.7 and left == sorted(left)
     assert lossy.stats().missed > 0 and well.stats().missed == 0
-    assert len(left) + lossy._trouble.counts["lost"] == MANY
+    assert len(left) + lossy._message_faults.counts["lost"] == MANY
 
 
 def test_what_a_sender_loses_nobody_hears_and_everybody_can_count(ends: Any) -> None:
@@ -106,11 +106,11 @@ def test_a_wait_ends_when_a_late_message_is_due_although_no_socket_is_readable(e
     begun = time.monotonic()
     message = late.recv(60)
     assert isinstance(message, m.SchedulerState) and time.monotonic() - begun < 30
-    assert late._trouble.counts["late"] == 1
+    assert late._message_faults.counts["late"] == 1
 
 
 def test_with_every_message_lost_an_end_hears_nothing_not_even_itself(ends: Any) -> None:
     deaf = ends("deaf", BusFault(drop=1.0), ready=False)
     with pytest.raises(BusNotReady):
         deaf.ready(0.5)
-    assert deaf.recv(0.1) is None and deaf._trouble.counts["lost"] > 0
+    assert deaf.recv(0.1) is None and deaf._message_faults.counts["lost"] > 0

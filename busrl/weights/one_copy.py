@@ -493,7 +493,7 @@ class OneCopyReceiver(TensorReceiver):
 
 
 class OneCopySender(Sender):
-    """The learner's side. Call `connect`; then a fence (`begin` ... `publish`) around every change of the weights."""
+    """The learner's side: `connect` once, then `pause_engines`, the change and `publish` for each new version."""
 
     def __init__(self, bridge_file: str | Path, fence_file: str | Path, *, timeout_s: float = 10.0) -> None:
         self.bridge_file, self.fence_file = Path(bridge_file), Path(fence_file)
@@ -504,7 +504,7 @@ class OneCopySender(Sender):
         self._device = torch.device("cpu")
 
     def newest(self) -> tuple[int, int]:
-        return NOTHING if self._fence is None or self.begun else self._fence.state.stamp
+        return NOTHING if self._fence is None or self.engines_paused else self._fence.state.stamp
 
     def connect(
         self, own: Named, device: torch.device, wait_s: float, stopping: Callable[[], object] = lambda: False
@@ -548,7 +548,7 @@ class OneCopySender(Sender):
                 "this learner has to restart from its checkpoint and log, with the weights of the engine's successor"
             )
 
-    def begin(self, version: int, step: int) -> None:
+    def pause_engines(self, version: int, step: int) -> None:
         """Ask the engine to pause for this version and wait until it has. No weight may change before."""
         fence, bridge = self._connected()
         before, wanted = fence.state, FenceState(version, step, True)
@@ -567,17 +567,17 @@ class OneCopySender(Sender):
             )
 
     @property
-    def begun(self) -> bool:
+    def engines_paused(self) -> bool:
         """Whether the engine is paused for a version that is not published yet."""
         return self._fence is not None and self._fence.state.changing
 
-    def publish(self, version: int, step: int, named: dict[str, torch.Tensor]) -> None:
+    def publish(self, version: int, step: int, named: Mapping[str, torch.Tensor]) -> None:
         """Set the weights at rest, as `version`. Copies tensors that are not views of the engine's into them."""
         fence, _ = self._connected()
         if not fence.state.changing:
             if version <= fence.state.version:
                 raise UserError(f"version {version} is not above {fence.state.version}, which is published")
-            self.begin(version, step)
+            self.pause_engines(version, step)
         elif fence.state.version != version:
             raise UserError(f"the fence was begun for version {fence.state.version}, not for {version}")
         self.write(named)

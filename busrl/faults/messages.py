@@ -32,13 +32,13 @@ Frames = tuple[bytes, ...]
 Receive = Callable[[int], list[Frames]]
 
 
-def trouble_for(faults: Faults, role: str, name: str) -> Trouble | None:
-    """The trouble of one endpoint; None if no entry is about its role, so that it costs nothing."""
+def message_faults(faults: Faults, role: str, name: str) -> MessageFaults | None:
+    """Those of one endpoint; None if no entry is about its role, so that it costs nothing."""
     entries = [one for one in faults.bus if not one.roles or role in one.roles]
-    return Trouble(entries, faults.seed, name) if entries else None
+    return MessageFaults(entries, faults.seed, name) if entries else None
 
 
-class Trouble:
+class MessageFaults:
     """Of one endpoint. `counts`: unsent, lost, doubled, late, overtaken, and passed (what came out of it)."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Trouble:
     def around(self, receive: Receive) -> Receive:
         """The receive call to use instead: nothing when nothing is there or due, else one message at a time."""
 
-        def troubled(flags: int) -> list[Frames]:
+        def faulty(flags: int) -> list[Frames]:
             while (frames := self._due()) is None:
                 if not (came := receive(flags)):
                     return []
@@ -80,7 +80,7 @@ class Trouble:
             self.counts["passed"] += 1
             return [frames]
 
-        return troubled
+        return faulty
 
     def due_s(self) -> float:
         """Seconds until a message that is held back is due; inf if none is."""

@@ -1,0 +1,322 @@
+"""Loading a model that no process has room for: each rank reads the rows of its shards from the files of the folder.
+
+Used by the ranks of a learner. Talks to the weight files of a Hugging Face folder, to transformers' own table of their
+names and, in `Parts`, to what a trainer is made of. Knows nothing of processes or messages.
+
+- What is read at once is a part of one tensor; only one that transformers makes of several (the experts of a layer)
+  may be there whole.
+- A tensor that the files do not have is an error: nothing is trained from random numbers.
+- The way a model computes is proved on its first layers and words, in float32, before the rest is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from busrl import device
+from busrl.errors import ModelNotLoaded
+from busrl.training import sharding
+from busrl.training.forward import AUTO, checkpoint_layers, compute_again
+from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only
+from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
+
+if TYPE_CHECKING:
+    from busrl.training.team import TeamSettings
+
+# In the order in which transformers looks for them: a file, or the list of several.
+NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WORDS = 1024  # of the vocabulary, for a proof
+Place = tuple[slice, ...]  # of a tensor, a slice per dimension
+
+# -- the files --------------------------------------------------------------------
+
+
+class WeightFiles:
+    """The tensors of a folder by the names that `model` has for them, read in parts. `read` counts bytes, `largest`
+    those of the largest part."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        """ModelNotLoaded if there are no weights, or quantised ones."""
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ModelNotLoaded(f"{folder}: its weights are quantised, which ranks cannot read; use ranks = 1")
+        self.folder, self.read, self.largest = folder, 0, 0
+        self._readers = dict(_readers(folder))
+        self._model = model
+        self._sources = _sources(model, list(self._readers))
+        self._aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._aliases.setdefault(id(parameter), []).append(name)
+        self._others = {name: names for names in self._aliases.values() for name in names}
+
+    def part(self, name: str, place: Place) -> Tensor:
+        """That part of the model's tensor, in the number type of the file; ModelNotLoaded if no file has it."""
+        known = next((one for one in self._others.get(name, [name]) if one in self._sources), None)
+        if known is None:
+            raise ModelNotLoaded(f"{self.folder}: no file in it has {name!r}; copy all weight files of the model there")
+        found = self._sources[known].part(known, place, self._readers, self._model)
+        self.read, self.largest = self.read + found.nbytes, max(self.largest, found.nbytes)
+        return found
+
+
+Reader = Callable[[Place], Tensor]  # of one tensor of a file
+
+
+def _readers(folder: Path) -> Iterator[tuple[str, Reader]]:
+    """Every tensor of the folder's files by its name there."""
+    first = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    if first is None:
+        raise ModelNotLoaded(f"{folder}: none of {', '.join(NAMES)} in it; copy the model's weights there")
+    files = [first]
+    if first.suffix == ".json":
+        files = [folder / name for name in sorted(set(json.loads(first.read_text())["weight_map"].values()))]
+    for path in files:
+        if not path.is_file():
+            raise ModelNotLoaded(f"{path} is missing, {first.name} names it; copy it there")
+        yield from _in_safetensors(path) if path.suffix == ".safetensors" else _in_pickle(path)
+
+
+def _in_safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
+    from safetensors import safe_open
+
+    opened: Any = safe_open(str(path), framework="pt")  # mapped, not read; stays open with its readers
+
+    def reader(name: str) -> Reader:
+        return lambda place: opened.get_slice(name)[place] if place else opened.get_tensor(name)
+
+    for name in opened.keys():  # noqa: SIM118 - it cannot be iterated
+        yield name, reader(name)
+
+
+def _in_pickle(path: Path) -> Iterator[tuple[str, Reader]]:
+    found: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+    def reader(tensor: Tensor) -> Reader:
+        return lambda place: tensor[place]
+
+    for name, tensor in found.items():
+        yield name, reader(tensor)
+
+
+# -- names ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Source:
+    """Where a tensor of a model comes from: one of a file, or several that transformers makes it of."""
+
+    keys: list[tuple[str, str]] = field(default_factory=list)  # pattern of transformers' table, name in the file
+    converter: Any = None
+    first: str = ""  # the name that the converter gives to the first of what it makes
+
+    def part(self, name: str, place: Place, readers: dict[str, Reader], model: Any) -> Tensor:
+        if self.converter is None:
+            return readers[self.keys[0][1]](place)
+        keys, left = self._needed(place)
+        made = copy.deepcopy(self.converter)
+        for pattern, key in keys:
+            made.add_tensor(self.first, key, pattern, lambda key=key: readers[key]((slice(None),)))
+        found = made.convert(self.first, model=model, config=model.config)[name]
+        whole: Tensor = found[0] if isinstance(found, list) else found
+        return whole[left]
+
+    def _needed(self, place: Place) -> tuple[list[tuple[str, str]], Place]:
+        """What has to be read for these rows, and which rows of what is made of it: of a list of experts those alone
+        that are asked for."""
+        operation = self.converter.operations[0]
+        if type(operation).__name__ != "MergeModulelist" or operation.dim or not place:
+            return self.keys, place
+        by_pattern: dict[str, list[str]] = {}
+        for pattern, key in self.keys:
+            by_pattern.setdefault(pattern, []).append(key)
+        keys = [(pattern, key) for pattern, own in by_pattern.items() for key in own[place[0]]]
+        return keys, (slice(None), *place[1:])
+
+
+def _sources(model: Any, keys: Sequence[str]) -> dict[str, _Source]:
+    """By the model's names; as transformers 5 finds them. Before it files had the model's names."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:
+        return {key: _Source([("", key)]) for key in keys}
+    table = get_model_conversion_mapping(model)
+    renamings = [one for one in table if isinstance(one, WeightRenaming)]
+    converters = [one for one in table if isinstance(one, WeightConverter)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    wanted, found = model.state_dict(), dict[str, _Source]()
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if pattern is None:
+            found[name] = _Source([("", key)])
+            continue
+        targets = of_pattern[pattern].target_patterns
+        source = found.setdefault(name, _Source(converter=of_pattern[pattern], first=name))
+        source.keys.append((pattern, key))
+        found.update({name.replace(targets[0], target): source for target in targets[1:]})
+    return found
+
+
+# -- filling a model ------------------------------------------------------------------
+
+
+def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
+    """Memory for every parameter that is on `meta`, and the values of the files in it: of one that is spread over ranks
+    this rank's part. Other parameters stay as they are."""
+    absent = {name for name, one in model.named_parameters() if one.device.type == "meta"}
+    _give_memory(model, device)
+    kept = model.state_dict().keys()
+    buffers = {name: one for name, one in model.named_buffers() if name in kept}
+    parameters = {name: one for name, one in model.named_parameters() if name in absent}
+    with torch.no_grad():
+        for name, tensor in (parameters | buffers).items():
+            own, place = _own_part(tensor)
+            if own.numel():
+                own.copy_(files.part(name.replace(".base_layer.", "."), place))
+
+
+def _give_memory(model: Any, device: torch.device) -> None:
+    """Every parameter on `meta` has some afterwards; what was one parameter of several modules is one still."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in module.named_parameters(recurse=False, remove_duplicate=False):
+            if one.device.type == "meta" and not hasattr(one, "device_mesh"):
+                made.setdefault(one, nn.Parameter(torch.empty_like(one, device=device), one.requires_grad))
+                setattr(module, name, made[one])
+    # What holds the shards of a parameter notices this call, and none that sets attributes.
+    model._apply(lambda one: torch.empty_like(one, device=device) if one.device.type == "meta" else one)
+
+
+def _own_part(tensor: Any) -> tuple[Tensor, Place]:
+    """This rank's part of a tensor, which shares its memory, and where it lies in the whole one."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+@contextlib.contextmanager
+def standing_in(model: Any) -> Iterator[None]:
+    """Meanwhile every parameter on `meta` is one of zeros on the CPU, which has memory for one value: for what puts its
+    own parameters beside those of a model, on their device."""
+    absent = [(module, name, one) for module in model.modules()
+              for name, one in module.named_parameters(recurse=False, remove_duplicate=False)]
+    for module, name, one in absent:
+        setattr(module, name, nn.Parameter(torch.zeros((), dtype=one.dtype).expand(one.shape), one.requires_grad))
+    try:
+        yield
+    finally:
+        for module, name, one in absent:
+            setattr(module, name, one.requires_grad_(getattr(module, name).requires_grad))
+
+
+# -- a proof before all is read ----------------------------------------------------------
+
+
+def first_layers(folder: Path, attention: str = "") -> Any:
+    """The folder's model in float32 with those first layers that have every kind of attention, and the first words of
+    its vocabulary: enough to prove a way of computing on."""
+    model = load_empty(folder, attention=attention)
+    files = WeightFiles(folder, model)
+    base, config = model.base_model, model.config
+    if isinstance(layers := getattr(base, "layers", None), nn.ModuleList):
+        kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+        few = 1 + max(kinds.index(kind) for kind in set(kinds))
+        base.layers, config.num_hidden_layers = layers[:few], few
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    words, tied = min(WORDS, embedding.weight.shape[0]), head is not None and head.weight is embedding.weight
+    for module in (embedding, head):
+        if module is not None:
+            _shorten(module, words)
+    if tied:
+        head.weight = embedding.weight
+    fill(model, files, torch.device("cpu"))
+    return model
+
+
+def _shorten(module: Any, rows: int) -> None:
+    """A table of words, on `meta`, for the first of them alone."""
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(module, name, nn.Parameter(parameter[:rows]))
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings = rows
+        module.padding_idx = None if (module.padding_idx or 0) >= rows else module.padding_idx
+    else:
+        module.out_features = rows
+
+
+# -- a trainer of parts ------------------------------------------------------------------
+
+
+@dataclass
+class Parts:
+    """What a trainer of a shard is made of."""
+
+    settings: TrainerSettings
+    team: TeamSettings
+    mesh: Any
+    read: int = 0  # bytes of files, so far
+    largest: int = 0  # of them at once
+    _first: Path | None = None  # folder of the first model
+    _reference: Any = None  # the forward of a second model
+
+    def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
+        """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
+        self._first = self._first or folder
+        model, way, adapter = self._spread(folder, self.team.lora)
+        forward = sharding.Sharded(way)
+        made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
+        made.adapter, made.reference = adapter, self._refer(forward, adapter, model)
+        return made
+
+    def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
+        """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
+        settings, named = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
+        rounded = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
+        fixed = lora is not None or frozen  # what is not trained has no bits that no forward sees
+        model = load_empty(folder, (rounded if fixed else None) or torch.float32, named)
+        proof = way_of(first_layers(folder, named), settings)
+        if not frozen and computes_again(settings, model, self.team.device.type):
+            checkpoint_layers(proof)
+            compute_again(model)
+        way = proof.on(model)
+        del proof
+        files, adapter = WeightFiles(folder, model), None
+        if lora is not None:
+            with standing_in(model):
+                adapter = Adapter(model, lora)
+        if frozen:
+            model.requires_grad_(False)
+        elif lora is None:
+            train_only(model, settings.train_layers)
+        device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
+        sharding.shard(model, self.mesh, rounded, self.team.reshard)
+        fill(model, files, self.team.device)
+        self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
+        return model, way, adapter
+
+    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor] | None:
+        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        if not self.team.refers:
+            return None
+        if adapter is not None and self.team.reference is None:
+            return adapter.base_alone(forward.score)
+        if self._reference is None:
+            assert self._first is not None
+            found, way, _ = self._spread(self.team.reference or self._first, None, frozen=True)
+            require_vocabulary(self.team.reference or self._first, found, model)
+            self._reference = sharding.Sharded(way)
+        second = self._reference
+        return lambda samples, flat: second.score(samples, flat)[0]

@@ -1,0 +1,59 @@
+"""The checkpoint of another run that a run begins with, looked at before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from busrl.config import Topology
+
+Loaded = Callable[..., Topology]
+Refused = Callable[..., list[str]]
+
+
+def a_checkpoint(here: Path, **meta: object) -> Path:
+    """Of a run with the model of `here`, as the learner lists its files."""
+    folder = here / "runs" / "global_step_4"
+    shutil.copytree(here / "model", folder / "model")
+    (folder / "meta.json").write_text(json.dumps({"step": 4, "optimizer": "adamw", **meta}))
+    names = [path for path in folder.rglob("*") if path.is_file()]
+    listed = {str(path.relative_to(folder)): [path.stat().st_size, 0] for path in names}
+    (folder / "files.json").write_text(json.dumps(listed))
+    return folder
+
+
+def test_a_run_can_begin_with_a_whole_checkpoint_of_its_model(here: Path, loaded: Loaded) -> None:
+    found = loaded("", f"learner.start_from={a_checkpoint(here)}")
+    assert found.learner.start_from.endswith("global_step_4") and found.learner.start_optimizer
+
+
+def test_a_checkpoint_to_begin_with_that_does_not_fit_is_refused_with_both_values(
+    here: Path, refused: Refused
+) -> None:
+    folder = a_checkpoint(here, optimizer="adafactor", lora={"rank": 8})
+    start = f"learner.start_from={folder}"
+    adapter, optimizer = refused("", start)
+    assert "lora.rank = 8, this run has 0" in adapter
+    assert "learner.optimizer = 'adafactor', this run has 'adamw'" in optimizer
+    config = folder / "model" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": ', '"num_hidden_layers": 1'))
+    (cut,) = refused("", start)
+    assert "config.json has " in cut and " bytes, " in cut and "name another checkpoint" in cut
+    listed = json.loads((folder / "files.json").read_text())
+    listed["model/config.json"][0] = config.stat().st_size
+    (folder / "files.json").write_text(json.dumps(listed))
+    (other,) = refused("", start)
+    assert "of another model: layers 1" in other and " in model.path" in other
+    (none,) = refused("", f"learner.start_from={here}")
+    assert "no meta.json" in none and "global_step_N" in none
+
+
+def test_a_checkpoint_in_shards_is_no_model_and_the_way_to_make_one_is_told(here: Path, refused: Refused) -> None:
+    folder = a_checkpoint(here)
+    (folder / "shards").mkdir()
+    for path in (folder / "model").glob("*.safetensors"):
+        path.unlink()
+    (found,) = refused("", f"model.path={folder}")
+    assert "weights in shards" in found and "busrl export" in found

@@ -1,0 +1,84 @@
+"""docs/extending.md: the files that an addition touches are those of the table, shown on a copy of the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+ROWS = re.findall(r"^\| an? ([^|]+) \| (\d) \| (.+) \|$", PAGE, re.M)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "busrl", tmp_path / "busrl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tools" / "reference", tmp_path / "tools" / "reference")
+    return tmp_path
+
+
+def example(title: str, number: int) -> str:
+    """A code block of a recipe of the page."""
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.S)[number]
+
+
+def add(path: Path, before: str, text: str) -> None:
+    code = path.read_text()
+    assert code.count(before) == 1
+    path.write_text(code.replace(before, text + before))
+
+
+def run(copy: Path, code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True,
+        text=True, timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_table_names_as_many_files_as_it_says_and_each_is_there() -> None:
+    assert len(ROWS) >= 13
+    for name, count, how in ROWS:
+        files = re.findall(r"`([a-z_/]+\.py)`", how) if int(count) else []
+        new = how.count("a module in")
+        assert len(files) + new + how.count("where it is read") + how.count("who sends it") == int(count), name
+        assert all((ROOT / "busrl" / file).is_file() for file in files), name
+
+
+def test_a_key_is_one_declaration_that_is_checked_documented_and_read(copy: Path) -> None:
+    add(copy / "busrl" / "config" / "learner.py", "\n\nON_GPUS = ", example("A topology key", 0))
+    code = (
+        "from busrl.config import load\n"
+        "from busrl.errors import TopologyError\n"
+        "from tools.reference.topology_page import text\n"
+        f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
+        "assert load(path).learner.controller.patience == 3\n"
+        "assert load(path, ['learner.controller.patience=7']).learner.controller.patience == 7\n"
+        "print(text())\n"
+        "try:\n"
+        "    load(path, ['learner.controller.patience=0'])\n"
+        "except TopologyError as refused:\n"
+        "    print('refused:', refused)\n"
+    )
+    page, _, refused = run(copy, code).partition("refused:")
+    assert "patience = 3" in page.split("[learner.controller]")[1].split("\n[")[0]
+    assert "learner.controller.patience = 0" in refused and "1" in refused
+
+
+def test_a_message_is_one_class_that_has_bytes_a_topic_and_its_place_on_the_page(copy: Path) -> None:
+    add(copy / "busrl" / "protocol" / "messages.py", "\n\ndef name_of(", "\n\n" + example("A bus message", 0))
+    code = (
+        "from busrl.protocol import codec, messages as m\n"
+        "raw = codec.encode(m.Paused(sender='learner', reason='disk'))\n"
+        "assert codec.topic(m.Paused) == 'PAUSED/'\n"
+        "print(codec.decode(m.Paused, raw, 1000))\n"
+    )
+    assert "reason='disk'" in run(copy, code)

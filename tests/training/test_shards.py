@@ -1,0 +1,254 @@
+"""Checkpoints in shards: what is written while tensors change, read by others than wrote it, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from busrl.errors import DiskFull, FileCorrupt, UserError, WriteFailed
+from busrl.files import listing
+from busrl.training import checkpoint, shards
+from busrl.training.model import load
+from busrl.training.shards import Part, Shards, Writing
+from busrl.training.trainer import Trainer, TrainerSettings
+
+
+def begin(root: Path, step: int, trainer: Any, **extra: Any) -> checkpoint.Pending:
+    values: dict[str, Any] = {"meta": {}, "source": None, "extras": lambda folder: None, "keep_last": 2,
+                              "moved": lambda: None, "where": None, **extra}
+    return checkpoint.Pending(root, step, trainer=trainer, **values)
+
+
+def train(lab: Any, trainer: Any, seed: int) -> Any:
+    samples = lab.samples(seed=seed)
+    trainer.accumulate(samples, lab.advantages(len(samples), seed))
+    return trainer.step(1e-2)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_disk_is_what_was_there_when_it_began_and_is_copied_once(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((1 << 22,), float(i)) for i in range(6)}
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    writing = Writing(tmp_path / "shards" / "rank-0.safetensors",
+                      [Part(name, tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()], 1)
+    writing.stage()
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    writing.stage()
+    size, crc = writing.entry()
+    found = load_file(writing.path)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert 0 < writing.copied <= writing.bytes == 6 << 24, "at most once more than the state"
+    assert listing(tmp_path, [writing.path]) == {"shards/rank-0.safetensors": [size, crc]}
+
+
+def test_what_is_on_disk_already_is_not_copied(tmp_path: Path) -> None:
+    writing = Writing(tmp_path / "a" / "rank-0.safetensors", [Part("t", torch.ones(8, 2), 0, (8, 2))], 1)
+    writing.entry()
+    writing.stage()
+    assert writing.copied == 0 and writing.ended
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 13), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
+def test_any_number_of_ranks_reads_what_any_number_wrote(rows: int, width: int, wrote: int, reads: int) -> None:
+    whole, number = torch.arange(rows * width, dtype=torch.bfloat16).view(rows, width), torch.tensor(7.0)
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(wrote):
+            parts = [Part("w", piece, first, (rows, width)) for first, piece in cut(whole, wrote, rank)]
+            parts += [Part("n", number, 0, ())] if rank == 0 else []
+            Writing(Path(folder) / shards.file_of(rank), parts, wrote).entry()
+        (Path(folder) / shards.FOLDER / shards.REST).write_text("{}")
+        found = Shards(Path(folder))
+        assert torch.equal(found.whole("n"), number)
+        for rank in range(reads) if rows else ():
+            for first, piece in cut(whole, reads, rank):
+                assert torch.equal(found.rows("w", first, len(piece)), piece)
+
+
+def cut(tensor: torch.Tensor, ranks: int, rank: int) -> list[tuple[int, torch.Tensor]]:
+    """As FSDP2 cuts: the first row of this rank, and its rows; none where there are fewer."""
+    size = -(-len(tensor) // ranks)
+    return [(rank * size, piece)] if len(piece := tensor[rank * size: (rank + 1) * size]) else []
+
+
+def test_a_disk_without_space_is_named_with_the_bytes_that_were_needed(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "rank-0.safetensors").symlink_to("/dev/full")
+    writing = Writing(tmp_path / shards.file_of(0), [Part("t", torch.ones(64), 0, (64,))], 1)
+    with pytest.raises(DiskFull, match="no space for 256 bytes"):
+        writing.entry()
+
+
+def test_the_file_of_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
+    Writing(tmp_path / shards.file_of(0), [Part("t", torch.ones(4), 0, (8,))], 2).entry()
+    with pytest.raises(FileCorrupt, match=r"files of 1 ranks, written by \[2\]"):
+        Shards(tmp_path)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"compute_dtype": "bfloat16"}, {"optimizer": "adafactor"}, {"optimizer": "adamw8bit"}])
+def test_training_goes_on_while_it_is_written_and_from_it_bit_for_bit(
+    lab: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    if settings.get("optimizer") == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    known = TrainerSettings(max_grad_norm=1e9, micro_batch_tokens=60, **settings)
+    trainer = Trainer(load(lab.folder("qwen3")), known)
+    train(lab, trainer, 0)
+    pending = begin(tmp_path, 1, trainer)
+    assert checkpoint.latest(tmp_path) is None, "there is none before the commit"
+    train(lab, trainer, 1)
+    found = pending.commit()
+    assert checkpoint.latest(tmp_path) == found and found.sharded
+    again = Trainer(load(lab.folder("qwen3")), known)
+    assert again.restore(found) == []
+    train(lab, again, 1)
+    for name, value in trainer.trained_tensors().items():
+        assert torch.equal(value, again.trained_tensors()[name]), name
+
+
+def test_an_update_first_copies_what_is_not_on_disk_yet(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, run = threading.Event(), Writing._run
+    monkeypatch.setattr(Writing, "_run", lambda self: (go.wait(60), run(self)))
+    trainer = lab.trainer("qwen3", double=False)
+    train(lab, trainer, 0)
+    before = {name: tensor.detach().clone() for name, tensor in trainer.kept_tensors().items()}
+    pending = begin(tmp_path, 1, trainer)
+    assert trainer.saving.copied == 0, "nothing is copied before"
+    train(lab, trainer, 1)
+    assert trainer.saving.copied == trainer.saving.bytes and not pending.ready()
+    go.set()
+    held = Shards(pending.commit().path)
+    assert all(torch.equal(held.whole(f"weights.{name}"), tensor) for name, tensor in before.items())
+
+
+def test_one_that_was_given_up_leaves_nothing(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    begin(tmp_path, 1, trainer).leave()
+    assert list(tmp_path.iterdir()) == []
+    begin(tmp_path, 2, trainer).commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
+
+
+def test_a_shard_that_cannot_be_written_leaves_the_checkpoint_before(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    begin(tmp_path, 1, trainer).commit()
+    monkeypatch.setattr(shards.Writing, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("a broken device")))
+    with pytest.raises(WriteFailed, match="a broken device"):
+        begin(tmp_path, 2, trainer).commit()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 1 and [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(lab: Any, tmp_path: Path) -> None:
+    found = begin(tmp_path, 1, lab.trainer("llama", double=False)).commit()
+    with pytest.raises(UserError, match=r"another model: lm_head.weight has the shape \[23, 32\] there and none in"):
+        lab.trainer("qwen3", double=False).restore(found)
+
+
+def test_a_checkpoint_of_another_optimiser_is_refused_with_both_names(lab: Any, tmp_path: Path) -> None:
+    trainer = lab.trainer("qwen3", double=False, optimizer="adafactor")
+    found = begin(tmp_path, 1, trainer).commit()
+    other = lab.trainer("qwen3", double=False)
+    with pytest.raises(UserError, match="'adafactor', the topology says 'adamw'"):
+        other.restore(found)
+    assert other.restore(found, optimizer=False) == [], "its weights alone are of the same model"
+
+
+@pytest.mark.parametrize("name", ["shards/rank-0.safetensors", "shards/optimizer.json"])
+def test_one_that_is_cut_or_changed_is_torn_and_the_one_before_is_used(
+    lab: Any, tmp_path: Path, name: str
+) -> None:
+    trainer = lab.trainer("qwen3", double=False)
+    for step in (1, 2):
+        begin(tmp_path, step, trainer).commit()
+    path, torn = tmp_path / "global_step_2" / name, dict[Path, str]()
+    path.write_bytes(path.read_bytes()[:-1])
+    found = checkpoint.latest(tmp_path, torn)
+    assert found is not None and found.step == 1 and name in next(iter(torn.values()))
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+WRITER = """
+    import sys, torch
+    from pathlib import Path
+    from busrl.training import checkpoint
+    from busrl.training.model import load
+    from busrl.training.trainer import Trainer, TrainerSettings
+
+    torch.set_num_threads(1)
+    trainer = Trainer(load(sys.argv[1]), TrainerSettings())
+    step = 0
+    while True:
+        step += 1
+        with torch.no_grad():
+            for tensor in trainer.kept_tensors().values():
+                tensor.fill_(float(step))
+        pending = checkpoint.Pending(
+            Path(sys.argv[2]), step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=2,
+            moved=lambda: None, where=None)
+        trainer.saving.stage()
+        pending.commit()
+        print(step, flush=True)
+"""
+
+
+def killed_while_writing(lab: Any, root: Path, moments: int) -> None:
+    chance = random.Random(moments)
+    for number in range(moments):
+        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), str(lab.folder("qwen3")), str(root)],
+                                  stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        for _ in range(2):
+            told = int(writer.stdout.readline())
+        with pytest.raises(subprocess.TimeoutExpired):  # it writes on until the moment
+            writer.wait(chance.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        told = int(([str(told), *writer.stdout.read().split()])[-1])
+        writer.wait()
+        found = checkpoint.latest(root)
+        assert found is not None and found.step >= told, f"kill {number}: {found} after {told} was told"
+        held = Shards(found.path)
+        assert all(bool((held.whole(name) == found.step).all()) for name in held.shapes if name.startswith("weights."))
+        for path in root.glob("global_step_*"):
+            checkpoint.shutil.rmtree(path)
+
+
+def test_killed_while_it_is_written_the_newest_whole_one_loads(lab: Any, tmp_path: Path) -> None:
+    killed_while_writing(lab, tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_the_newest_whole_one_loads(lab: Any, tmp_path: Path) -> None:
+    killed_while_writing(lab, tmp_path, 20)
+
+
+def test_the_state_names_its_optimiser_without_torch(lab: Any, tmp_path: Path) -> None:
+    found = begin(tmp_path, 1, lab.trainer("qwen3", double=False)).commit()
+    rest = json.loads((found.path / "shards" / "optimizer.json").read_text())
+    assert rest["optimizer"] == "adamw" and set(rest) == {"state", "param_groups", "optimizer", "train_layers"}

@@ -1,0 +1,154 @@
+"""What a team of ranks can be asked for beside its defaults, against one rank. A process has one group at a time, so
+each test makes its own team."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from busrl.errors import FunctionRefused, UserError
+from busrl.training import checkpoint, optimizers
+from busrl.training.forward import choose_forward
+from busrl.training.model import Adapter, LoraSettings, load
+from busrl.training.trainer import Trainer, TrainerSettings
+from tests.training.test_team import SETTINGS, a_step, assert_same_steps, assert_same_weights, team_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, options", [("torch.optim:SGD", {"momentum": 0.9}), ("adamw8bit", {})])
+def test_another_optimiser_over_parts_goes_on_with_other_numbers_of_ranks(
+    name: str, options: dict[str, Any], lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight bits are by blocks of a part: those of two ranks are others than those of one, a little."""
+    eight = name == "adamw8bit"
+    if eight:
+        pytest.importorskip("bitsandbytes")
+        monkeypatch.setattr(optimizers, "SMALL", 256)
+        monkeypatch.setenv("SMALL", "256")
+    more, limit = {**SETTINGS, "optimizer": name, "options": options}, {"atol": 1e-2 if eight else 1e-5, "rtol": 1e-4}
+    settings = TrainerSettings(**more)
+    one = lab.trainer("qwen3", double=False, **more)
+    with team_of(tmp_path, **more) as team:
+        trainer = team.trainer(lab.folder("qwen3"), settings)
+        for seed in range(3):
+            a_step(trainer, lab, seed)
+            a_step(one, lab, seed)
+        kinds = {str(value.dtype) for state in trainer.optimizer.inner.state.values() for value in state.values()
+                 if isinstance(value, torch.Tensor) and value.ndim == 2}
+        assert kinds == {"torch.uint8" if eight else "torch.float32"}
+        for tensor, expected in zip(trainer.named_weights().values(), one.named_weights().values(), strict=True):
+            torch.testing.assert_close(tensor, expected, **limit)
+        saved = [
+            checkpoint.save(tmp_path / f"of{number}", 3, model=each.model, optimizer_state=each.optimizer_state(),
+                            meta={}, named=each.named_weights(), source=lab.folder("qwen3"))
+            for number, each in enumerate((one, trainer))
+        ]
+        a_step(one, lab, 3)
+        for found in saved:  # of one rank, and of two
+            for again in (team.trainer(found.model, settings), Trainer(load(found.model), settings)):
+                assert again.restore(found) == []
+                a_step(again, lab, 3)
+                for tensor, expected in zip(again.named_weights().values(), one.named_weights().values(), strict=True):
+                    torch.testing.assert_close(tensor, expected, **limit)
+
+
+def test_an_optimiser_of_whole_matrices_is_refused_over_parts(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n\n\nclass Whole(torch.optim.SGD):\n    def step(self):\n"
+        "        for group in self.param_groups:\n"
+        "            for one in group['params']:\n                one.grad /= one.grad.norm()\n        super().step()\n"
+    )
+    for name in ("adafactor", f"{file}:Whole"):
+        with pytest.raises(FunctionRefused, match="updates a part of a matrix in another way than the whole"):
+            optimizers.require_elementwise(name, {"weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}, {})
+    optimizers.require_elementwise("torch.optim:RMSprop", {}, {"alpha": 0.9})
+
+
+# -- an adapter, and a reference -----------------------------------------------------------------------------------
+
+KL = {"kl": "k3", "kl_coef": 0.3}
+
+
+def adapted(lab: Any, lora: LoraSettings | None, reference: Path | None, more: dict[str, Any]) -> Trainer:
+    """What the learner makes of one rank."""
+    model = load(lab.folder("qwen3"))
+    adapter = Adapter(model, lora) if lora is not None else None
+    trainer = Trainer(model, TrainerSettings(**more), **({"named": adapter.merged} if adapter else {}))
+    trainer.adapter = adapter
+    second = None if reference is None else choose_forward(load(reference))
+    if adapter is not None and second is None and more.get("kl"):
+        def without(samples: Any, flat: Any) -> torch.Tensor:
+            with adapter.off():
+                return trainer.forward.score(samples, flat)[0]
+
+        trainer.reference = without
+    elif second is not None:
+        trainer.reference = lambda samples, flat: second.score(samples, flat)[0]
+    return trainer
+
+
+def changed(lab: Any, folder: Path) -> Path:
+    """A model of the same architecture with other weights."""
+    model = load(lab.folder("qwen3"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [
+    "adapter and its base", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adapter", "reference")),
+])
+def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: Any, tmp_path: Path) -> None:
+    lora = LoraSettings(4, 2.0, ("q_proj", "up_proj"), seed=5) if kind != "reference" else None
+    reference = changed(lab, tmp_path / "reference") if kind == "reference" else None
+    more = {**SETTINGS, **({} if kind == "adapter" else KL)}
+    one = adapted(lab, lora, reference, more)
+    with team_of(tmp_path, lora=lora, refers=kind != "adapter", reference=reference, **more) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
+        assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
+        assert_same_steps([a_step(trainer, lab, seed, 4) for seed in range(4)],
+                          [a_step(one, lab, seed, 4) for seed in range(4)])
+        single = lab.samples(groups=1, members=1)  # one rank has nothing to do
+        for each in (trainer, one):
+            each.accumulate(single, [1.0])
+        assert_same_steps([trainer.step(1e-2)], [one.step(1e-2)])
+        assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
+        if one.reference is not None:
+            probe = lab.samples(seed=9)
+            for mine, other in zip(trainer.refer(probe), one.refer(probe), strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-5)
+            assert len(trainer.refer(single)) == 1
+        if lora is None:
+            return
+        own = dict(trainer.adapter_weights(trainer.adapter))
+        assert_same_weights(own, dict(one.adapter.tensors()))
+        assert {value.ndim for value in own.values()} == {2} and any(bool(value.ne(0).any()) for value in own.values())
+        trainer.adapter.write(tmp_path / "adapter", own)
+        state = copy.deepcopy(trainer.optimizer_state())
+        after = [a_step(trainer, lab, seed) for seed in (5, 6)]
+        again = team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
+        again.load_adapter(again.adapter, tmp_path / "adapter")
+        assert_same_weights(again.named_weights(), dict(one.named_weights()))
+        alone = adapted(lab, lora, reference, more)
+        alone.load_adapter(alone.adapter, tmp_path / "adapter")
+        alone.load_optimizer_state(state)
+        assert_same_steps([a_step(alone, lab, seed) for seed in (5, 6)], after)
+
+
+@pytest.mark.slow
+def test_a_reference_with_another_vocabulary_is_refused_by_every_rank(lab: Any, tmp_path: Path) -> None:
+    model = load(lab.folder("qwen3"))
+    model.resize_token_embeddings(31)
+    model.save_pretrained(str(tmp_path / "other"))
+    said, more = "its vocabulary has 31 tokens, that of the trained model 23", {**SETTINGS, **KL}
+    made = team_of(tmp_path, refers=True, reference=tmp_path / "other", **more)
+    with made as team, pytest.raises(UserError, match=said):
+        team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
