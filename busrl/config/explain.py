@@ -19,7 +19,7 @@ from busrl.algorithms import catalog
 from busrl.config import machine, memory, pretrained, rates, trial
 from busrl.config.pretrained import model_at
 from busrl.config.rules import MOST_SAMPLES, count
-from busrl.config.schema import ADAPTERS, RANK, TINY, AskedSet, Faults, ProcessName, Topology, has_model
+from busrl.config.schema import ADAPTERS, RANK, SCRIPTED, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
@@ -149,7 +149,7 @@ def _processes(t: Topology) -> Iterator[str]:
 
 def _device(t: Topology, process: ProcessName) -> str:
     """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
-    models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != "mock")
+    models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != SCRIPTED)
     if not models or process.spec.command:
         return "-"
     return t.device_of(process.name) + (f":{process.devices}" if process.devices else "")
@@ -271,7 +271,7 @@ def warnings(t: Topology) -> list[str]:
 
 
 def _lacking(t: Topology) -> Iterator[str]:
-    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
+    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != SCRIPTED)
     threads = sum(entry.threads * entry.count for entry in computing)
     if threads > (there := len(machine.cores())):
         yield f"[[process]]: rollouts and learner have {threads} threads for {there} cores; lower threads or count"

@@ -21,7 +21,7 @@ from busrl import keys
 from busrl.algorithms import selection
 from busrl.config import engine_rules, pretrained, reader
 from busrl.config.rules import Finding
-from busrl.config.schema import FOREIGN_ROLES, TINY, Topology
+from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, TINY, Topology
 from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first, try_functions
 from busrl.config.values import FUNCTION
 from busrl.data import trace
@@ -222,7 +222,7 @@ class _Inspection:
     def _chat_template(self) -> None:
         """Chats need a template that writes them, of the tokenizer in the model folder."""
         path = self.t.model.path
-        uses_it = any(entry.role == "rollout" and entry.engine != "mock" for entry in self.t.process)
+        uses_it = any(entry.role == "rollout" and entry.engine != SCRIPTED for entry in self.t.process)
         if uses_it and (path.startswith(TINY) or not template_of(Path(path))):
             remedy = 'use a chat model, put a chat_template.jinja into its folder, or set template = "none"'
             self._add("data.template", f"the tokenizer of {path} has no chat template", remedy)
