@@ -65,6 +65,15 @@ class FunctionRefused(UserError):
     the message holds the key, the import path, and the cause."""
 
 
+class CallRefused(UserError):
+    """A model call of an agent that gets no answer: its messages cannot be used, or a budget of its episode is used
+    up. `code`: invalid, unsupported or context_length_exceeded, as clients know them; `param`: the field."""
+
+    def __init__(self, code: str, text: str, param: str = "") -> None:
+        self.code, self.param = code, param
+        super().__init__(text)
+
+
 class CannotTrain(UserError):
     """Nothing more may be trained in this run: an engine's log-probabilities are not those of a plain forward pass, no
     group that ends can be trained, or the fate table has no place for another sample."""
