@@ -29,6 +29,9 @@ REASONS: dict[str, str] = {
 
 # package -> module or package in it -> the others of the package that it may import when it runs.
 INSIDE: dict[str, dict[str, str]] = {
+    "agents": {
+        "parsers": "", "tree": "", "chat": "tree",
+    },
     "algorithms": {
         "advantages": "", "catalog": "", "distill": "", "selection": "", "values": "", "losses": "distill",
         "terms": "catalog losses", "diagnostics": "losses terms",
