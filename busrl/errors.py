@@ -318,6 +318,12 @@ def _place(problem: BaseException) -> str:
     return " ({}:{}, in {})".format(*own[-1]) if own else ""
 
 
+def may_pass(status: int) -> bool:
+    """Whether the same HTTP request may succeed later: an error of the server, or one of the 4xx that say nothing about
+    the request itself (time-out, conflict, too early, too many requests)."""
+    return status >= 500 or status in (408, 409, 425, 429)
+
+
 def first_line(text: str, width: int = 200) -> str:
     """The first line of a text; where a traceback begins there, the line that names the exception instead."""
     head, trace, rest = text.strip().partition(TRACE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from busrl.algorithms import catalog
-from busrl.config import Topology, machine, memory
+from busrl.config import Topology, memory, pretrained
 from busrl.config.explain import report
 
 Loaded = Callable[..., Topology]
@@ -170,4 +170,4 @@ def test_the_memory_of_a_teacher_is_counted(loaded: Loaded, tmp_path: Path) -> N
     plain = memory.of_topology(loaded("", *keys))
     taught = memory.of_topology(loaded("", *keys, "learner.recipe=distill", f"model.teacher={other}"))
     assert taught.keys() - plain.keys() == {"teacher model"}
-    assert taught["teacher model"] == 4 * machine.estimate(machine.read_config(other)) > 0
+    assert taught["teacher model"] == 4 * pretrained.estimate(pretrained.read_config(other)) > 0
