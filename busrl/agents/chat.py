@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from busrl.agents.tree import REASONING, History, Message, Tree, Turn, text_of
+from busrl.agents.tree import REASONING, History, Ids, Message, Tree, Turn, text_of
 from busrl.data.prompts import Prompt
 from busrl.errors import CallRefused, DataError
 
@@ -38,6 +38,7 @@ class Text(Protocol):
     """What is needed of a model folder: `busrl.data.chat.LightTokenizer` has it."""
 
     def text(self, prompt: Prompt, generation: bool = True) -> str: ...
+    def ids(self, prompt: Prompt) -> list[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def special_ids(self) -> dict[str, int]: ...
@@ -188,12 +189,16 @@ class Renderer:
         except DataError as problem:
             raise CallRefused("invalid", str(problem), "messages") from None
 
-    def said(self, ids: Sequence[int]) -> tuple[str, str]:
+    def said(self, ids: Sequence[int] | Ids) -> tuple[str, str]:
         """The text of sampled ids without the id that ended them, and the text of that."""
         listed = [int(one) for one in ids]
         if listed and listed[-1] in self.end_ids:
             return self._text.decode(listed[:-1]), self._text.decode(listed[-1:])
         return self._text.decode(listed), ""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that no template wrote, with the special tokens that the tokenizer adds to one."""
+        return self._text.ids(text)
 
     # -- extend -----
 

@@ -581,9 +581,9 @@ class Retries:
 
     def remove(self, key: bytes, request: Request) -> None:
         """It came to nothing: a copy is asked anew."""
-        self._of[key].remove(request)
-        if not self._of[key]:
-            del self._of[key]
+        left = [one for one in self._of.pop(key, []) if one is not request]
+        if left:
+            self._of[key] = left
 
     def _forget(self, now: float) -> None:
         for key in [key for key, known in self._of.items() if now - known[-1].at > self._keep_s]:

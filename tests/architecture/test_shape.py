@@ -30,7 +30,7 @@ REASONS: dict[str, str] = {
 # package -> module or package in it -> the others of the package that it may import when it runs.
 INSIDE: dict[str, dict[str, str]] = {
     "agents": {
-        "parsers": "", "tree": "", "chat": "tree",
+        "parsers": "", "tree": "", "llm": "", "chat": "tree", "desk": "chat llm parsers tree",
     },
     "algorithms": {
         "advantages": "", "catalog": "", "distill": "", "selection": "", "values": "", "losses": "distill",
