@@ -200,7 +200,7 @@ ROWS = 3  # hidden states of all tokens that exist beside those that are kept
 
 
 def _self_test(widths: Widths, work: Work) -> int:
-    """A base in few bits has float32 copies of its first layer, embedding and head for the self-test, and given up then."""
+    """A base in few bits has float32 copies of first layer, embedding and head, for the self-test alone."""
     if not work.lora_rank or work.width == FLOAT:
         return 0
     return FLOAT * (widths.table * (1 if widths.tied else 2) + widths.in_layer)
