@@ -33,9 +33,9 @@ import msgspec
 import numpy as np
 
 from busrl.config import machine
+from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology, has_model
-from busrl.config.values import FUNCTION
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
 from busrl.errors import DataError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from busrl.config.values import REQUIRED, key
+from busrl.config.declare import REQUIRED, key
 
 
 @dataclass(frozen=True)

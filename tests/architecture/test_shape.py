@@ -28,6 +28,10 @@ REASONS: dict[str, str] = {
 
 # package -> module or package in it -> the others of the package that it may import when it runs.
 INSIDE: dict[str, dict[str, str]] = {
+    "algorithms": {
+        "advantages": "", "catalog": "", "distill": "", "gae": "", "selection": "", "losses": "distill",
+        "terms": "catalog losses", "diagnostics": "losses terms",
+    },
     "engines": {
         "base": "", "tokens": "", "scripted": "base", "torch": "base tokens", "openai": "base tokens",
         "vllm": "base tokens",
@@ -53,6 +57,18 @@ INSIDE: dict[str, dict[str, str]] = {
     "scheduling.lengths": {
         "base": "", "rules": "base", "learned": "base", "history": "base learned rules",
         "guard": "base rules",
+    },
+    "training": {
+        "head": "", "optimizers": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
+        "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
+        "custom": "optimizers", "forward": "batch head model packing", "distributed": "batch forward shard_files",
+        "state": "checkpoint distributed optimizers shard_files",
+        "trainer": "batch checkpoint custom distributed forward head model optimizers precision shard_files state "
+                   "step_stats value_head",
+        "ranks": "batch checkpoint distributed forward model shard_files state step_stats trainer",
+    },
+    "training.ranks": {
+        "wire": "", "loading": "", "parts": "loading", "leader": "parts wire", "follower": "parts wire",
     },
     "weights": {
         "base": "", "tensors": "", "sparse": "tensors", "folders": "base tensors", "one_copy": "base",

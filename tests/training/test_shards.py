@@ -23,7 +23,7 @@ from busrl.errors import DiskFull, FileCorrupt, UserError, WriteFailed
 from busrl.files import listing
 from busrl.training import checkpoint, shards
 from busrl.training.model import load
-from busrl.training.shards import Part, Shards, Writing
+from busrl.training.shard_files import Part, Shards, Writing
 from busrl.training.trainer import Trainer, TrainerSettings
 
 
