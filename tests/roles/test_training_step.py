@@ -852,7 +852,7 @@ def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
     assert fresh.trainer.value_head is not None and not fresh.trainer.value_head.optimizer.state
     assert float(fresh.trainer.value_head.line.weight.detach().abs().max()) > 1e-3
     shutil.rmtree(tmp_path / "checkpoints" / "global_step_3" / "value")
-    again._load_critic(type("Found", (), {"path": newest})())
+    again._load_value_head(type("Found", (), {"path": newest})())
     assert "no value head; it begins at 0" in again.changed[-1]
 
 
