@@ -65,6 +65,15 @@ class FunctionRefused(UserError):
     the message holds the key, the import path, and the cause."""
 
 
+class CallRefused(UserError):
+    """A model call of an agent that gets no answer: its messages cannot be used, or a budget of its episode is used
+    up. `code`: invalid, unsupported or context_length_exceeded, as clients know them; `param`: the field."""
+
+    def __init__(self, code: str, text: str, param: str = "") -> None:
+        self.code, self.param = code, param
+        super().__init__(text)
+
+
 class CannotTrain(UserError):
     """Nothing more may be trained in this run: an engine's log-probabilities are not those of a plain forward pass, no
     group that ends can be trained, or the fate table has no place for another sample."""
@@ -307,6 +316,12 @@ def _place(problem: BaseException) -> str:
     frames = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in walk_tb(problem.__traceback__)]
     own = [one for one in frames if not one[0].startswith(LIBRARIES) and "site-packages" not in one[0]] or frames
     return " ({}:{}, in {})".format(*own[-1]) if own else ""
+
+
+def may_pass(status: int) -> bool:
+    """Whether the same HTTP request may succeed later: an error of the server, or one of the 4xx that say nothing about
+    the request itself (time-out, conflict, too early, too many requests)."""
+    return status >= 500 or status in (408, 409, 425, 429)
 
 
 def first_line(text: str, width: int = 200) -> str:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from busrl.config import Topology
 from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream, prompt_of
-from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tag_of
+from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
 from busrl.data.prompts import PromptLine, lines_of
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.errors import UserError
@@ -114,9 +114,8 @@ class Evaluation:
     def found(self) -> EvaluationFigures:
         """The figures now."""
         judged = [self.rows[place] for place in self.rewards]
-        figures, config = self._figures(), self.topology.validation
-        lines = {int(line): self.stream.at(int(line)) for line in set(self.lines)}
-        tags = {number: tag_of(self.stream.record(line), config.tag_key) for number, line in lines.items()}
+        figures = self._figures()
+        tags = tags_of(self.stream.records(self.lines), self.topology.validation.tag_key)
         return EvaluationFigures(
             figures.mean(),
             standard_error(figures.of_prompt()),

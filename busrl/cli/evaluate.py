@@ -1,8 +1,8 @@
 """`busrl evaluate`: the figures of a model folder or a checkpoint on held-out prompts, without a run; `busrl validate`:
-a round of a run that is running; `busrl export`: the model of a checkpoint as a folder that stands alone.
+a round of a run that is running.
 
-Finds out what is meant (a topology or a run directory, a step or a folder), hands it to `busrl.evaluate`, or by a file
-in the run directory to the validator, and prints the figures. Changes nothing but the file of rows and that request.
+Hands what is meant (`checkpoints`) to `busrl.evaluate`, or by a file in the run directory to the validator, and prints
+the figures. Changes nothing but the file of rows and that request.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import select
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -23,10 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from busrl.cli.checkpoints import as_a_model, find, with_model
 from busrl.cli.command import progress
 from busrl.cli.run import launch_pid
-from busrl.config import Topology, load, materialise, model_folder, recorded
-from busrl.config.schema import TINY, AskedSet
+from busrl.config import Topology, materialise, recorded
+from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream
 from busrl.errors import PeerTimeout, UserError
 from busrl.files import json_lines
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0
 LOOK_MS = 200
-STEP = re.compile(r"global_step_([0-9]+)")
 SHOWN = 3  # kinds of failures that are printed
 
 
@@ -47,7 +45,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from busrl.evaluate import Asked, Evaluation, write_rows
 
     named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
-    topology = materialise(_with_model(named, folder))
+    topology = materialise(with_model(named, folder))
     of = _asked(topology, options)
     others = sum(one.answers for one in topology.sets if one.name != of.name)
     asked = Asked(of, others + of.answers, step)
@@ -56,8 +54,8 @@ def evaluate(options: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         open(out, "ab").close()
     begun = time.monotonic()
-    with _as_a_model(folder, out.parent) as model:
-        evaluation = Evaluation(_with_model(topology, model) if model != folder else topology, asked)
+    with as_a_model(folder, out.parent) as model:
+        evaluation = Evaluation(with_model(topology, model) if model != folder else topology, asked)
         rows = evaluation.run(progress(_progress, PATIENCE_S))
     with _writing(out):
         write_rows(out, rows)
@@ -134,99 +132,12 @@ def _told(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def export(options: argparse.Namespace) -> int:
-    """Write the model folder and say what it holds; UserError where there is no such checkpoint, or a damaged one."""
-    from busrl.training.checkpoint import export_checkpoint, fault_of
-
-    paths, out = RunPaths.of(options.run_dir), options.out.absolute()
-    if not paths.topology.is_file():
-        raise UserError(f"{options.run_dir}: no topology.json in it; give the directory of a run")
-    step, folder = _of_run(paths, recorded(paths.topology), str(options.step or ""), "--step")
-    if not step:
-        raise UserError(f"{paths.checkpoints}: no checkpoint yet; learner.checkpoint_every says when there is one")
-    if fault := fault_of(Path(folder)):
-        raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --step")
-    if os.path.lexists(out):
-        raise UserError(f"--out {options.out}: it is there, and nothing is overwritten; name a new folder")
-    if not os.access(out.parent, os.W_OK):
-        raise UserError(f"--out {options.out}: {out.parent} is no folder that can be written; make it, or name another")
-    export_checkpoint(Path(folder), out, options.dtype or "")
-    size = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out}: the model of step {step}, {size / 1e6:.1f} MB")
-    return 0
-
-
 @contextlib.contextmanager
 def _writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
         raise UserError(f"{out}: the rows cannot be written there ({problem.strerror}); give --out FILE") from problem
-
-
-@contextlib.contextmanager
-def _as_a_model(folder: str, near: Path) -> Iterator[str]:
-    """The folder, or, of a checkpoint in shards, a model folder that is there for this time alone."""
-    if not (Path(folder) / "shards").is_dir():
-        yield folder
-        return
-    from busrl.training.checkpoint import export_checkpoint, fault_of
-
-    if fault := fault_of(Path(folder)):
-        raise UserError(f"{folder}: the checkpoint is damaged ({fault}); name another one with --checkpoint")
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=near) as made:
-        export_checkpoint(Path(folder), Path(made) / "model")
-        yield str(Path(made) / "model")
-
-
-def find(named: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, int, str, Path]:
-    """What the command line means: the topology, the step and the folder of the weights to measure, and where the rows
-    go; UserError if there is no such checkpoint."""
-    paths = RunPaths.of(named)
-    if not named.is_dir():
-        topology = load(named, overrides)
-        step, folder = _folder(checkpoint) if checkpoint else (0, topology.model.path)
-        out = Path("evaluated") / f"{topology.run.name}{f'-{Path(checkpoint).name}' if checkpoint else ''}.jsonl"
-        return topology, step, folder, out
-    if not paths.topology.is_file():
-        raise UserError(f"{named}: no topology.json in it; give a topology file, or the directory of a run")
-    if overrides:
-        raise UserError(f"--set changes a topology file, and {named} is a run with its own; give a file instead")
-    topology = recorded(paths.topology)
-    step, folder = _of_run(paths, topology, checkpoint)
-    return topology, step, folder, paths.root / "evaluated" / f"step_{step}.jsonl"
-
-
-def _of_run(
-    paths: RunPaths, topology: Topology, checkpoint: str, option: str = "--checkpoint"
-) -> tuple[int, str]:
-    """Step and model folder: 0 is what the run began with, nothing the newest checkpoint."""
-    if checkpoint == "0":
-        return 0, topology.model.path
-    if checkpoint and not (checkpoint.isascii() and checkpoint.isdigit()):
-        return _folder(checkpoint)
-    steps = sorted(int(found[1]) for one in paths.checkpoints.glob("*") if (found := STEP.fullmatch(one.name)))
-    wanted = int(checkpoint) if checkpoint else steps[-1] if steps else 0
-    if wanted not in (*steps, 0):
-        known = f"it has those of steps {', '.join(map(str, [0, *steps]))} (0 is the model that it began with)"
-        raise UserError(f"{option} {checkpoint}: {paths.checkpoints} has no such step; {known}")
-    return (wanted, str(paths.checkpoints / f"global_step_{wanted}")) if wanted else (0, topology.model.path)
-
-
-def _folder(checkpoint: str) -> tuple[int, str]:
-    """A model folder, or a checkpoint of any run, whose step its name tells."""
-    found = STEP.fullmatch(Path(checkpoint).resolve().name)
-    return int(found[1]) if found else 0, str(Path(checkpoint).resolve())
-
-
-def _with_model(topology: Topology, folder: str) -> Topology:
-    folder = model_folder(folder)
-    if not folder.startswith(TINY) and not (Path(folder) / "config.json").is_file():
-        raise UserError(
-            f"{folder}: no config.json in it; --checkpoint takes a step of the run, the folder of a checkpoint "
-            "(global_step_N), or any Hugging Face model folder"
-        )
-    return dataclasses.replace(topology, model=dataclasses.replace(topology.model, path=folder))
 
 
 def _asked(topology: Topology, options: argparse.Namespace) -> AskedSet:

@@ -20,7 +20,7 @@ from typing import Any
 from busrl.algorithms import catalog
 from busrl.config import schema
 from busrl.config.rules import Check, Clash, Finding, clashes
-from busrl.config.schema import ADAPTERS, ENGINES, FOLDERS, ONE_COPY, RESTARTS, Process, Topology
+from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS, Process, Topology
 from busrl.device import BACKEND, expected
 
 # -- weight transports -----
@@ -28,7 +28,7 @@ from busrl.device import BACKEND, expected
 ONE_HOST = ("shm", "broadcast", "cuda_ipc", *FOLDERS)  # those that reach the learner's host alone: so far all
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves for an adapter is one of these
 SPARSE = ("shm", "broadcast")  # transports of values, which can send the changed ones alone, and a digest with them
-OURS = tuple(dict.fromkeys(engine for engines in ENGINES.values() for engine in engines))
+OURS = tuple(dict.fromkeys(engine for engines in TRANSPORTS.values() for engine in engines))
 
 
 def rollouts(t: Topology) -> Iterator[tuple[int, Process]]:
@@ -133,10 +133,10 @@ VLLM = (  # where an engine is vLLM
 
 def _engines(t: Topology) -> Iterator[Finding]:
     """A transport that an engine has no way to take weights from."""
-    fit = ENGINES.get(t.weights.transport, OURS)
+    fit = TRANSPORTS.get(t.weights.transport, OURS)
     for index, entry in rollouts(t):
-        if entry.engine in OURS and entry.engine not in (*fit, "mock"):  # `rules` has those of scripted engines
-            others = [name for name, engines in ENGINES.items() if entry.engine in engines]
+        if entry.engine in OURS and entry.engine not in (*fit, SCRIPTED):  # `rules` has those of scripted engines
+            others = [name for name, engines in TRANSPORTS.items() if entry.engine in engines]
             rule = f"this transport gives weights to {' and '.join(fit)} only"
             keys = (f"process.{index}.engine", "weights.transport")
             yield Finding(keys, rule, f"transport = one of {', '.join(others)}")
@@ -354,7 +354,7 @@ def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Findin
     if entry.device and entry.role not in WITH_MODEL and not judges:
         rule = f"a {entry.role} of busrl's own runs no model"
         yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
-    elif entry.device and entry.role == "rollout" and entry.engine == "mock":
+    elif entry.device and entry.role == "rollout" and entry.engine == SCRIPTED:
         rule = "a scripted engine runs no model"
         yield Finding((f"{at}.device", f"{at}.engine"), rule, "remove device")
     for item in entry.devices:
@@ -384,7 +384,7 @@ def _one_copy(t: Topology) -> Iterator[Finding]:
     """One engine on this host owns the tensors that the learner trains, on the same device."""
     if t.weights.transport != ONE_COPY:
         return
-    key, other, fit = "weights.transport", 'or transport = "shm"', ENGINES[ONE_COPY]
+    key, other, fit = "weights.transport", 'or transport = "shm"', TRANSPORTS[ONE_COPY]
     engines = [entry for entry in t.process if entry.role == "rollout"]
     started = sum(entry.count for entry in engines)
     if started != 1 or any(entry.command for entry in engines):
@@ -448,7 +448,7 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     yield from refused("weights.backend", t.weights.transport == "broadcast" and t.weights.backend != "gloo",
                        "from device to device only one rank was ever tried", 'backend = "gloo"')
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
-                       "this attention takes no float32, in which a shard's model is probed", 'attention = "auto"')
+                       "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
     yield from refused("model.teacher", catalog.taught(t.learner), "a teacher is computed by one process so far",
                        "no teacher")
     yield from refused("learner.memory.compile", t.learner.memory.compile,

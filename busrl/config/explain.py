@@ -16,10 +16,10 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.algorithms import catalog
-from busrl.config import machine, memory, trial
-from busrl.config.machine import model_at
+from busrl.config import machine, memory, pretrained, rates, trial
+from busrl.config.pretrained import model_at
 from busrl.config.rules import MOST_SAMPLES, count
-from busrl.config.schema import ADAPTERS, RANK, TINY, AskedSet, Faults, ProcessName, Topology, has_model
+from busrl.config.schema import ADAPTERS, RANK, SCRIPTED, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull
 
@@ -60,10 +60,10 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     With sparse updates each buffer has half of its size beside it, for the changes that follow it.
     """
     found = [("ring", topology.derived.ring_bytes)]
-    parameters = machine.model_facts(model_at(topology.model.path)).parameters
+    parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
     if topology.weights.transport == "shm" and parameters:
         buffers = 3 if topology.weights.sparse.enabled else 2
-        found.append(("weights", buffers * parameters * machine.BYTES_OF[topology.model.dtype]))
+        found.append(("weights", buffers * parameters * pretrained.BYTES_OF[topology.model.dtype]))
     cost = machine.weight_cost(topology, model_at(topology.model.path))
     if topology.weights.transport in ADAPTERS and cost is not None and cost.version:
         found.append(("adapters", cost.total))
@@ -106,13 +106,13 @@ def _head(t: Topology) -> Iterator[str]:
     yield f"{t.source}: {'ok' if fits else f'right, but it does not fit into {machine.SHM}'}"
     for override in t.overrides:
         yield f"  --set {override}"
-    bound = f" (at most {t.weights.max_staleness} steps old)" if t.weights.mode == "batch-async" else ""
+    bound = f" (age at most {t.weights.max_staleness} steps)" if t.weights.mode == "batch-async" else ""
     yield (
         f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
-    yield f"learning rate {t.learner.lr:g}: {machine.rate_advice(t)}"
-    yield from machine.stale_rate_advice(t)
+    yield f"learning rate {t.learner.lr:g}: {rates.rate_advice(t)}"
+    yield from rates.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
         yield f"a step is computed at once, when it fires: {why}"
@@ -149,7 +149,7 @@ def _processes(t: Topology) -> Iterator[str]:
 
 def _device(t: Topology, process: ProcessName) -> str:
     """Where the model of a process runs, and which devices it sees; "-" for one without a model."""
-    models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != "mock")
+    models = process.role in ("learner", RANK) or (process.role == "rollout" and process.spec.engine != SCRIPTED)
     if not models or process.spec.command:
         return "-"
     return t.device_of(process.name) + (f":{process.devices}" if process.devices else "")
@@ -190,7 +190,7 @@ def _blocks(t: Topology) -> Iterator[str]:
     if t.weights.transport != "broadcast":
         return
     yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
-    size = machine.model_facts(model_at(t.model.path)).parameters * machine.BYTES_OF[t.model.dtype]
+    size = pretrained.model_facts(model_at(t.model.path)).parameters * pretrained.BYTES_OF[t.model.dtype]
     if not size:
         yield "  size unknown until the model is there"
         return
@@ -258,7 +258,7 @@ def _model(t: Topology) -> Iterator[str]:
         yield f"  {t.model.path}: " + (f"made, {folder}" if folder else "made on first use")
     else:
         yield f"  {t.model.path}"
-    facts = machine.model_facts(model_at(t.model.path))
+    facts = pretrained.model_facts(model_at(t.model.path))
     if facts.kind:
         size = f"{facts.parameters / 1e6:.2f} M parameters" if facts.parameters else "size unknown"
         yield f"  {facts.kind}: {facts.layers} layers, width {facts.hidden}, vocabulary {facts.vocabulary}, {size}"
@@ -271,7 +271,7 @@ def warnings(t: Topology) -> list[str]:
 
 
 def _lacking(t: Topology) -> Iterator[str]:
-    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != "mock")
+    computing = (entry for entry in t.process if entry.role in ("rollout", "learner") and entry.engine != SCRIPTED)
     threads = sum(entry.threads * entry.count for entry in computing)
     if threads > (there := len(machine.cores())):
         yield f"[[process]]: rollouts and learner have {threads} threads for {there} cores; lower threads or count"

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from busrl import keys
 from busrl.algorithms import selection
-from busrl.config import engine_rules, machine, reader
+from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
-from busrl.config.schema import FOREIGN_ROLES, TINY, Topology
+from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, TINY, Topology
 from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
@@ -188,7 +188,7 @@ class _Inspection:
 
     def _tiny(self, key: str, path: str) -> int:
         """Prompts of a task that is made on first use: a run's sizes must not depend on whether it is the first one."""
-        tasks = machine.maker().RECIPES
+        tasks = pretrained.maker().RECIPES
         if path not in tasks:
             self._add(key, f"expected a path, or one of {', '.join(tasks)}", "these are the quickstart's own tasks")
             return 0
@@ -222,7 +222,7 @@ class _Inspection:
     def _chat_template(self) -> None:
         """Chats need a template that writes them, of the tokenizer in the model folder."""
         path = self.t.model.path
-        uses_it = any(entry.role == "rollout" and entry.engine != "mock" for entry in self.t.process)
+        uses_it = any(entry.role == "rollout" and entry.engine != SCRIPTED for entry in self.t.process)
         if uses_it and (path.startswith(TINY) or not template_of(Path(path))):
             remedy = 'use a chat model, put a chat_template.jinja into its folder, or set template = "none"'
             self._add("data.template", f"the tokenizer of {path} has no chat template", remedy)
@@ -250,7 +250,7 @@ class _Inspection:
         if missing := _missing(folder):
             self._add("model.path", *missing)
             return DEFAULT_TOKEN_BYTES, 0
-        config, place = machine.read_json(folder / "config.json"), str(folder / "config.json")
+        config, place = pretrained.read_json(folder / "config.json"), str(folder / "config.json")
         if not isinstance(config, dict):
             self._add_problem("model.path", Problem(place, "", "not a JSON object", "copy it again"))
             return DEFAULT_TOKEN_BYTES, 0
@@ -258,31 +258,31 @@ class _Inspection:
             rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
             self._add("model.path", rule, "give a causal language model")
         self._whole("model.path", folder)
-        if fault := machine.token_fault(folder):
+        if fault := pretrained.token_fault(folder):
             remedy = "save the tokenizer of this model there; with a new tokenizer resize the model's embeddings first"
             self._add("model.path", fault, remedy)
-        if self.t.scripted and machine.vocabulary(folder) is None:
+        if self.t.scripted and pretrained.vocabulary(folder) is None:
             rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
-        return token_bytes(folder), machine.context_of(config)
+        return token_bytes(folder), pretrained.context_of(config)
 
     def _whole(self, key: str, folder: Path) -> None:
         """Weights that were cut, or that are another model's, are refused before anybody loads them."""
-        if fault := machine.weight_fault(folder):
+        if fault := pretrained.weight_fault(folder):
             self._add_problem(key, Problem(fault[0], "", *fault[1:]))
 
     def _same_tokens(self, key: str, path: str, remedy: str, padded: bool) -> None:
         """Another model that gives probabilities must do so of the same tokens. `padded`: its table of tokens may be
         longer or shorter by rows that no token has."""
-        folder, own = Path(path), machine.model_at(self.t.model.path)
+        folder, own = Path(path), pretrained.model_at(self.t.model.path)
         if missing := _missing(folder):
             self._add(key, *missing)
             return
         self._whole(key, folder)
-        if own is not None and (difference := machine.other_tokens(own, folder)):
+        if own is not None and (difference := pretrained.other_tokens(own, folder)):
             self._add(key, f"{difference}: they are not the same tokens", remedy)
         elif own is not None:
-            sizes = [machine.model_facts(one).vocabulary for one in (folder, own)]
+            sizes = [pretrained.model_facts(one).vocabulary for one in (folder, own)]
             alike = padded and difference is not None
             if all(sizes) and sizes[0] != sizes[1] and not alike:
                 rule = f"its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}"
@@ -292,7 +292,7 @@ class _Inspection:
         """The checkpoint that the run begins with must be whole, and of this model, adapter and optimiser."""
         folder, t = Path(self.t.learner.start_from), self.t
         key, other = "learner.start_from", "name another checkpoint"
-        meta, listed = (machine.read_config(folder, name) for name in ("meta.json", "files.json"))
+        meta, listed = (pretrained.read_config(folder, name) for name in ("meta.json", "files.json"))
         if not meta or not listed:
             rule = "no meta.json and files.json of a checkpoint in this folder"
             self._add(key, rule, "give the folder global_step_N in checkpoints/ of a run")
@@ -304,7 +304,7 @@ class _Inspection:
                 self._add(key, f"the checkpoint is damaged: {name} {had}, {size} were written", other)
                 return
         own = None if t.model.path.startswith(TINY) else Path(t.model.path)
-        facts = [machine.model_facts(one) for one in (folder / "model", own)]
+        facts = [pretrained.model_facts(one) for one in (folder / "model", own)]
         for what in ("kind", "layers", "hidden", "vocabulary"):
             there, here = (getattr(one, what) for one in facts)
             if there != here and own is not None:
@@ -324,7 +324,7 @@ class _Inspection:
             self._add("lora.rank", "LoRA needs the package peft", "pip install 'busrl[lora]'")
         path, known = self.t.model.path, TINY_LAYERS
         if not path.startswith(TINY):
-            known = sorted(machine.weight_layers(machine.tensor_shapes(Path(path))))
+            known = sorted(pretrained.weight_layers(pretrained.tensor_shapes(Path(path))))
         for name in self.t.lora.targets:
             if known and "." not in name and name not in known:
                 rule = f"the model has no layer {name!r} that an adapter could be put on"
@@ -333,7 +333,7 @@ class _Inspection:
     def _trained_layers(self) -> None:
         """Each item names parameters of the model, as far as its files tell."""
         folder = Path(self.t.model.path)
-        names, count = list(machine.tensor_shapes(folder)), machine.model_facts(folder).layers
+        names, count = list(pretrained.tensor_shapes(folder)), pretrained.model_facts(folder).layers
         try:
             items = selection.parsed(self.t.learner.train_layers)
         except ValueError:  # a rule of its own names it
@@ -479,7 +479,7 @@ def _missing(folder: Path) -> tuple[str, str] | None:
 
 def token_bytes(folder: Path) -> int:
     """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    data = machine.read_config(folder, "tokenizer.json")
+    data = pretrained.read_config(folder, "tokenizer.json")
     section = data.get("model")
     vocabulary = section.get("vocab") if isinstance(section, dict) else None
     if isinstance(vocabulary, list):  # unigram models: pairs of piece and score

@@ -21,7 +21,7 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, files, machine, reward_rules, rules, sources
+from busrl.config import engine_rules, files, pretrained, rates, reward_rules, rules, sources
 from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import (
@@ -53,7 +53,7 @@ REAL_FILES = frozenset(
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
 CHECKS: tuple[rules.Check, ...] = (
-    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, machine.rate_findings,
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, rates.rate_findings,
 )
 PLAYED_OF_PROCESS = ("role", "count")
 
@@ -127,7 +127,7 @@ def _with_advice(problem: Problem, draft: Topology) -> Problem:
     """The one key that no default can stand for gets advice for the model that is there."""
     if problem.rule != "learner.lr is missing":
         return problem
-    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {machine.rate_advice(draft)}")
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {rates.rate_advice(draft)}")
 
 
 def _real(key: str) -> bool:
@@ -302,7 +302,7 @@ def materialise(topology: Topology) -> Topology:
     for section, key, made in places:
         table = getattr(topology, section)
         if (name := getattr(table, key)).startswith(TINY):
-            path = str(getattr(machine.maker().ensure(name), made))
+            path = str(getattr(pretrained.maker().ensure(name), made))
             changed: dict[str, Any] = {section: dataclasses.replace(table, **{key: path})}
             topology = dataclasses.replace(topology, **changed)
     return topology
@@ -312,7 +312,7 @@ def _with_sets_made(topology: Topology) -> Topology:
     def made(table: Any) -> Any:
         if not table.data.startswith(TINY):
             return table
-        return dataclasses.replace(table, data=str(machine.maker().ensure(table.data).validation))
+        return dataclasses.replace(table, data=str(pretrained.maker().ensure(table.data).validation))
 
     named = tuple(map(made, topology.validation.set))
     return dataclasses.replace(

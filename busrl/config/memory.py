@@ -18,7 +18,7 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog, selection
-from busrl.config import machine
+from busrl.config import pretrained
 from busrl.config.schema import TINY, Topology
 from busrl.errors import UserError
 
@@ -77,17 +77,17 @@ class Widths:
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
         """`parameters`: how many there are, if that is known better than from the widths."""
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-        hidden, heads = machine.whole(text, "hidden_size", "n_embd", "d_model"), _heads(text)
-        size = machine.whole(text, "head_dim") or hidden // heads
-        keys = (machine.whole(text, "num_key_value_heads") or heads) * size
-        experts, kind = machine.whole(text, "num_experts_per_tok"), str(text.get("model_type", ""))
-        inner = experts * machine.whole(text, "moe_intermediate_size", "intermediate_size")
+        hidden, heads = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), _heads(text)
+        size = pretrained.whole(text, "head_dim") or hidden // heads
+        keys = (pretrained.whole(text, "num_key_value_heads") or heads) * size
+        experts, kind = pretrained.whole(text, "num_experts_per_tok"), str(text.get("model_type", ""))
+        inner = experts * pretrained.whole(text, "moe_intermediate_size", "intermediate_size")
         return cls(
-            hidden, inner or machine.whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
-            machine.whole(text, *machine.LAYERS), heads * size, keys, machine.whole(text, "vocab_size"),
+            hidden, inner or pretrained.whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
+            pretrained.whole(text, *pretrained.LAYERS), heads * size, keys, pretrained.whole(text, "vocab_size"),
             bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
             kind.startswith(("qwen3", "gemma3")), 2 if kind.startswith(("gemma2", "gemma3")) else 1,
-            parameters or machine.estimate(dict(config)),
+            parameters or pretrained.estimate(dict(config)),
         )
 
     @property
@@ -118,7 +118,7 @@ class Widths:
 
 
 def _heads(text: Mapping[str, Any]) -> int:
-    return machine.whole(text, "num_attention_heads", "n_head") or 1
+    return pretrained.whole(text, "num_attention_heads", "n_head") or 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def learner_sum(config: Mapping[str, Any], work: Work, parameters: int = 0) -> d
     }
     moment = max(_moments(widths, trained, work), key=lambda parts: sum(parts.values()))
     step = sum(lasting.values()) - lasting["weights"] - lasting["libraries"] + sum(moment.values())
-    return {**lasting, **moment, "probe at the start, beyond a step": max(0, _probe(widths, work) - step)}
+    return {**lasting, **moment, "self-test at the start, beyond a step": max(0, _self_test(widths, work) - step)}
 
 
 def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
@@ -199,8 +199,8 @@ def _moments(widths: Widths, trained: Trained, work: Work) -> list[dict[str, int
 ROWS = 3  # hidden states of all tokens that exist beside those that are kept
 
 
-def _probe(widths: Widths, work: Work) -> int:
-    """A base in few bits has float32 copies of its first layer, embedding and head for the probe, and given up then."""
+def _self_test(widths: Widths, work: Work) -> int:
+    """A base in few bits has float32 copies of first layer, embedding and head, for the self-test alone."""
     if not work.lora_rank or work.width == FLOAT:
         return 0
     return FLOAT * (widths.table * (1 if widths.tied else 2) + widths.in_layer)
@@ -220,7 +220,7 @@ def work_of(t: Topology) -> Work:
     """What the learner of a topology does at a time, at most."""
     kind, own, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
     step = t.derived.limits.n_hi * t.groups.size * t.longest
-    large = kind != "cpu" and machine.parameters(t) >= LARGE
+    large = kind != "cpu" and pretrained.parameters(t) >= LARGE
     again = memory.activation_checkpointing == "full" or (memory.activation_checkpointing == "auto" and large)
     return Work(
         tokens=min(max(own.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
@@ -241,17 +241,17 @@ def _known(t: Topology) -> bool:
     config = _config(t)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
-    widths = machine.whole(text, "hidden_size", "n_embd", "d_model"), machine.whole(text, *machine.LAYERS)
+    widths = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), pretrained.whole(text, *pretrained.LAYERS)
     return learns and all(widths)
 
 
 def _config(t: Topology) -> dict[str, Any]:
-    folder = machine.model_at(t.model.path)
-    return machine.read_config(folder) if folder else {}
+    folder = pretrained.model_at(t.model.path)
+    return pretrained.read_config(folder) if folder else {}
 
 
 def _of(t: Topology, work: Work) -> dict[str, int]:
-    known = 0 if t.model.path.startswith(TINY) else machine.parameters(t)
+    known = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t)
     found, size = learner_sum(_config(t), work, known), Widths.of(_config(t), known).parameters
     if work.kind == "cpu":
         found = {name: value * work.ranks for name, value in found.items()}
@@ -263,15 +263,15 @@ def _of(t: Topology, work: Work) -> dict[str, int]:
 def _published(t: Topology, parameters: int) -> int:
     """Bytes of host memory with the versions that are published."""
     copies = {"shm": 3.0 if t.weights.sparse.enabled else 2.0, "broadcast": 2.5 if t.weights.sparse.enabled else 2.0}
-    return int(copies.get(t.weights.transport, 0.0) * parameters * machine.BYTES_OF[t.model.dtype])
+    return int(copies.get(t.weights.transport, 0.0) * parameters * pretrained.BYTES_OF[t.model.dtype])
 
 
 def of_host(t: Topology) -> dict[str, int]:
     """What a learner elsewhere needs of the host's memory: the model while it is read, or later what it publishes."""
     if not _known(t) or work_of(t).kind == "cpu":
         return {}
-    known = machine.parameters(t)
-    each = machine.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
+    known = pretrained.parameters(t)
+    each = pretrained.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
     read = known * each if t.ranks == 1 else 0  # ranks read the rows of their shards
     published = _published(t, known)
     largest = max(("the model while it is read", read), ("published", published), key=lambda part: part[1])
@@ -282,8 +282,8 @@ def _teacher(t: Topology, kind: str) -> int:
     """Bytes of its weights; ranks of a host share its memory."""
     if not catalog.taught(t.learner):
         return 0
-    count = machine.parameters(replace(t, model=replace(t.model, path=t.model.teacher)))
-    return count * machine.BYTES_OF[t.model.dtype] // (1 if kind == "cpu" else t.ranks)
+    count = pretrained.parameters(replace(t, model=replace(t.model, path=t.model.teacher)))
+    return count * pretrained.BYTES_OF[t.model.dtype] // (1 if kind == "cpu" else t.ranks)
 
 
 def there(kind: str) -> int:

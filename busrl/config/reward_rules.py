@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from busrl.config import machine
+from busrl.config import pretrained
 from busrl.config.declare import items
 from busrl.config.reader import show
 from busrl.config.rules import Check, Clash, Finding, by_path, clashes
@@ -138,7 +138,7 @@ def _around(t: Topology) -> Iterator[Finding]:
 
 def _classifier(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     folder = Path(part.path)
-    config = machine.read_json(folder / "config.json")
+    config = pretrained.read_json(folder / "config.json")
     remedy = "give a Hugging Face folder with config.json, a tokenizer and weights of a sequence classifier"
     if not folder.is_dir():
         yield Finding((f"{at}.path",), "no such folder", remedy)
@@ -149,9 +149,9 @@ def _classifier(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
         if not any(one.endswith(CLASSIFIER) for one in kinds):
             rule = f"its architecture is {', '.join(kinds) or 'not named'}, and a reward model is a ...{CLASSIFIER}"
             yield Finding((f"{at}.path",), rule, remedy)
-        if fault := machine.weight_fault(folder):
+        if fault := pretrained.weight_fault(folder):
             yield Finding((f"{at}.path",), fault[1], fault[2], place=fault[0])
-        context = machine.context_of(config)
+        context = pretrained.context_of(config)
         if context and t.longest > context:
             rule = f"it takes {context} tokens, a prompt and its answer may have {t.longest}"
             remedy = "of a longer one it sees the last tokens only"

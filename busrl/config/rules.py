@@ -27,6 +27,7 @@ from busrl.config.schema import (
     IMPLIED_ROLES,
     ONE_COPY,
     RESTARTS,
+    SCRIPTED,
     SINGLE_ROLES,
     TINY,
     BusFault,
@@ -199,7 +200,7 @@ TABLE = (
     Clash("experiments.forced_age, weights.mode != sync",
           'an exact number of steps late is possible in rounds only; mode = "sync", or forced_age = 0'),
     Clash("experiments.forced_age; weights.mode == sync",
-          "an experiment: batches of weights {t.experiments.forced_age} steps old; 0 for real training", warning=True),
+          "an experiment: batches of age {t.experiments.forced_age}, in steps; 0 for real training", warning=True),
     Clash("weights.window, weights.mode == sync",
           'a round is trained whole, so its window is the round; remove it, or mode = "batch-async"', warning=True),
     Clash("learner.checkpoint_mode == async, lora.rank",
@@ -269,7 +270,7 @@ TABLE = (
           'it moves the number of groups trained, not ended; count = "usable", or mode = "advise"'),
 )
 # Of a topology with a scripted engine, whose key is ENGINE.
-SCRIPTED = (
+SCRIPTED_RUNS = (
     Clash("ENGINE, weights.transport != shm",
           'a scripted engine follows the versions in shared memory; set weights.transport = "shm"'),
     Clash("reward.extract, ENGINE; reward.kind == exact_match",
@@ -338,7 +339,7 @@ def _scheduler(t: Topology) -> Iterator[Finding]:
         rule = f"adaptive sorts a whole round, which has n_min = {n_min} draws"
         keys = ("scheduler.horizon", "scheduler.policy", "weights.mode", "learner.trigger.n_min")
         yield Finding(keys, rule, f"set it to {n_min} or more, or 0 for 2 x n_min")
-    if scheduler.predictor == "oracle" and {one.engine for one in t.process if one.role == "rollout"} != {"mock"}:
+    if scheduler.predictor == "oracle" and {one.engine for one in t.process if one.role == "rollout"} != {SCRIPTED}:
         rule = "the lengths of a real model's answers are not known beforehand: it is for the scripted engine"
         yield Finding(("scheduler.predictor",), rule, 'predictor = "blend"', depends=("process",))
 
@@ -489,11 +490,11 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
 
 def _scripted(t: Topology) -> Iterator[Finding]:
     if t.scripted:
-        at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == "mock")
+        at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == SCRIPTED)
         if count(t, "validator"):
             rule = "scripted answers are made up, so there is nothing to validate"
             yield Finding((at, "validation.data"), rule, "remove [validation]", value=f'{at} = "mock"')
-        yield from clashes(t, SCRIPTED, at)
+        yield from clashes(t, SCRIPTED_RUNS, at)
 
 
 def count(t: Topology, role: str) -> int:

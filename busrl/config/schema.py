@@ -54,9 +54,13 @@ ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is 
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
 ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the engine's own tensors
+# The engines, and where the model of each runs: "here", in its rollout process or a child of it; "there", behind an
+# endpoint; "", nowhere: its answers are scripted.
+SCRIPTED = "mock"
+ENGINES = {"torch": "here", SCRIPTED: "", "vllm": "here", "openai": "there"}
 # The engines that a transport can give weights to. An engine that is not busrl's own (openai) has its own rules.
-ENGINES: dict[str, tuple[str, ...]] = {
-    "shm": ("torch", "vllm", "mock"),
+TRANSPORTS: dict[str, tuple[str, ...]] = {
+    "shm": ("torch", "vllm", SCRIPTED),
     "broadcast": ("torch", "vllm"),
     ONE_COPY: ("torch", "vllm"),
     "lora_hotswap": ("torch", "vllm"),
@@ -191,12 +195,12 @@ class Sparse:
 class Weights:
     """[weights]: from the learner to the engines."""
 
-    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=tuple(ENGINES))
+    transport: str = key("shm", "how weights travel; see docs/weights.md", choices=tuple(TRANSPORTS))
     restart_every: int = key(1, "lora_restart, checkpoint_restart: take one publication in so many", low=1, high=1024)
     on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
                           "before it", choices=("continue", "finish"))
     mode: str = key("batch-async", "how far ahead generation may run", choices=("sync", "batch-async", "fully-async"))
-    max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
+    max_staleness: int = key(2, "batch-async: greatest age of a trained sample in steps, S", low=0, high=1024)
     over_age: str = key("wait", "a group above max_staleness holds admission, or is dropped", choices=("wait", "drop"))
     window: int = key(0, "W: groups past the oldest that may go first; 0 = 0.3 of the buffer B", low=0, high=65536)
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", above=0)
@@ -348,7 +352,7 @@ class Process:
     role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
-                      "openai asks an endpoint: see [openai]", choices=("torch", "mock", "vllm", "openai"))
+                      "openai asks an endpoint: see [openai]", choices=tuple(ENGINES))
     threads: int = key(1, "threads of its numeric libraries", low=1, high=1024)
     ranks: int = key(1, "learner: processes that train one model together, a part of it each", low=1, high=512)
     cpus: str = key("", 'cores that its processes may use, "0" or "2-5,8"; all others then stay off them. Empty = '
@@ -434,7 +438,8 @@ class ProcessName:
 
 def has_model(entry: Process) -> bool:
     """Whether processes of this entry load the model: the learner, and rollouts with an engine that has one here."""
-    return not entry.command and (entry.role, entry.engine)[entry.role == "rollout"] in ("learner", "torch", "vllm")
+    generates = entry.role == "rollout" and ENGINES.get(entry.engine) == "here"
+    return not entry.command and (entry.role == "learner" or generates)
 
 
 @dataclass(frozen=True)
@@ -487,7 +492,7 @@ class Topology:
     @property
     def scripted(self) -> bool:
         """Whether any engine is scripted: then data.train is a trace, and nothing is learnt from its answers."""
-        return any(entry.role == "rollout" and entry.engine == "mock" and not entry.command for entry in self.process)
+        return any(entry.role == "rollout" and entry.engine == SCRIPTED and not entry.command for entry in self.process)
 
     @property
     def publish_every(self) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from busrl.config import machine
+from busrl.config import pretrained
 from busrl.config.rules import Finding, by_path
 from busrl.config.schema import TINY, DataSource, MadeSet, Rows, SourceLines, Topology
 from busrl.config.trial import Events, foreign, last_words, tools_of_chats
@@ -241,7 +241,7 @@ def _name(one: DataSource) -> str:
 
 
 def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
-    own, folder = t.data, machine.model_at(t.model.path)
+    own, folder = t.data, pretrained.model_at(t.model.path)
     sources = [
         Source(
             **{name: value for name, value in dataclasses.asdict(one).items() if name != "weight"} | {
@@ -321,7 +321,7 @@ def _age(path: Path) -> list[Any]:
 
 def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int]) -> _Prepared | None:
     """The file of an earlier start in that directory, if its bytes are those that it was made with."""
-    recorded = machine.read_config(run_dir, "topology.json") if run_dir else {}
+    recorded = pretrained.read_config(run_dir, "topology.json") if run_dir else {}
     try:
         derived, name = recorded.get("derived", {}), _name_of(which)
         if not run_dir:

@@ -32,7 +32,7 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from busrl.config import machine
+from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology, has_model
@@ -131,8 +131,8 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
 
 def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:
     """Ids in prompts for which the model has no row: its first layer would fail, on an accelerator without a word."""
-    folder = machine.model_at(topology.model.path)
-    size = machine.vocabulary_size(folder) if folder else 0
+    folder = pretrained.model_at(topology.model.path)
+    size = pretrained.vocabulary_size(folder) if folder else 0
     for one in counted if size else ():
         if one.highest >= size:
             rule = f"prompts of {one.path} have token ids up to {one.highest}, and the model has {size} (vocab_size)"
@@ -174,20 +174,20 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
 
 
 def _tokenizer(topology: Topology) -> LightTokenizer | None:
-    folder = machine.model_at(topology.model.path)
+    folder = pretrained.model_at(topology.model.path)
     return LightTokenizer.of(folder, tools_of_chats(topology)) if folder else None
 
 
 def tools_of_chats(topology: Topology) -> list[Any]:
     """What every chat request names, and the template with it."""
     asked = topology.openai.tools if topology.openai.endpoint == "chat" else ""
-    listed = machine.read_json(Path(asked)) if asked else None
+    listed = pretrained.read_json(Path(asked)) if asked else None
     return listed if isinstance(listed, list) else []
 
 
 def _tiny(path: str, light: LightTokenizer | None) -> Counted:
     """A tiny task's prompts have a known length in characters, made or not."""
-    task = machine.maker().RECIPES.get(path)
+    task = pretrained.maker().RECIPES.get(path)
     longest = int(task.max_prompt_tokens) if task else UNKNOWN
     tokens = len(light.ids("9" * longest)) if light is not None else longest
     return Counted(path, 1, (), (), (), max(longest, tokens), "a bound")
@@ -373,7 +373,7 @@ def _first_line(t: Topology) -> tuple[str, str]:
     not made yet)."""
     path = t.data.train
     if path.startswith(TINY):
-        made = machine.made(path)
+        made = pretrained.made(path)
         if made is None:
             return "", ""
         path = str(made.train)
@@ -413,8 +413,8 @@ def ends(t: Topology) -> str:
         return ""
     folder = Path(t.model.path)
     own = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
-    known = machine.end_ids(folder) | ({own} if own is not None else set())
-    shown, size = ", ".join(map(str, sorted(known))), machine.vocabulary_size(folder)
+    known = pretrained.end_ids(folder) | ({own} if own is not None else set())
+    shown, size = ", ".join(map(str, sorted(known))), pretrained.vocabulary_size(folder)
     limit = f"generation.max_new_tokens = {t.generation.max_new_tokens}"
     if size and all(one >= size for one in known):
         what = f"its end tokens ({shown}) are none of its {size} ids" if known else "it names no end token"

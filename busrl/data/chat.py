@@ -81,8 +81,9 @@ class LightTokenizer:
         except Exception:  # no such package, or a file of another kind: then nothing is counted
             return None
 
-    def text(self, prompt: Prompt) -> str:
-        """The prompt as the model reads it, up to the start of the answer; DataError says why the template refuses."""
+    def text(self, prompt: Prompt, generation: bool = True) -> str:
+        """The prompt as the model reads it, up to the start of the answer, or with `generation` False without that
+        start; DataError says why the template refuses."""
         if isinstance(prompt, str):
             return prompt
         chat, tools, arguments = parts_of(prompt)
@@ -94,7 +95,7 @@ class LightTokenizer:
             if named not in self._render:
                 self._render[named] = _compiled(template)
             return self._render[named](
-                messages=chat, tools=tools or self._tools, documents=None, add_generation_prompt=True,
+                messages=chat, tools=tools or self._tools, documents=None, add_generation_prompt=generation,
                 **{**self._special, **arguments},
             )
         except Exception as problem:  # the template is foreign code
@@ -104,6 +105,24 @@ class LightTokenizer:
         """Token ids of a prompt."""
         found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
         return found
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of what a template wrote: special tokens in it are such, and none are added."""
+        found: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens kept."""
+        return str(self._core.decode(ids, skip_special_tokens=False))
+
+    def special_ids(self) -> dict[str, int]:
+        """Special tokens by their text."""
+        return {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
+                if token.special}
+
+    def template(self, tools: bool = False) -> str:
+        """The source of the chat template, "" without one."""
+        return self._templates[tools]
 
     def cut(self, text: str, tokens: int, left: bool) -> str:
         """The text without so many tokens (at least) of its beginning, or of its end."""
@@ -121,8 +140,7 @@ class LightTokenizer:
             after = self.text(chat).partition(mark)[2].lstrip()
         except DataError:
             return None
-        special = {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
-                   if token.special}
+        special = self.special_ids()
         found = max((text for text in special if after.startswith(text)), key=len, default="")
         return (special[found], found) if found else None
 

@@ -171,9 +171,11 @@ class Figures:
     def record(self) -> dict[str, Any]:
         """The keys of a line of validation.jsonl that say all this."""
         named = self.by_name()
-        told = {f"val/{name}": one.value for name, one in named.items() if name != "reward"}
-        intervals = {name: one.interval for name, one in named.items()}
-        return {**told, "prompts": len(self.of_prompt()), "intervals": intervals}
+        values = {f"val/{name}": one.value for name, one in named.items() if name != "reward"}
+        return {
+            "val/reward": self.mean(), **values, "prompts": len(self.of_prompt()), "samples": len(self.judged),
+            "intervals": {name: one.interval for name, one in named.items()},
+        }
 
     def _passed(self, k: int) -> list[float]:
         """pass@k of each prompt with at least k judged answers."""
@@ -203,6 +205,11 @@ def tag_of(record: Mapping[str, Any], key: str) -> str:
     return str(found)[:TAG_LENGTH] if isinstance(found, (str, int, float)) else ""
 
 
+def tags_of(records: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, str]:
+    """The tag of each line that has one."""
+    return {line: tag for line, record in records.items() if (tag := tag_of(record, key))}
+
+
 def by_tag(figures: Figures, tags: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """The figures of each tag, the commonest tags first, `MOST_TAGS` at most; `tags`: of each line that has one."""
     of_tag: dict[str, set[int]] = defaultdict(set)
@@ -210,7 +217,4 @@ def by_tag(figures: Figures, tags: Mapping[int, str]) -> dict[str, dict[str, Any
         if tags.get(line):
             of_tag[tags[line]].add(line)
     kept = sorted(of_tag, key=lambda tag: (-len(of_tag[tag]), tag))[:MOST_TAGS]
-    found = {tag: figures.among(frozenset(of_tag[tag])) for tag in kept}
-    return {
-        tag: {"val/reward": one.mean(), **one.record(), "samples": len(one.judged)} for tag, one in found.items()
-    }
+    return {tag: figures.among(frozenset(of_tag[tag])).record() for tag in kept}

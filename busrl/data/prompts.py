@@ -368,6 +368,10 @@ class JsonlStream:
         """The parsed line, checked; `DataError` with file:line if it is not what the topology says."""
         return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key, self.answer_key)
 
+    def records(self, indices: Iterable[int]) -> dict[int, dict[str, object]]:
+        """Those of these lines, each once, by index."""
+        return {index: self.record(self.at(index)) for index in sorted(set(map(int, indices)))}
+
     def prompt(self, item: PromptLine) -> str:
         """The text under `prompt_key`, or that of its messages, before any template."""
         return plain_text(self.record(item)[self.prompt_key])

@@ -3,7 +3,7 @@ endpoint, and a scripted one without a model.
 
 Used by the rollout role, which knows `Engine`, `Request` and `Finished` only. Importing this package imports no torch;
 `make_engine` imports what the topology asks for. A new engine is its own module, a line in `MAKERS`, and its name in
-`busrl.config.schema`, with the transports that bring it weights.
+`ENGINES` and `TRANSPORTS` of `busrl.config.schema`.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config.machine import Vocabulary, vocabulary
+from busrl.config.pretrained import Vocabulary, vocabulary
 from busrl.data import JsonlStream, Prompt, plain_text, trace, training_stream
-from busrl.engines.base import Engine, Finished, Ids, Request, Statistics
+from busrl.engines.base import Engine, Finished, Request, Statistics
+from busrl.engines.tokens import Ids
 from busrl.errors import UserError
 from busrl.states import Finish, place_of
 from busrl.weights.shm import VersionReceiver

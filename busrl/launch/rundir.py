@@ -1,4 +1,4 @@
-"""The run directory: locked, compared with what earlier starts left, and given its ring, created or adopted.
+"""The run directory: locked, compared with what earlier starts left (`identity`), and given its ring, new or adopted.
 
 Talks to the file system, the ring and the ledger's files, before any child runs. Knows nothing of processes or of the
 bus. Recovery is the ordinary path: a first start is a start that finds nothing.
@@ -7,9 +7,7 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
   process of its run is gone.
 - run.lock counts while it is the file of that name. If somebody removes it the launch makes it again; one that finds
   another launch there has lost its turn and touches nothing more of the run.
-- Whether it is the same run, with something left to do, is settled before anything is written. What a uid means (seed,
-  prompts, order, group size) never changes in a run directory. The prompts are known by their content, so an edited
-  file is refused and a moved one is not. Everything else may change; what did is printed, and kept in starts.jsonl.
+- Whether it is the same run, with something left to do, is settled before anything is written.
 - A ring is adopted only if it is this run's (uuid), of this boot and of this layout. With a ring nothing is put back:
   its slots still hold their samples. Without one, samples in no slot are settled before the new ring has its name.
 - A ring whose samples have lost their fates is not adopted: only checkpoint and log can tell what was trained.
@@ -18,7 +16,6 @@ bus. Recovery is the ordinary path: a first start is a start that finds nothing.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import pwd
@@ -26,315 +23,33 @@ import re
 import shutil
 import time
 import uuid as uuids
-from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import busrl
 from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import Topology, sources
-from busrl.config.machine import model_facts
-from busrl.config.names import modern
-from busrl.config.schema import TINY
 from busrl.errors import (
     LockTimeout,
     MachineError,
     RingError,
     RingMismatch,
     RingNotFound,
-    RunFinished,
     RunInUse,
     UserError,
 )
-from busrl.files import LineFile, json_lines
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.guardian import end_left_behind, stat_of
+from busrl.launch.identity import BLOCK, Start, compare
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open
-from busrl.ledger.trained import checkpoints_of, mend_trained_set
-from busrl.monitor.runfiles import RunFiles, as_map, read_map
+from busrl.ledger.trained import mend_trained_set
 from busrl.monitor.sources import files_of, living
-from busrl.monitor.state import RunState
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates, OfdLock, Ring, RingGuard
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
-
-# -- what earlier starts left ------------------------------------------------------------------------------------------
-
-IDENTITY = ("run.seed", "model.path", "data.train", "data.shuffle", "groups.size")
-NOT_COMPARED = ("derived", "source", "overrides")
-SHOWN = 12  # differences that are printed; starts.jsonl has all
-BLOCK = 1 << 20
-DATA = ("metrics.jsonl", "train.jsonl", "fates.bin", "samples.jsonl", "open.bin", "draws.log", "groups.jsonl")
-OURS = {
-    *DATA, "logs", "checkpoints", "wal", "pace", "published", "topology.json", "topology.toml", "run.json",
-    "starts.jsonl", "errors.jsonl", "supervisor.json", "gateway.json", "summary.json", "fates.validate.bin",
-    "validation.jsonl", "validation.log", "validate.json", "evaluated", "decisions.jsonl", "scheduler.jsonl",
-    "predictor.npz", "data",
-}
-MISSING = object()
-
-
-@dataclass
-class Start:
-    """One start of a run: what it continues from, what differs from the one before, and what a person should read."""
-
-    step: int = 0
-    changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)  # which file -> digest of its content
-    notes: list[str] = field(default_factory=list)
-
-    def record(self, paths: RunPaths) -> None:
-        """Append it to starts.jsonl; a full disk costs the line, not the run."""
-        row = {
-            "time": time.time(), "pid": os.getpid(), "busrl": busrl.__version__, "step": self.step,
-            "files": self.files,
-            "changes": {key: {"was": was, "now": now} for key, (was, now) in self.changes.items()},
-        }
-        with suppress(MachineError, OSError), closing(LineFile(paths.starts)) as lines:
-            lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
-
-
-def compare(
-    paths: RunPaths, topology: Topology, before: dict[str, Any], resume: bool, made: Mapping[str, Path] | None = None
-) -> Start:
-    """What this start is to the run in the directory; `before`: its topology.json, empty if there is none; `made`: the
-    prompts that were made of others, where they lie now.
-
-    UserError if it is another run, or has nothing to do; RunFinished if its goal was reached before.
-    """
-    start = Start(files=digests(topology, made))
-    if not before:
-        start.notes += _foreign_files(paths)
-        start.notes += [f"prompts of {one.name}: {one.text}" for one in topology.derived.sources]
-        start.notes += [f"validation prompts of {one.text}" for one in topology.derived.made]
-        return start
-    if not resume:
-        raise UserError(
-            f"{paths.root} holds a run already, and it is not to be resumed; choose another directory, or remove it"
-        )
-    starts = list(json_lines(paths.starts))
-    # Of each file the newest digest: one that could not be read at some start is the same file all the same.
-    known = {name: found for row in starts for name, found in as_map(row.get("files")).items()}
-    now = json.loads(topology.to_json())
-    start.changes = _changes(modern(before), now)
-    _check_identity(paths, before, now, start, known)
-    run = RunState()  # run.json need not be there
-    RunFiles(paths).fold_into(run)
-    start.step = run.at_step
-    start.notes += [*_change_lines(start.changes), *_file_lines(start.files, known, topology)]
-    _check_goal(paths, topology, run.at_step)
-    if run.at_step:
-        first, last = run.first_reward, run.steps.recent(lambda one: one.reward)
-        reward = f", reward {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
-        start.notes.append(f"continues after step {run.at_step} of {topology.run.max_steps}{reward}")
-    return start
-
-
-def _check_identity(
-    paths: RunPaths, before: dict[str, Any], now: dict[str, Any], start: Start, known: dict[str, Any]
-) -> None:
-    same = bool(known.get("data.train")) and known["data.train"] == start.files.get("data.train")
-    for key in IDENTITY:
-        section, _, name = key.partition(".")
-        if not isinstance(before.get(section), dict):
-            raise UserError(f"{paths.topology}: no section {section!r}; was it edited? Restore it")
-        old, new = before[section].get(name), now[section][name]
-        if old != new and not (key == "data.train" and same):
-            raise UserError(
-                f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
-                "sample of the run is, so it cannot change: choose another run directory"
-            )
-    if (trained := _trained_shape(paths)) and (given := _shape(Path(now["model"]["path"]))) and given != trained:
-        raise UserError(
-            f"model.path = {now['model']['path']!r} has {given}, and the checkpoints in {paths.root} are of {trained}: "
-            "another model lies there now; put back the one that the run began with, or choose another run directory"
-        )
-    if (old := _mixture(before)) != (new := _mixture(now)):
-        raise UserError(
-            f"{paths.root} holds a run whose draws come from {old or 'one file'}, the topology says "
-            f"{new or 'one file'} (lines and draws in 1000 of each [[data.source]]); this says what a sample of the "
-            "run is, so it cannot change: choose another run directory"
-        )
-    if known.get("data.train") and start.files.get("data.train") and not same:
-        what = "the prompts made of [[data.source]]" if new else now["data"]["train"]
-        raise UserError(
-            f"{what}: its content is not what it was when the run in {paths.root} was started last; "
-            "the samples of a run are known by their place in this file, so it cannot change: put it back as it was, "
-            "or start a new run with it in another directory, from a checkpoint if you like "
-            f'(learner.start_from = "{paths.checkpoints}/global_step_N")'
-        )
-
-
-def _trained_shape(paths: RunPaths) -> str:
-    """Sizes of the model that the newest checkpoint holds, in words; "" where they are not known."""
-    return next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
-
-
-def _shape(folder: Path) -> str:
-    facts = model_facts(folder)
-    sizes = {"layers": facts.layers, "channels": facts.hidden, "token ids": facts.vocabulary}
-    return ", ".join(f"{size} {name}" for name, size in sizes.items()) if all(sizes.values()) else ""
-
-
-def _mixture(topology: dict[str, Any]) -> str:
-    """How the draws are shared out among several sources, in words; empty for one file."""
-    rows = as_map(topology.get("derived")).get("sources") or []
-    return ", ".join(f"{one['name']} ({one['count']}, {one['share']})" for one in rows) if len(rows) > 1 else ""
-
-
-def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
-    """Nothing is started for a goal that is behind us. Where groups are counted, only the learner knows."""
-    goal, summary = topology.run.max_steps, read_map(paths.summary)
-    if topology.run.max_groups or done < goal:
-        return
-    remedy = (
-        f"to go on set run.max_steps above {done} (--set run.max_steps={2 * done}), to measure what it "
-        f"learned `busrl evaluate {paths.root}`, to begin again choose another run directory"
-    )
-    if done > goal:
-        raise UserError(f"run.max_steps = {goal}: the run in {paths.root} has done {done} steps; {remedy}")
-    if summary.get("outcome") == "finished" and not paths.ring_file.exists():
-        raise RunFinished(f"the run in {paths.root} is finished: {done} of {goal} steps are done; {remedy}")
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    old, new = dict(_flat(before)), dict(_flat(now))
-    keys = [*new, *(key for key in old if key not in new)]
-    return {
-        key: (old.get(key, "not there"), new.get(key, "not there"))
-        for key in keys
-        if old.get(key, MISSING) != new.get(key, MISSING) and key.partition(".")[0] not in NOT_COMPARED
-    }
-
-
-def _flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested maps and lists under its dotted key; an empty map or list is a value."""
-    inside = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
-    if not inside or (isinstance(found, list) and not any(isinstance(one, (dict, list)) for one in found)):
-        yield at, found
-        return
-    for key, value in inside:
-        yield from _flat(value, f"{at}.{key}" if at else str(key))
-
-
-def _change_lines(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
-    said = [f"{key} {was!r} → {now!r}" for key, (was, now) in changes.items()]
-    if said:
-        more = f"; and {len(said) - SHOWN} more, see starts.jsonl" if len(said) > SHOWN else ""
-        yield f"changed since the last start: {'; '.join(said[:SHOWN])}{more}"
-
-
-def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
-    """Files that may change, and what their change means."""
-    def differs(name: str) -> bool:
-        return known.get(name, now.get(name)) != now.get(name) and name in now
-
-    sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
-    for key, path in {"validation.data": topology.validation.data, **sets}.items():
-        if differs(key):
-            yield f"{path} is not what it was: validation from here on is of other prompts than before"
-    for name, (function, made) in _functions(topology).items():
-        if differs(name):
-            yield f"{_function_file(function)} is not what it was: {made} from here on are those of the new code"
-    for name, (folder, made) in _models(topology).items():
-        if differs(name):
-            yield f"{folder} is not what it was: {made} from here on are those of the new model"
-
-
-def digests(topology: Topology, made: Mapping[str, Path] | None = None) -> dict[str, str]:
-    """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts
-    that were made of others."""
-    sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
-    data = {"data.train": topology.data.train, "validation.data": topology.validation.data, **sets}
-    named = {name: None if path.startswith(TINY) or not path else Path(path) for name, path in data.items()}
-    named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
-    named["data.train"] = made_prompts(topology) or named["data.train"]
-    named |= made or {}
-    found = {name: _digest(path) for name, path in named.items() if path is not None}
-    found |= {name: _digest_of_model(folder) for name, (folder, _) in _models(topology).items()}
-    return {name: digest for name, digest in found.items() if digest}
-
-
-def made_prompts(topology: Topology) -> Path | None:
-    """The prompt file of a tiny task, where it was made."""
-    if not topology.data.train.startswith(TINY):
-        return None
-    from busrl.quickstart import paths
-
-    made = paths(topology.data.train)
-    return made.train if made else None
-
-
-def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
-    """The user's functions by the key that names them, and what they make."""
-    learner = topology.learner
-    return {
-        "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
-        "learner.advantage": (learner.advantage, "advantages"),
-        **{f"reward.part.{n}.function": (part.function, "rewards") for n, part in enumerate(topology.reward.part)},
-        **{f"learner.metrics.{n}": (path, "metrics") for n, path in enumerate(learner.metrics)},
-    }
-
-
-def _models(topology: Topology) -> dict[str, tuple[Path, str]]:
-    """Folders of models that a run only asks, by the key that names them, and what they make."""
-    parts = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(topology.reward.part)}
-    named = {**parts, "model.reference": (topology.model.reference, "KL terms")}
-    return {name: (Path(path), made) for name, (path, made) in named.items() if path}
-
-
-def _function_file(function: str) -> Path | None:
-    file = function.rpartition(":")[0]
-    return Path(file) if file.endswith(".py") else None
-
-
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with suppress(OSError), open(path, "rb") as file:  # the process that needs it says so
-        while block := file.read(BLOCK):
-            found.update(block)
-        return found.hexdigest()
-    return ""
-
-
-def _digest_of_model(folder: Path) -> str:
-    """SHA-256 over the names, sizes and ends of the files of a model: reading all of its weights would take minutes."""
-    found = hashlib.sha256()
-    with suppress(OSError):
-        for path in sorted(one for one in folder.iterdir() if one.suffix in (".json", ".safetensors", ".bin")):
-            with open(path, "rb") as file:
-                found.update(f"{path.name} {path.stat().st_size} ".encode())
-                found.update(file.read(BLOCK))
-                file.seek(max(0, path.stat().st_size - BLOCK))
-                found.update(file.read(BLOCK))
-        return found.hexdigest()
-    return ""
-
-
-def _foreign_files(paths: RunPaths) -> list[str]:
-    """A directory without a run: refused if it looks like half of one, what else lies there is named."""
-    if paths.run_json.exists():
-        return []
-    there = sorted(one.name for one in paths.root.iterdir())
-    parts = [name for name in there if name in DATA and (paths.root / name).stat().st_size]
-    parts += ["checkpoints"] if any(paths.checkpoints.glob("*")) else []
-    if parts:
-        raise UserError(
-            f"--run-dir {paths.root}: it holds {', '.join(parts)}, but neither topology.json nor run.json, so it is "
-            "not known what run these are of; choose another directory, or move them away"
-        )
-    others = [name for name in there if name not in OURS and not name.endswith(".lock") and not name.startswith(".")]
-    if not others:
-        return []
-    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-    return [f"{paths.root} holds files that are no part of a run ({', '.join(others[:5])}{more}); they are left alone"]
-
-
-# -- the directory and its ring ----------------------------------------------------------------------------------------
 
 LOCK_S = 15.0  # children of a killed launch die at once, but a loaded machine takes its time to bury them
 

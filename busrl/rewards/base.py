@@ -9,7 +9,6 @@
 - A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
   NaN and infinity included.
 - A function that cannot be loaded is a `RewardNotLoaded` with the import path and the cause, before any sample.
-- The library of a kind is imported where that kind is built, and nowhere else.
 """
 
 from __future__ import annotations
@@ -119,27 +118,6 @@ class Setup(msgspec.Struct, frozen=True):
     retries: int = 4
     api_key_env: str = ""
     memory_mb: int = 0
-
-
-def build(setup: Setup) -> RewardFunction:
-    """The function that [reward] or one of its parts describes."""
-    if setup.kind == "exact_match":
-        return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
-    if setup.kind == "python":
-        return load(setup.function, setup.base_dir, f"{setup.place}.function")
-    if setup.kind == "model":
-        from busrl.rewards.model import Scorer
-
-        return Scorer(setup)
-    if setup.kind == "judge":
-        from busrl.rewards.judge import Judge
-
-        return Judge(setup)
-    from busrl.rewards.kinds import KINDS
-
-    if setup.kind not in KINDS:
-        raise RewardNotLoaded(f"{setup.place}.kind = {setup.kind!r}: there is no such kind of reward")
-    return KINDS[setup.kind](setup)
 
 
 EACH, BATCH, ASYNC = "each", "batch", "async"  # how a function is called

@@ -2,7 +2,8 @@
 
 Talks to its parent over stdin and stdout only (lines as `busrl.rewards.pool` describes them): the pool, or the trial
 before a run (`busrl.config.trial`). What the user's code prints goes to stderr. It may raise, hang, crash or call exit:
-the parent sees that and continues. Knows nothing of rings or groups.
+the parent sees that and continues. Knows nothing of rings or groups. The library of a kind of reward is imported where
+that kind is built, and nowhere else.
 
 - Outcomes are written in the order of the items. A function that judges one at a time has written each before the next
   begins: when the process dies, the first item without one is the one that it was judging.
@@ -29,8 +30,19 @@ from typing import Any
 
 import msgspec
 
-from busrl.errors import cause
-from busrl.rewards.base import ASYNC, BATCH, EACH, MalformedReward, RewardFunction, Setup, build, settle, way_of
+from busrl.errors import RewardNotLoaded, cause
+from busrl.rewards.base import (
+    ASYNC,
+    BATCH,
+    EACH,
+    ExactMatch,
+    MalformedReward,
+    RewardFunction,
+    Setup,
+    load,
+    settle,
+    way_of,
+)
 from busrl.rewards.pool import READY, Item, Outcome
 
 PR_SET_PDEATHSIG = 1
@@ -66,6 +78,27 @@ def main() -> int:
         work(function, [item for row in rows for item in _batches.decode(row)], answers)
         rows = requests.read()
     return 0
+
+
+def build(setup: Setup) -> RewardFunction:
+    """The function that [reward] or one of its parts describes."""
+    if setup.kind == "exact_match":
+        return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
+    if setup.kind == "python":
+        return load(setup.function, setup.base_dir, f"{setup.place}.function")
+    if setup.kind == "model":
+        from busrl.rewards.model import Scorer
+
+        return Scorer(setup)
+    if setup.kind == "judge":
+        from busrl.rewards.judge import Judge
+
+        return Judge(setup)
+    from busrl.rewards.kinds import KINDS
+
+    if setup.kind not in KINDS:
+        raise RewardNotLoaded(f"{setup.place}.kind = {setup.kind!r}: there is no such kind of reward")
+    return KINDS[setup.kind](setup)
 
 
 class Requests:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from busrl.data.prompts import plain_text
-from busrl.errors import RewardNotLoaded
+from busrl.errors import RewardNotLoaded, may_pass
 from busrl.rewards.base import Setup, compiled
 
 try:
@@ -48,7 +48,6 @@ VERDICT = r"(?i)verdict\W*:\W*([\w.+-]+)"
 WORTH = {"yes": 1.0, "true": 1.0, "correct": 1.0, "right": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "wrong": 0.0}
 PLACE = re.compile(r"\{(\w+)\}")
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 15.0  # between tries
-RETRIED_STATES = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
 BODY_BYTES, READ_BYTES = 1 << 20, 1 << 16  # an answer that is longer is none
 SHOWN = 200  # characters of an answer in a message
 KEPT = 100_000
@@ -136,9 +135,8 @@ class Judge:
         async with self._session.post(self.url, json=asked) as response:
             body = await _body(response)
             if response.status != 200:
-                again = response.status >= 500 or response.status in RETRIED_STATES
                 why = f"status {response.status}: {_shown(body)}"
-                raise TryFailed(why, again, _seconds(response.headers.get("Retry-After", "")))
+                raise TryFailed(why, may_pass(response.status), _seconds(response.headers.get("Retry-After", "")))
         try:
             content = json.loads(body)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):

@@ -25,7 +25,7 @@ import numpy as np
 
 from busrl import files
 from busrl.config import Topology
-from busrl.config.machine import model_facts
+from busrl.config.pretrained import model_facts
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import FateRefused, MessageTooLarge, NotOwner, RingError, RingFull, SlotTooSmall
 from busrl.gateway import BAD, AnswerLimits, ClaimedTask, ClaimGone, Desk, Refused, RemoteAnswer, Tally, tensor

@@ -31,7 +31,7 @@ from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
 from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream
-from busrl.data.figures import Figures, Judged, by_tag, tag_of
+from busrl.data.figures import Figures, Judged, by_tag, tags_of
 from busrl.data.prompts import lines_of
 from busrl.errors import BadTensor
 from busrl.files import LineFile, json_lines
@@ -140,8 +140,7 @@ class MeasuredSet:
 
     def tags(self, key: str) -> dict[int, str]:
         """The tags of the lines that are asked."""
-        of_line = {int(line): tag_of(self.stream.record(self.stream.at(int(line))), key) for line in set(self.lines)}
-        return {line: tag for line, tag in of_line.items() if tag}
+        return tags_of(self.stream.records(self.lines), key)
 
 
 class Validator(Actor):
@@ -423,13 +422,11 @@ class Validator(Actor):
         figures = Figures(one.judged(self._uids(one).start), one.asked.k, config.solved, self.find is not None)
         parts, tagged = figures.parts(), by_tag(figures, one.tags(config.tag_key))
         return {
-            "round": number, **({"set": one.asked.name} if one.asked.name else {}), "val/reward": figures.mean(),
-            **({"val/parts": parts} if parts else {}),
-            "samples": len(results), "dropped": one.asked.answers - len(results),
+            "round": number, **({"set": one.asked.name} if one.asked.name else {}), **figures.record(),
+            **({"val/parts": parts} if parts else {}), "dropped": one.asked.answers - len(results),
             "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
             "seconds": round(time.monotonic() - self.started, 3), "groups": one.groups_done,
-            "val/length": figures.mean("tokens"), "k": one.asked.k, **figures.record(),
-            **({"by": tagged} if tagged else {}),
+            "val/length": figures.mean("tokens"), "k": one.asked.k, **({"by": tagged} if tagged else {}),
         }
 
     def teardown(self) -> None:

@@ -23,9 +23,10 @@ from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.groups import GroupView, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
-from busrl.simulate.actors import Learner, SimRing, SimulatedGroup
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
+from busrl.simulate.learner import Learner, SimulatedGroup
+from busrl.simulate.ring import SimRing
 
 # -- policy and predictor ------------------------------------------------------------------------------------
 

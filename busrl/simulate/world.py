@@ -21,20 +21,11 @@ from busrl.config import Topology
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import UserError
 from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
-from busrl.simulate.actors import (
-    Actors,
-    Learner,
-    Look,
-    RewardWorkers,
-    SimRing,
-    Times,
-    cuts_of,
-    delays,
-    noise,
-    reward_workers,
-)
+from busrl.simulate.actors import Actors, RewardWorkers, Times, cuts_of, delays, noise, reward_workers
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures
+from busrl.simulate.learner import Learner, Look
+from busrl.simulate.ring import SimRing
 from busrl.simulate.scheduler import Scheduler
 from busrl.states import Fate
 

@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "data": {"errors", "imports"},
     "rewards": {"errors", "data", "imports", "device"},
+    "agents": {"errors", "data", "imports", "rewards"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
     "config": {"errors", "data", "scheduling", "keys", "faults", "device", "algorithms"},
@@ -157,7 +158,7 @@ def test_busrl_imports_no_pickle_anywhere() -> None:
 LIGHT = [
     "busrl.cli", "busrl.launch", "busrl.launch.display", "busrl.roles.bus", "busrl.roles.keeper",
     "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.config", "busrl.ledger.audit",
-    "busrl.monitor.screen", "busrl.cli.simulate",
+    "busrl.monitor.screen", "busrl.cli.simulate", "busrl.agents.desk",
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from busrl.algorithms import catalog
-from busrl.config import Topology, machine, memory
+from busrl.config import Topology, memory, pretrained
 from busrl.config.explain import report
 
 Loaded = Callable[..., Topology]
@@ -114,7 +114,7 @@ def test_check_says_why_a_step_is_not_streamed(loaded: Loaded, keys: tuple[str, 
 
 def test_check_tells_what_old_samples_ask_of_the_learning_rate(loaded: Loaded) -> None:
     assert "careful start" not in report(loaded())
-    assert "up to 8 steps old a careful start is 1.5e-04" in report(loaded("", "weights.max_staleness=8"))
+    assert "of age up to 8 a careful start is 1.5e-04" in report(loaded("", "weights.max_staleness=8"))
     assert "samples of any age" in report(loaded("", "weights.mode=fully-async"))
 
 
@@ -170,4 +170,4 @@ def test_the_memory_of_a_teacher_is_counted(loaded: Loaded, tmp_path: Path) -> N
     plain = memory.of_topology(loaded("", *keys))
     taught = memory.of_topology(loaded("", *keys, "learner.recipe=distill", f"model.teacher={other}"))
     assert taught.keys() - plain.keys() == {"teacher model"}
-    assert taught["teacher model"] == 4 * machine.estimate(machine.read_config(other)) > 0
+    assert taught["teacher model"] == 4 * pretrained.estimate(pretrained.read_config(other)) > 0

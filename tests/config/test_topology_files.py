@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from busrl.config import Topology, load_for_simulation, recorded
 from busrl.config.explain import report
-from busrl.config.machine import model_facts, read_config
+from busrl.config.pretrained import model_facts, read_config
 from busrl.errors import TopologyError, UserError
 
 Loaded = Callable[..., Topology]

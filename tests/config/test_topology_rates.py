@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, load, machine
+from busrl.config import Topology, load, pretrained
 from busrl.config.explain import report
 from busrl.errors import TopologyError
 
@@ -29,11 +29,11 @@ def test_parameters_are_counted_from_the_widths_of_published_models() -> None:
     seven = {**HALF_A_BILLION, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
              "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
              "tie_word_embeddings": False}
-    assert machine.estimate(HALF_A_BILLION) == pytest.approx(494e6, rel=0.01)
-    assert machine.estimate(seven) == pytest.approx(7.62e9, rel=0.01)
-    assert machine.estimate(gpt2) == pytest.approx(124e6, rel=0.02)
-    assert machine.estimate({"text_config": HALF_A_BILLION}) == machine.estimate(HALF_A_BILLION)
-    assert machine.estimate({}) == 0
+    assert pretrained.estimate(HALF_A_BILLION) == pytest.approx(494e6, rel=0.01)
+    assert pretrained.estimate(seven) == pytest.approx(7.62e9, rel=0.01)
+    assert pretrained.estimate(gpt2) == pytest.approx(124e6, rel=0.02)
+    assert pretrained.estimate({"text_config": HALF_A_BILLION}) == pretrained.estimate(HALF_A_BILLION)
+    assert pretrained.estimate({}) == 0
 
 
 @pytest.mark.parametrize(("rank", "advice"), [

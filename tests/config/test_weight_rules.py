@@ -109,9 +109,9 @@ def test_an_engine_that_can_not_take_it_is_refused_with_what_it_can(loaded: Load
     vllm = dataclasses.replace(entry, engine="vllm")
     both = dataclasses.replace(plain, process=(vllm, *plain.process[1:]))
     assert list(engine_rules._engines(both)) == []
-    tables = {**engine_rules.ENGINES, "shm": ("torch",)}
+    tables = {**engine_rules.TRANSPORTS, "shm": ("torch",)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_rules, "ENGINES", tables)
+        patch.setattr(engine_rules, "TRANSPORTS", tables)
         (found,) = engine_rules._engines(both)
     assert found.rule == "this transport gives weights to torch only"
     assert "broadcast" in found.remedy and "shm" not in found.remedy

@@ -82,3 +82,27 @@ def test_a_message_is_one_class_that_has_bytes_a_topic_and_its_place_on_the_page
         "print(codec.decode(m.Paused, raw, 1000))\n"
     )
     assert "reason='disk'" in run(copy, code)
+
+
+def test_an_engine_is_a_module_a_maker_and_its_name_in_the_schema(copy: Path) -> None:
+    (copy / "busrl" / "engines" / "echo.py").write_text(
+        "def make(topology, process):\n    return f'echo of {process}'\n"
+    )
+    add(copy / "busrl" / "engines" / "__init__.py", '    "torch": "busrl', '    "echo": "busrl.engines.echo",\n')
+    schema = copy / "busrl" / "config" / "schema.py"
+    add(schema, '"vllm": "here", "openai"', '"echo": "here", ')
+    add(schema, '"torch", "vllm", SCRIPTED),', '"echo", ')
+    code = (
+        "from busrl.config import load\n"
+        "from busrl.config.schema import has_model\n"
+        "from busrl.engines import make_engine\n"
+        "from busrl.roles.learner.alarms import LogprobCheck\n"
+        "from tools.reference.topology_page import text\n"
+        f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
+        "t = load(path, ['process.rollout.engine=echo'])\n"
+        "rollout = next(one for one in t.process if one.role == 'rollout')\n"
+        "assert has_model(rollout) and LogprobCheck(t).limit == t.learner.mismatch_limit\n"
+        "print(make_engine(t, 'rollout/0'), '|', text().split('engine = ')[1].splitlines()[0])\n"
+    )
+    made, _, page = run(copy, code).partition(" | ")
+    assert made == "echo of rollout/0" and "echo" in page

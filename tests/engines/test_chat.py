@@ -15,7 +15,7 @@ from requests_ import request, run
 from transformers import AutoTokenizer
 
 from busrl.data.chat import LightTokenizer, template_of
-from busrl.engines.base import tokens_of
+from busrl.engines.tokens import tokens_of
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import DataError, UserError
 from busrl.states import Finish

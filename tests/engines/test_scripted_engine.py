@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import Published
 
-from busrl.config.machine import Vocabulary
+from busrl.config.pretrained import Vocabulary
 from busrl.config.schema import Mock
 from busrl.data import JsonlStream, trace
 from busrl.data.trace import TracedPrompt

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from busrl.algorithms.losses import LossInputs, LossSettings, per_token
-from busrl.config import load, machine
+from busrl.config import load, pretrained
 from busrl.errors import FunctionRefused, TopologyError
 from busrl.roles.learner.step import TrainingStep
 from busrl.training import custom
@@ -105,7 +105,7 @@ def test_a_loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable
     for name in "fg":
         custom.try_loss(f"{tmp_path}/own.py:{name}")
         topology = load(ROOT / "configs" / "quickstart.toml", [f"learner.loss={tmp_path}/own.py:{name}"])
-        folder = str(machine.model_at(topology.model.path))
+        folder = str(pretrained.model_at(topology.model.path))
         made[name] = TrainingStep(replace(topology, model=replace(topology.model, path=folder)))
     assert (made["f"].streams, made["g"].streams) == (False, True)
     assert made["f"]._loss_may_read("prox") and not made["g"]._loss_may_read("prox")

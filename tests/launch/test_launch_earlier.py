@@ -10,7 +10,7 @@ import pytest
 
 from busrl.config import Topology, load
 from busrl.errors import RunFinished, UserError
-from busrl.launch.rundir import Start, compare, digests
+from busrl.launch.identity import Start, compare, digests
 from busrl.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

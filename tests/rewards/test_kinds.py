@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from busrl.config.schema import Reward, RewardPart
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.base import Setup, build
+from busrl.rewards.base import Setup
+from busrl.rewards.child import build
 from busrl.rewards.kinds import as_math, finder, last_number
 
 

@@ -131,7 +131,7 @@ def measure(name: str, folder: Path, count: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from busrl.data.chat import LightTokenizer
-    from busrl.engines.base import Tokens
+    from busrl.engines.tokens import Tokens
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     light, chance = LightTokenizer.of(folder), random.Random(7)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 
 from busrl.engines.base import Request, seed_of
-from busrl.errors import PeerTimeout, UserError
+from busrl.errors import PeerTimeout, UserError, may_pass
 
 try:
     import aiohttp
@@ -55,7 +55,6 @@ ERROR_BYTES = 2000  # of the body of an error
 LOG_EVERY_S = 10.0
 CANCEL_AGAIN_S = 0.02
 CALL_S = 30.0  # a call into the loop that does not wait for the server
-RETRIED_STATES = (408, 409, 425, 429)  # 4xx that say nothing about the request itself
 T = TypeVar("T")
 Body = Mapping[str, Any] | None
 
@@ -440,7 +439,7 @@ class Client:
             return
         text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
         reply = f"{response.status} {response.reason}: {text}".strip()
-        if response.status >= 500 or response.status in RETRIED_STATES:
+        if may_pass(response.status):
             raise Failed(reply, retry_after_s(response.headers.get("Retry-After", "")))
         raise Refused(reply, response.status)
 

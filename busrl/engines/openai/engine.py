@@ -25,21 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from busrl.config.machine import vocabulary_size
+from busrl.config.pretrained import vocabulary_size
 from busrl.data.chat import parts_of
-from busrl.engines.base import (
-    PROMPTS_KEPT,
-    Engine,
-    Finished,
-    PartialAnswer,
-    Pause,
-    Request,
-    Statistics,
-    Tokens,
-    tokens_of,
-)
+from busrl.engines.base import Engine, Finished, PartialAnswer, Pause, Request, Statistics
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
-from busrl.engines.openai.weights import PREFIX, FixedReceiver, ServerWeights
+from busrl.engines.openai.weights import ADAPTER_PREFIX, FixedReceiver, ServerWeights
+from busrl.engines.tokens import PROMPTS_KEPT, Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
 from busrl.states import Finish
 
@@ -327,7 +318,7 @@ class ServedEngine(Engine):
         names = []
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = [str(entry["id"]) for entry in json.loads(reply)["data"]]
-            names = [name for name in found if not name.startswith(PREFIX)]  # adapters that were loaded before
+            names = [name for name in found if not name.startswith(ADAPTER_PREFIX)]  # adapters that were loaded before
         if len(names) != 1:
             raise UserError(f"{self._settings.base_url}/models names {names or 'nothing usable'}; set openai.model")
         return names[0]

@@ -31,7 +31,7 @@ from busrl.weights.base import NOTHING, TensorReceiver
 if TYPE_CHECKING:
     import torch
 
-PREFIX = "busrl-"  # of the names of adapters
+ADAPTER_PREFIX = "busrl-"  # of the names of adapters
 CLOSE_S = 3.0
 KNOWN = re.compile(r"already (been loaded|loaded|exists)")
 
@@ -58,14 +58,14 @@ class ServerWeights:
     def __init__(self, client: Client, kind: str, base_model: str) -> None:
         self._client, self._kind, self._base = client, kind, base_model
         self._root = client.url.removesuffix("/v1")
-        self._prefix = f"{PREFIX}v"
+        self._prefix = f"{ADAPTER_PREFIX}v"
         self._adapter = ""
         self._deadline = math.inf
 
     def name_for(self, folders: str) -> None:
         """Adapters are named for the run whose versions lie there, on this host."""
         run = hashlib.blake2b(f"{socket.gethostname()} {folders}".encode(), digest_size=6).hexdigest()
-        self._prefix = f"{PREFIX}{run}-v"
+        self._prefix = f"{ADAPTER_PREFIX}{run}-v"
 
     def load(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
         """Make the server serve `version` from `path`; requests name the right model afterwards. PeerTimeout after

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from busrl.config.machine import vocabulary_size
-from busrl.engines.base import NO_IDS, Engine, Finished, PartialAnswer, Request, Statistics, seed_of, tokens_of
+from busrl.config.pretrained import vocabulary_size
+from busrl.engines.base import Engine, Finished, PartialAnswer, Request, Statistics, seed_of
+from busrl.engines.tokens import NO_IDS, tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 from busrl.states import Finish

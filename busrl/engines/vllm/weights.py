@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from busrl import files
-from busrl.config.machine import model_facts
+from busrl.config.pretrained import model_facts
 from busrl.config.schema import FOLDERS, ONE_COPY
 from busrl.engines.vllm.process import is_death
 from busrl.errors import BusrlError, CannotTrain, UserError, WeightsRefused, WeightsTimeout

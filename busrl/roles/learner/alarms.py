@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
-from busrl.config.schema import RESTARTS
+from busrl.config.schema import ENGINES, RESTARTS
 from busrl.errors import CannotTrain
 from busrl.files import json_lines, tail
 from busrl.ledger.wal import SampleRecord
@@ -37,7 +37,6 @@ Shares = npt.NDArray[np.float64]
 SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
 EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where 16 bits (or experts) are involved
 UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
-MODELS = ("torch", "vllm", "openai")
 
 Score = Callable[[Sequence[SampleRecord]], Sequence[npt.NDArray[np.float32]]]
 
@@ -55,7 +54,7 @@ class LogprobCheck:
 
     def __init__(self, topology: Topology) -> None:
         entries = [entry for entry in topology.process if entry.role == "rollout"]
-        known = all(entry.engine in MODELS and entry.count and not entry.command for entry in entries)
+        known = all(bool(ENGINES.get(entry.engine)) and entry.count and not entry.command for entry in entries)
         self.limit = topology.learner.mismatch_limit if known else 0.0
         self.tolerance = tolerance(topology)
         self._silent = topology.scripted or bool(topology.lora.dropout)

@@ -1,0 +1,285 @@
+"""One episode's model calls: from messages to ids, to an engine, and back to messages, with all of them in the tree.
+
+Talks to a function that answers a call (token ids in; ids, log-probabilities and versions out) and to asyncio. Knows
+nothing of slots, pipes or HTTP: a role wires it to them.
+
+- A call's parent is fixed when its request arrives. Calls of an episode run beside each other, at most `parallel`.
+- A call that could have more room when others have ended waits for them; one that has none then is refused.
+- A call that is cancelled, or whose engine fails, leaves nothing in the tree.
+- A request that is repeated by its client, as the same one, joins the first; one whose client goes away runs on for
+  `linger_s`, in case it comes back.
+- Own time is time in which no call of the episode waits or generates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.agents.chat import Renderer
+from busrl.agents.llm import (
+    ChatRequest,
+    Choice,
+    Choices,
+    CompleteRequest,
+    Llm,
+    Refusal,
+    Request,
+    Response,
+    RewardRequest,
+)
+from busrl.agents.parsers import Reader
+from busrl.agents.tree import Asked, History, Ids, Limits, Message, Retries, Tree, Turn
+from busrl.errors import CallRefused
+from busrl.states import Finish
+
+MOST_ANSWERS = 8  # of one request
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an engine is asked: to sample at most `max_new_tokens` behind `prompt`. `stream` (64 bits) names its random
+    numbers; `near` is what the answer of the turn before called its engine, where the prefix may still be."""
+
+    uid: int
+    stream: int
+    prompt: Ids
+    max_new_tokens: int
+    near: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine drew: at least one id. `finish` is a code of `Finish`; `engine` is the engine's number."""
+
+    ids: Ids
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.uint32]
+    finish: int
+    engine: int = -1
+    waited_ms: int = 0
+    generated_ms: int = 0
+
+
+Engine = Callable[[Call], Awaitable[Answer]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of [agents] and [generation] that an episode is subject to."""
+
+    max_new_tokens: int
+    limits: Limits = field(default_factory=Limits)
+    parallel: int = 8
+    retry_s: float = 600.0
+    linger_s: float = 5.0
+
+
+@dataclass
+class Given:
+    """The answers to one request. Whoever has handed them over says so; otherwise they are not trained."""
+
+    turns: list[Turn]
+
+    def delivered(self) -> None:
+        for turn in self.turns:
+            turn.delivered = True
+
+
+class Episode:
+    """The calls of one episode. `counts`: unparsed tool calls and refused requests."""
+
+    def __init__(self, uid: int, engine: Engine, renderer: Renderer, reader: Reader, settings: Settings,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.uid, self.tree, self.counts = uid, Tree(settings.limits), Counter[str]()
+        self._engine, self._renderer, self._reader, self._settings = engine, renderer, reader, settings
+        self._running = asyncio.Semaphore(settings.parallel)
+        self._freed = asyncio.Event()  # a call has ended: there may be more room
+        self._engines: dict[int, int] = {}  # number of a turn -> its engine
+        self._retries = Retries(settings.retry_s)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._clock, self._busy, self._own_s, self._since = clock, 0, 0.0, clock()
+
+    # -- requests -----
+
+    def llm(self, task: dict[str, Any]) -> Llm:
+        """The model for an episode that runs in this process: its answers are delivered when they are there."""
+        async def ask(request: Request) -> Response:
+            given, response = await self.answer(request)
+            given.delivered()
+            return response
+
+        return Llm(ask, task)
+
+    async def answer(self, request: Request) -> tuple[Given, Response]:
+        """Answer a request; what is refused is so in the response. The caller says when it was delivered."""
+        try:
+            if isinstance(request, RewardRequest):
+                self._reward(request)
+                return Given([]), Choices([])
+            with self._at_work():
+                given = await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
+            return given, Choices([choice_of(turn) for turn in given.turns])
+        except CallRefused as refused:
+            self.counts["refused"] += 1
+            return Given([]), Refusal(refused.code, str(refused), refused.param)
+
+    async def answer_once(self, body: bytes, retried: bool, request: Request) -> tuple[Given, Response]:
+        """`answer`, for clients that may ask again: with `retried` the same `body` gets the answer of the request that
+        it repeats, if there is one. Cancelled: the client went away."""
+        key, now = hashlib.blake2b(body, digest_size=16).digest(), self._clock()
+        kept = self._retries.again(key, now) if retried else None
+        if kept is None:
+            kept = self._retries.first(key, self._started(self.answer(request)), now)
+        try:
+            given, response = await asyncio.shield(kept.value)
+        except asyncio.CancelledError:
+            kept.left = True
+            asyncio.get_running_loop().call_later(self._settings.linger_s, self._give_up, key, kept)
+            raise
+        except Exception:  # a copy may have more luck
+            self._retries.remove(key, kept)
+            raise
+        kept.delivered = True
+        return given, response
+
+    @property
+    def retries_joined(self) -> int:
+        return self._retries.joined
+
+    def close(self) -> None:
+        """Cancel what is under way; the tree keeps what has been answered."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    def own_s(self) -> float:
+        """Seconds that were the episode's own: none of its calls was waiting or generating."""
+        return self._own_s + (0.0 if self._busy else self._clock() - self._since)
+
+    def _give_up(self, key: bytes, kept: Any) -> None:
+        if kept.left and not kept.value.done():
+            kept.value.cancel()
+            self._retries.remove(key, kept)
+
+    def _started(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Any:
+        if not self._busy:
+            self._own_s += self._clock() - self._since
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self._since = self._clock()
+
+    # -- calls -----
+
+    async def _chat(self, request: ChatRequest) -> Given:
+        history = self.tree.read(request.messages, request.tools, request.arguments)
+        tools = msgspec.json.decode(request.tools) or []
+        arguments = msgspec.json.decode(request.arguments) or {}
+        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+            raise CallRefused("invalid", "tools must be a list of objects", "tools")
+        if not isinstance(arguments, dict):
+            raise CallRefused("invalid", "arguments of the template must be an object", "chat_template_kwargs")
+        found = self._renderer.prompt(self.tree, history, tools, arguments)
+        return await self._several(request, found.parent, found.new, history, found.text, tools)
+
+    async def _complete(self, request: CompleteRequest) -> Given:
+        ids = request.prompt if isinstance(request.prompt, list) else self._renderer.encode(request.prompt)
+        if not all(0 <= one < 1 << 31 for one in ids):
+            raise CallRefused("invalid", "prompt: token ids must be whole numbers from 0", "prompt")
+        prompt = np.array(ids, np.int32)
+        parent = self.tree.match_ids(prompt)
+        new = prompt[parent.end if parent else 0 :]
+        return await self._several(request, parent, new, None, None, [])
+
+    async def _several(self, request: ChatRequest | CompleteRequest, parent: Turn | None, new: Ids | Sequence[int],
+                       history: History | None, text: str | None, tools: list[Any]) -> Given:
+        if not 1 <= request.n <= MOST_ANSWERS:
+            raise CallRefused("invalid", f"n = {request.n}: must be 1 to {MOST_ANSWERS}", "n")
+        if request.max_tokens < 0:
+            raise CallRefused("invalid", f"max_tokens = {request.max_tokens}: must be at least 1", "max_tokens")
+        most = self._settings.max_new_tokens
+        wanted = min(request.max_tokens or most, most)
+        calls = [self._started(self._call(parent, new, wanted, history, text, tools, request.trained))
+                 for _ in range(request.n)]
+        try:
+            return Given(list(await asyncio.gather(*calls)))
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _call(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None,
+                    text: str | None, tools: list[Any], trained: bool) -> Turn:
+        async with self._running:
+            await self._room(parent, len(new), wanted)
+            asked = self.tree.ask(parent, new, wanted, history, text, trained)
+            try:
+                near = self._engines.get(parent.number, -1) if parent else -1
+                answer = await self._engine(Call(self.uid, asked.stream, asked.prompt, asked.room, near))
+                return self._settle(asked, answer, tools)
+            except BaseException:
+                self.tree.cancel(asked)
+                raise
+            finally:
+                freed, self._freed = self._freed, asyncio.Event()
+                freed.set()
+
+    async def _room(self, parent: Turn | None, new: int, wanted: int) -> None:
+        """Wait while calls under way hold room that this one would get when they have ended."""
+        begin = (parent.end if parent else 0) + new
+        full = min(wanted, self._settings.limits.context - begin)
+        while self.tree.open and 0 < full > self.tree.room(parent, new, wanted):
+            await self._freed.wait()
+
+    def _settle(self, asked: Asked, answer: Answer, tools: list[Any]) -> Turn:
+        said, end = self._renderer.said(answer.ids)
+        message, unparsed = self._message(asked, said, tools)
+        turn = self.tree.answer(asked, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
+                                answer.waited_ms, answer.generated_ms)
+        self.counts["unparsed"] += unparsed
+        self._engines[turn.number] = answer.engine
+        return turn
+
+    def _message(self, asked: Asked, said: str, tools: list[Any]) -> tuple[Message, int]:
+        if asked.history is None:
+            return {"role": "assistant", "content": said}, 0
+        return self._reader.message(said, asked.text or "", tools, asked.number)
+
+    def _reward(self, request: RewardRequest) -> None:
+        turn = next((one for one in self.tree.turns if one.number == request.turn), None)
+        if turn is None:
+            raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")
+        turn.reward = (turn.reward or 0.0) + request.value
+
+
+def choice_of(turn: Turn) -> Choice:
+    return Choice(
+        msgspec.Raw(msgspec.json.encode(turn.message)), turn.text, turn.ids.tolist(), finish_reason(turn), turn.number,
+        int(turn.versions[-1]), turn.begin,
+    )
+
+
+def finish_reason(turn: Turn) -> str:
+    """As OpenAI has it; a turn that a limit cut is so even with whole calls in it."""
+    if turn.finish != Finish.EOS:
+        return "length"
+    return "tool_calls" if turn.message.get("tool_calls") else "stop"

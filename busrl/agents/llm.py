@@ -1,0 +1,254 @@
+"""What the code of an episode is given to ask its model with, and what it may do in the end.
+
+    async def episode(task: dict, llm: Llm) -> float | dict[str, float]: ...
+
+Requests and replies are plain structures, so that they may go over a pipe: `Llm` turns calls into requests for whoever
+serves them (`busrl.agents.desk`, in this process or in another). Knows nothing of ids, trees, slots or processes.
+
+- A reply is an OpenAI message, to be appended to the messages as it is.
+- A call that gets no answer raises `CallRefused`; what the episode does then is its own affair.
+- An episode ends with a reward as a reward function returns it, or as `Failed`, `Again`, used up or raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from busrl.errors import CallRefused, cause
+from busrl.rewards.base import MalformedReward, settle
+
+TEXT_LIMIT = 2000
+
+
+class Failed(Exception):
+    """Raised by an episode: it is over, with this reward, and is trained like any other."""
+
+    def __init__(self, reward: float | Mapping[str, float], why: str = "") -> None:
+        self.reward = reward
+        super().__init__(why)
+
+
+class Again(Exception):
+    """Raised by an episode: what it did is worth nothing, through no fault of the model. It is begun again."""
+
+
+# -- what goes between an episode and whoever answers it --
+
+
+class ChatRequest(msgspec.Struct, tag="chat"):
+    """Messages, tools and arguments of the template as JSON; `n` answers of at most `max_tokens` (0: the run's own)."""
+
+    messages: list[msgspec.Raw]
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    arguments: msgspec.Raw = msgspec.Raw(b"null")
+    n: int = 1
+    max_tokens: int = 0
+    trained: bool = True
+
+
+class CompleteRequest(msgspec.Struct, tag="complete"):
+    """A text, or token ids, as they stand."""
+
+    prompt: str | list[int]
+    n: int = 1
+    max_tokens: int = 0
+    trained: bool = True
+
+
+class RewardRequest(msgspec.Struct, tag="reward"):
+    """A reward for one turn, by its call number."""
+
+    turn: int
+    value: float
+
+
+Request = ChatRequest | CompleteRequest | RewardRequest
+
+
+class Choice(msgspec.Struct):
+    """One answer: an OpenAI message as JSON, its text without its end, its ids, and how it ended."""
+
+    message: msgspec.Raw
+    text: str
+    ids: list[int]
+    finish_reason: str
+    turn: int
+    version: int
+    prompt_tokens: int
+
+
+class Refusal(msgspec.Struct, tag="refusal"):
+    """What `CallRefused` holds."""
+
+    code: str
+    text: str
+    param: str = ""
+
+
+class Choices(msgspec.Struct, tag="choices"):
+    """The answers to a request, in no case fewer than it asked for."""
+
+    choices: list[Choice]
+
+
+Response = Choices | Refusal
+Ask = Callable[[Request], Awaitable[Response]]
+
+
+# -- the model, as an episode sees it ---------------------
+
+
+class Reply(dict[str, Any]):
+    """A message of the model, with what is known of its turn."""
+
+    finish_reason: str = ""  # stop, tool_calls, length
+    turn: int = -1  # number of the call in its episode
+    version: int = 0  # of the weights that drew its last token
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Completion(msgspec.Struct):
+    """What follows a text or ids: `text` without its end."""
+
+    text: str
+    ids: list[int]
+    finish_reason: str
+    turn: int
+    version: int
+
+
+class Llm:
+    """The model of the run, for one episode. `task` is the line of the data; `version` that of the newest answer."""
+
+    def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True) -> None:
+        self._ask, self.task, self._trained = ask, task, trained
+        self.version, self._newest = 0, -1
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, n: int = 1,
+                   max_tokens: int = 0, template_arguments: Mapping[str, Any] | None = None) -> Any:
+        """The model's answer to messages as OpenAI has them, a `Reply`; with `n` above 1 a list of them."""
+        raw = [_json(one, "messages") for one in messages]
+        around = (_json(tools or None, "tools"), _json(template_arguments or None, "template_arguments"))
+        found = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained))
+        replies = [_reply(one) for one in found]
+        return replies if n > 1 else replies[0]
+
+    async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0) -> Any:
+        """What follows a text or token ids, a `Completion`; with `n` above 1 a list of them."""
+        given = prompt if isinstance(prompt, str) else [int(one) for one in prompt]
+        found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained))
+        made = [Completion(one.text, one.ids, one.finish_reason, one.turn, one.version) for one in found]
+        return made if n > 1 else made[0]
+
+    async def reward(self, value: float, turn: int | None = None) -> None:
+        """A reward for the newest turn, or for the one of that number, which a `Reply` has; several are added."""
+        number, _ = settle(value)
+        await self._choices(RewardRequest(self._newest if turn is None else turn, number))
+
+    def untrained(self) -> Llm:
+        """The same model, for turns that are not trained: those of a judge or an opponent, say."""
+        return Llm(self._ask, self.task, trained=False)
+
+    async def _choices(self, request: Request) -> list[Choice]:
+        response = await self._ask(request)
+        if isinstance(response, Refusal):
+            raise CallRefused(response.code, response.text, response.param)
+        for one in response.choices:
+            if one.turn > self._newest:
+                self._newest, self.version = one.turn, one.version
+        return response.choices
+
+
+def _json(value: Any, param: str) -> msgspec.Raw:
+    """Objects of clients' libraries are written as their `model_dump` has them."""
+    dump = getattr(value, "model_dump", None)
+    try:
+        return msgspec.Raw(msgspec.json.encode(dump(exclude_none=True) if dump else value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+        raise CallRefused("invalid", f"{param} can not be written as JSON: {problem}", param) from None
+
+
+def _reply(choice: Choice) -> Reply:
+    reply = Reply(msgspec.json.decode(choice.message))
+    reply.finish_reason, reply.turn, reply.version = choice.finish_reason, choice.turn, choice.version
+    reply.prompt_tokens, reply.completion_tokens = choice.prompt_tokens, len(choice.ids)
+    return reply
+
+
+# -- the end of an episode --------------------------------
+
+How = Literal["returned", "failed", "again", "used_up", "raised", "malformed"]
+
+
+class Ended(msgspec.Struct):
+    """How an episode ended. `reward` and its `parts` where it judged itself (returned, failed); `text`: why else."""
+
+    how: How
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    text: str = ""
+
+
+async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm) -> Ended:
+    """Run an episode to its end. One that is no coroutine runs in a thread, where `llm` is a `Blocking`. Cancelling
+    this cancels the episode; whatever else it raises, SystemExit included, is its end."""
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            result = await function(task, llm)
+        else:
+            result = await asyncio.to_thread(function, task, Blocking(llm, asyncio.get_running_loop()))
+        return Ended("returned", *settle(result))
+    except Failed as failed:
+        return _judged(failed)
+    except Again as problem:
+        return Ended("again", text=str(problem)[:TEXT_LIMIT])
+    except CallRefused as refused:
+        how: How = "used_up" if refused.code == "context_length_exceeded" else "raised"
+        return Ended(how, text=str(refused)[:TEXT_LIMIT])
+    except MalformedReward as problem:
+        return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
+    except asyncio.CancelledError:
+        raise
+    except BaseException as problem:
+        return Ended("raised", text=f"{cause(problem)[:TEXT_LIMIT]}\n{traceback.format_exc()[-TEXT_LIMIT:]}")
+
+
+def _judged(failed: Failed) -> Ended:
+    try:
+        return Ended("failed", *settle(failed.reward), str(failed)[:TEXT_LIMIT])
+    except MalformedReward as problem:
+        return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
+
+
+class Blocking:
+    """`Llm` for code that does not await: each call waits for its answer, in the thread of the episode."""
+
+    def __init__(self, llm: Llm, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm, self._loop = llm, loop
+        self.task = llm.task
+
+    @property
+    def version(self) -> int:
+        return self._llm.version
+
+    def chat(self, *given: Any, **named: Any) -> Any:
+        return self._wait(self._llm.chat(*given, **named))
+
+    def complete(self, *given: Any, **named: Any) -> Any:
+        return self._wait(self._llm.complete(*given, **named))
+
+    def reward(self, value: float, turn: int | None = None) -> None:
+        self._wait(self._llm.reward(value, turn))
+
+    def untrained(self) -> Blocking:
+        return Blocking(self._llm.untrained(), self._loop)
+
+    def _wait(self, call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()

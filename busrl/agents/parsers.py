@@ -1,0 +1,312 @@
+"""The text of a sampled turn as a message: reasoning, tool calls, and what is left of the text.
+
+Talks to nothing, except to the file of a parser of the user's own. Knows nothing of ids, renderings or engines.
+
+- What is no call of the format stays in the text, as it is, and is counted: the model has to learn from its mistakes.
+- Names that no tool has are passed on. Arguments come out as JSON of an object, with the model's own order of keys.
+- A parser never raises, whatever the model wrote; one of the user's that does leaves the text alone, and is counted.
+- Calls are looked for where tools were offered, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from busrl import imports
+from busrl.errors import UserError
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_number)
+
+
+@dataclass
+class Parsed:
+    """A turn's text without its calls; each call is (name, arguments as JSON); `unparsed`: calls that are none."""
+
+    text: str
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    unparsed: int = 0
+
+
+Parser = Callable[[str, Tools], Parsed]
+
+
+# -- what the formats share -------------------------------
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = _decoder.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _named(value: object, *keys: str) -> tuple[str, str] | None:
+    """A call from {"name": ..., "arguments": {...}}; the arguments may be JSON in a text, and be missing."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _can_be_sent(value["name"]):
+        return None
+    found: Any = next((value[key] for key in keys if key in value), {})
+    if isinstance(found, str):
+        found = _object(found)
+    return (value["name"], _spelt(found)) if isinstance(found, dict) else None
+
+
+def _spelt(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if _can_be_sent(text) else json.dumps(arguments)
+
+
+def _can_be_sent(text: str) -> bool:
+    """Not empty, and no half of a character, which JSON can name but nobody can encode."""
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _blocks(text: str, block: re.Pattern[str], opening: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
+    """Calls that stand in blocks of their own: those that can be read are taken out of the text."""
+    calls: list[tuple[str, str]] = []
+    rest, last = "", 0
+    for match in block.finditer(text):
+        call = read(match.group(1))
+        if call is not None:
+            calls.append(call)
+            rest, last = rest + text[last : match.start()], match.end()
+    rest += text[last:]
+    return Parsed(rest.strip("\n") if calls else text, calls, rest.count(opening))
+
+
+def _types(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The types that a tool declares for its parameters."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            found = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            if isinstance(found, Mapping):
+                return {key: one.get("type") for key, one in found.items() if isinstance(one, Mapping)}
+    return {}
+
+
+def _typed(text: str, declared: object) -> Any:
+    """A value that was written without quotes: a text where the tool wants one, else as JSON where it is such."""
+    if declared == "string":
+        return text
+    try:
+        return _decoder.decode(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+# -- the formats ------------------------------------------
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.S)
+
+
+def hermes(text: str, tools: Tools) -> Parsed:
+    """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Qwen 2.5, Qwen 3, Hermes."""
+    return _blocks(text, _TOOL_CALL, "<tool_call>", lambda body: _named(_object(body), "arguments", "parameters"))
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.S)
+
+
+def qwen_xml(text: str, tools: Tools) -> Parsed:
+    """`<tool_call><function=add><parameter=a>1</parameter></function></tool_call>`: Qwen 3.5 and later, Qwen 3 Coder.
+    A value stands between line breaks of its own."""
+
+    def read(body: str) -> tuple[str, str] | None:
+        match = _FUNCTION.fullmatch(body)
+        if match is None or _PARAMETER.sub("", match.group(2)).strip():
+            return None
+        name, types = match.group(1).strip(), _types(tools, match.group(1).strip())
+        found = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in
+                 _PARAMETER.findall(match.group(2))}
+        return name, _spelt({key: _typed(value, types.get(key)) for key, value in found.items()})
+
+    return _blocks(text, _TOOL_CALL, "<tool_call>", read)
+
+
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
+
+
+def glm(text: str, tools: Tools) -> Parsed:
+    """`<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`: GLM 4.5 and later."""
+
+    def read(body: str) -> tuple[str, str] | None:
+        name, mark, rest = body.partition("<arg_key>")
+        name, rest = name.strip(), mark + rest
+        if not name or re.search(r"[\s<>{}]", name) or _ARGUMENT.sub("", rest).strip():
+            return None
+        types = _types(tools, name)
+        return name, _spelt({key.strip(): _typed(value, types.get(key.strip())) for key, value in
+                             _ARGUMENT.findall(rest)})
+
+    return _blocks(text, _TOOL_CALL, "<tool_call>", read)
+
+
+_PYTHON_TAG = "<|python_tag|>"
+_LOOKS_LIKE_A_CALL = re.compile(r'\{\s*"(name|function|type)"\s*:.*"(parameters|arguments)"', re.S)
+
+
+def llama3(text: str, tools: Tools) -> Parsed:
+    """`{"name": "add", "parameters": {"a": 1}}` as the whole turn, several with `;` between: Llama 3.1 and later."""
+    body = text.strip().removeprefix(_PYTHON_TAG).strip()
+    calls, place = [], 0
+    while place < len(body):
+        call, end = _value_at(body, place)
+        given = isinstance(call, dict) and not {"parameters", "arguments"}.isdisjoint(call)
+        named = _named(call, "parameters", "arguments") if given else None
+        if named is None:
+            tried = _PYTHON_TAG in text or _LOOKS_LIKE_A_CALL.match(body) is not None
+            return Parsed(text, [], int(tried))
+        calls.append(named)
+        place = len(body) - len(body[end:].lstrip(" \t\r\n;"))
+    return Parsed("", calls) if calls else Parsed(text)
+
+
+def _value_at(text: str, place: int) -> tuple[object, int]:
+    """The JSON value that begins there and where it ends; None if there is none."""
+    try:
+        value, end = _decoder.raw_decode(text, place)
+    except (ValueError, RecursionError):
+        return None, place
+    return value, end
+
+
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def mistral(text: str, tools: Tools) -> Parsed:
+    """`[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}` for each call."""
+    before, mark, rest = text.partition("[TOOL_CALLS]")
+    if not mark:
+        return Parsed(text)
+    found, end = _value_at(rest, len(rest) - len(rest.lstrip()))
+    if isinstance(found, list) and not rest[end:].strip():
+        calls = [_named(one, "arguments", "parameters") for one in found]
+    else:
+        calls = [_mistral_call(one) for one in rest.split("[TOOL_CALLS]")]
+    read = [one for one in calls if one is not None]
+    if not read or len(read) < len(calls):
+        return Parsed(text, [], max(1, len(calls)))
+    return Parsed(before.strip("\n"), read)
+
+
+def _mistral_call(text: str) -> tuple[str, str] | None:
+    match = _MISTRAL_NAME.match(text)
+    arguments = _object(text[match.end():]) if match else None
+    return (match.group(1), _spelt(arguments)) if match and arguments is not None else None
+
+
+def none(text: str, tools: Tools) -> Parsed:
+    """No calls: the text as it is."""
+    return Parsed(text)
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": hermes, "qwen_xml": qwen_xml, "llama3": llama3, "mistral": mistral, "glm": glm, "none": none,
+}
+# A mark in the source of a chat template -> the format that it teaches; the first that is there decides.
+_TAUGHT = (
+    ("<arg_key>", "glm"), ("<function=", "qwen_xml"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"),
+    (_PYTHON_TAG, "llama3"), ('"parameters": dictionary', "llama3"),
+)
+
+
+def kind_of(template: str) -> str:
+    """The format of tool calls that a chat template teaches, by the marks in its source."""
+    return next((kind for mark, kind in _TAUGHT if mark in template), "none")
+
+
+def parser_of(named: str, template: str, base_dir: str = ".") -> Parser:
+    """The parser that `agents.tools` names: a format, "auto", or `file.py:function` of the user's, which gets a text
+    and the tools, and returns (what is left of the text, [(name, arguments), ...])."""
+    if named == "auto":
+        return PARSERS[kind_of(template)]
+    if named in PARSERS:
+        return PARSERS[named]
+    if ":" not in named:
+        known = ", ".join(["auto", *PARSERS])
+        raise UserError(f"agents.tools = {named!r}: must be one of {known}, or file.py:function")
+    return _guarded(imports.load("agents.tools", named, UserError, base_dir))
+
+
+def _guarded(function: Callable[..., Any]) -> Parser:
+    """A parser of the user's: what it raises, or returns in another shape, leaves the text alone."""
+
+    def parse(text: str, tools: Tools) -> Parsed:
+        try:
+            rest, calls = function(text, tools)
+            made = [(str(name), given if isinstance(given, str) else _spelt(dict(given))) for name, given in calls]
+            if all(_object(arguments) is not None for _, arguments in made):
+                return Parsed(str(rest), made)
+        except Exception:  # it is foreign code
+            pass
+        return Parsed(text, [], 1)
+
+    return parse
+
+
+# -- reasoning --------------------------------------------
+
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def split_reasoning(text: str, prompt: str = "") -> tuple[str | None, str]:
+    """The reasoning at the beginning of a turn (None: there is none), and the rest. The prompt may hold its opening
+    mark already; a turn that was cut before the closing one is all reasoning."""
+    for opening, closing in THINKING:
+        begun = text.lstrip().startswith(opening)
+        if begun or prompt.rstrip().endswith(opening):
+            head, _, rest = text.partition(closing)
+            return (head.lstrip().removeprefix(opening) if begun else head).strip("\n"), rest.lstrip("\n")
+    return None, text
+
+
+# -- the message ------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns of a model as messages: `reasoning` "split" moves what the model thinks to `reasoning_content`."""
+
+    parse: Parser
+    reasoning: str = "split"
+
+    def message(self, text: str, prompt: str, tools: Tools, number: int) -> tuple[dict[str, Any], int]:
+        """The message of call `number` of an episode, and how many calls in it could not be read. `text`: what was
+        sampled, without its end; `prompt`: at least the last words before it."""
+        reasoning, rest = split_reasoning(text, prompt) if self.reasoning == "split" else (None, text)
+        try:
+            parsed = self.parse(rest, tools) if tools else Parsed(rest)
+        except (ValueError, RecursionError):  # JSON that can be read but not written, for its depth
+            parsed = Parsed(rest, [], 1)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if parsed.calls:
+            message["content"] = parsed.text or None
+            message["tool_calls"] = [
+                {"id": call_id(number, place), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for place, (name, arguments) in enumerate(parsed.calls)
+            ]
+        return message, parsed.unparsed
+
+
+def call_id(number: int, place: int) -> str:
+    """Nine letters and digits, as some templates want them; the same in a repeated episode."""
+    return f"c{number & 0xFFFFF:05x}{place & 0xFFF:03x}"

@@ -1,0 +1,590 @@
+"""What one episode read and wrote, as a tree of turns with exact token ids, and the training sequences of it.
+
+A turn is one model call: the ids that the model read after the end of its parent, and the ids that it sampled. Its path
+is all of them from the root. Talks to nothing; knows nothing of tokenizers, templates, slots or clocks.
+
+- Turns are only added. The path of a parent, and the new ids behind it, are exactly what the engine was given.
+- A training sequence is the path of a leaf. A turn's sampled ids are trained in the first of them, by the number of the
+  leaf's call, that holds the turn, and are context in all others: each once, whatever forks.
+- A turn that was neither delivered nor continued is left out, and counted.
+- A request continues the newest turn whose messages are the longest proper beginning of its own, under the same tools
+  and arguments of the template. Each spelling of a message is made canonical once.
+- Paths share memory while they grow; a call costs its new ids, not those of its history.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.errors import CallRefused
+
+Ids = npt.NDArray[np.int32]
+Message = dict[str, Any]
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# -- what must survive a client's echo of a message -------
+
+
+def canonical(message: Mapping[str, Any]) -> bytes:
+    """Role, text without surrounding space, tool calls with their arguments as JSON of one spelling, and of a result
+    the call that it answers. Reasoning, the ids of calls and null against "" are no part of it."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise CallRefused("invalid", f"a message has the role {role!r}: must be a text, such as user", "messages")
+    text = text_of(message)
+    if role == "assistant":
+        text = text.rpartition("</think>")[2]
+    called = message.get("tool_calls") or []
+    if not isinstance(called, list):
+        raise CallRefused("invalid", f"tool_calls is a {type(called).__name__}: must be a list", "messages")
+    calls = [_call(call) for call in called]
+    answers = message.get("tool_call_id") if role == "tool" else None
+    return json.dumps([role, text.strip(), calls, answers]).encode()
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The content of a message, parts joined; what is no text is refused."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise CallRefused("invalid", f"content is a {type(content).__name__}: must be a text or parts", "messages")
+    return "".join(_part(one) for one in content)
+
+
+def _part(part: object) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise CallRefused("unsupported", f"a part of a message is of type {kind!r}: only text can be used", "messages")
+    return text
+
+
+def _call(call: object) -> list[Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise CallRefused("invalid", "a tool call has no function with a name", "messages")
+    return [function["name"], _one_spelling(function.get("arguments"))]
+
+
+def _one_spelling(arguments: object) -> str:
+    """JSON with sorted keys; 1.0 is 1, as some clients write it. What is no JSON stays as it is."""
+    try:
+        value = json.loads(arguments, parse_float=_number) if isinstance(arguments, str) else arguments
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
+        return str(arguments).strip()
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+
+
+@dataclass(frozen=True)
+class History:
+    """The messages of a request: as they came, and where the tree's index of beginnings stands after each of them."""
+
+    raw: tuple[bytes, ...]
+    states: tuple[int, ...]  # one more than messages: the first is that of the tools and arguments alone
+
+    def messages(self, begin: int = 0) -> list[Message]:
+        """Those from number `begin` on, decoded anew."""
+        return [msgspec.json.decode(one) for one in self.raw[begin:]]
+
+
+class Index:
+    """Numbers for beginnings of conversations: equal numbers, equal canonical messages. Exact, not by digests."""
+
+    def __init__(self) -> None:
+        self._spelt: dict[bytes, int] = {}  # a message as it came -> number of its canonical form
+        self._forms: dict[bytes, int] = {}
+        self._next: dict[tuple[int, int], int] = {}  # a beginning and the next message -> the longer beginning
+        self._last: list[tuple[bytes, int]] = []  # of the last request: most requests repeat it and add something
+
+    def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> History:
+        """All of them as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
+        last, here, state = self._last, [], self.step(self.step(0, self._around(tools)), self._around(arguments))
+        states = [state]
+        for place, message in enumerate(messages):
+            raw = _raw(message)
+            known = place < len(last) and last[place][0] == raw
+            here.append(last[place] if known else (raw, self._form_of(raw)))
+            state = self.step(state, here[-1][1])
+            states.append(state)
+        self._last = here
+        return History(tuple(raw for raw, _ in here), tuple(states))
+
+    def add(self, state: int, message: Message) -> int:
+        """The beginning that is `message` longer."""
+        return self.step(state, self._form_of(_raw(message)))
+
+    def step(self, state: int, number: int) -> int:
+        return self._next.setdefault((state, number), len(self._next) + 1)
+
+    def _around(self, value: Any) -> int:
+        """The number of what stands around messages; keys in any order."""
+        raw = b"" if value is None else b"=" + _raw(value)
+        number = self._spelt.get(raw)
+        if number is None:
+            form = json.dumps(msgspec.json.decode(raw[1:]) or None, sort_keys=True).encode() if raw else b"null"
+            number = self._spelt[raw] = self._number_of(form)
+        return number
+
+    def _form_of(self, raw: bytes) -> int:
+        number = self._spelt.get(raw)
+        if number is None:
+            try:
+                message = msgspec.json.decode(raw)
+            except (msgspec.DecodeError, RecursionError) as problem:
+                raise CallRefused("invalid", f"a message is no JSON: {problem}", "messages") from None
+            if not isinstance(message, dict):
+                raise CallRefused("invalid", f"a message is a {type(message).__name__}: must be an object", "messages")
+            number = self._spelt[raw] = self._number_of(canonical(message))
+        return number
+
+    def _number_of(self, form: bytes) -> int:
+        return self._forms.setdefault(form, len(self._forms))
+
+
+def _raw(value: Any) -> bytes:
+    if isinstance(value, (bytes, msgspec.Raw)):
+        return bytes(value)
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+        raise CallRefused("invalid", f"a message or tool can not be written as JSON: {problem}", "messages") from None
+
+
+# -- turns ------------------------------------------------
+
+
+class Path:
+    """The ids of a path in a buffer that grows at its end. Who begins with the same ids shares it, as long as nobody
+    else has gone on from there."""
+
+    __slots__ = ("_ids", "_used")
+
+    def __init__(self) -> None:
+        self._ids, self._used = np.empty(0, np.int32), 0
+
+    def extend(self, length: int, more: Ids) -> Path:
+        """The path that has `more` behind the first `length` ids: this one, or a copy where those are taken."""
+        path = self
+        if path._used != length:
+            path = Path()
+            path._ids = self._ids[:length]
+        path._reserve(length, length + len(more))
+        path._ids[length : length + len(more)] = more
+        path._used = length + len(more)
+        return path
+
+    def part(self, begin: int, end: int) -> Ids:
+        """A read-only view."""
+        view = self._ids[begin:end]
+        view.flags.writeable = False
+        return view
+
+    def _reserve(self, used: int, needed: int) -> None:
+        if needed > len(self._ids) or not self._ids.flags.owndata:
+            grown = np.empty(max(256, needed + needed // 2), np.int32)
+            grown[:used] = self._ids[:used]
+            self._ids = grown
+
+
+@dataclass(eq=False)
+class Asked:
+    """A call under way: `prompt` is all that the engine is given, `room` how many ids it may sample, `stream` names
+    the random numbers of the call: a function of the prompt and of how often this episode has asked just that."""
+
+    number: int
+    parent: Turn | None
+    path: Path
+    begin: int  # how long the prompt is
+    room: int
+    stream: int
+    trained: bool
+    history: History | None
+    text: str | None  # of the new ids, where a template wrote them
+    hash: Any
+
+    @property
+    def read_from(self) -> int:
+        """Where its new ids begin in the path."""
+        return self.parent.end if self.parent else 0
+
+    @property
+    def prompt(self) -> Ids:
+        return self.path.part(0, self.begin)
+
+
+@dataclass(eq=False)
+class Turn:
+    """A call that was answered. In its path its sampled ids stand from `begin` to `end`, what it had to read from
+    `read_from` to `begin`."""
+
+    asked: Asked
+    end: int
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.uint32]
+    finish: int
+    message: Message
+    text: str  # of the sampled ids, without their end
+    end_text: str  # of the id that ended them, "" where something else did
+    waited_ms: int = 0
+    generated_ms: int = 0
+    reward: float | None = None
+    delivered: bool = False
+    children: list[Turn] = field(default_factory=list)
+    open: int = 0  # calls under way that continue it
+    continued: bool = False
+
+    @property
+    def number(self) -> int:
+        return self.asked.number
+
+    @property
+    def parent(self) -> Turn | None:
+        return self.asked.parent
+
+    @property
+    def begin(self) -> int:
+        return self.asked.begin
+
+    @property
+    def ids(self) -> Ids:
+        """What it sampled."""
+        return self.asked.path.part(self.begin, self.end)
+
+    @property
+    def path_ids(self) -> Ids:
+        """All ids up to its end."""
+        return self.asked.path.part(0, self.end)
+
+    @property
+    def kept(self) -> bool:
+        return self.delivered or self.continued
+
+    def chain(self) -> list[Turn]:
+        """The turns of its path, the root first."""
+        found: list[Turn] = []
+        one: Turn | None = self
+        while one is not None:
+            found.append(one)
+            one = one.parent
+        return found[::-1]
+
+
+# -- the tree ---------------------------------------------
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one episode may hold. `context`: ids of the longest path; `sampled`: of all calls; `tokens`: of all
+    training sequences; `turns`; `sequences`."""
+
+    context: int = UNLIMITED
+    sampled: int = UNLIMITED
+    tokens: int = UNLIMITED
+    turns: int = UNLIMITED
+    sequences: int = UNLIMITED
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """An episode for training: N ids, S sequences, T turns, M sampled ids.
+
+    `ids` i32[N]: all sequences, one after another. `seqs` i32[S]: their lengths. `turns` i32[T, 8]: sequence, begin and
+    end in it, finish, call number, ms waiting, ms generating, flags (1 = trained); sorted by sequence and begin.
+    `logprobs` f32[M], `versions` u32[M] of the sampled ids, turn after turn. `turn_rewards` f32[T], None where no turn
+    has one. `text` is the last turn's, without its end.
+    """
+
+    ids: Ids
+    seqs: Ids
+    turns: Ids
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.uint32]
+    turn_rewards: npt.NDArray[np.float32] | None
+    text: str
+    undelivered: int  # turns that were left out
+
+
+class Tree:
+    """The turns of one episode. A call is `ask`ed, then `answer`ed or `cancel`led."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.turns: list[Turn] = []  # in the order of their answers
+        self.roots: list[Turn] = []
+        self.open = 0  # calls under way
+        self._index = Index()
+        self._ends: dict[int, list[Turn]] = {}  # a beginning -> turns that end with it
+        self._drawn: Counter[bytes] = Counter()  # digest of a prompt -> calls that had it
+        self._calls = self._asked = 0  # ever, and of them those that were not cancelled
+        self._sampled = self._tokens = self._sequences = 0  # with all that calls under way may add
+
+    # -- which turn a request continues -----
+
+    def read(self, messages: Sequence[Any], tools: Any = None, arguments: Any = None) -> History:
+        """The messages of a request (objects, or their JSON); CallRefused says which of them cannot be used."""
+        if not messages:
+            raise CallRefused("invalid", "messages is empty: at least one message is needed", "messages")
+        return self._index.read(messages, tools, arguments)
+
+    def match(self, history: History) -> tuple[Turn | None, int]:
+        """The turn that a request continues, and how many of its messages that turn's path stands for."""
+        for count in range(len(history.raw) - 1, 0, -1):
+            if found := self._ends.get(history.states[count]):
+                return _as_echoed(found, history.raw[count - 1]), count
+        return None, 0
+
+    def match_ids(self, prompt: Ids) -> Turn | None:
+        """The newest of the longest turns whose path begins the prompt, which has to be longer."""
+        best, level = None, self.roots
+        while level:
+            fitting = [one for one in level if _continues(one, prompt)]
+            best = max(fitting, key=lambda one: (one.end, one.number), default=best)
+            level = [child for one in fitting for child in one.children]
+        return best
+
+    # -- calls -----
+
+    def room(self, parent: Turn | None, new: int, wanted: int) -> int:
+        """How many ids a call may sample that reads `new` ids behind `parent`: `wanted`, or fewer; below 1: none."""
+        limits, begin = self.limits, (parent.end if parent else 0) + new
+        more, sequences = self._adds(parent, begin)
+        if self._asked >= limits.turns or self._sequences + sequences > limits.sequences:
+            return 0
+        left = (limits.context - begin, limits.sampled - self._sampled, limits.tokens - self._tokens - more)
+        return min(wanted, *left)
+
+    def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
+            text: str | None = None, trained: bool = True) -> Asked:
+        """A call that reads the ids `new` (at least one) behind `parent`; CallRefused where no room is left for it."""
+        room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
+        if not len(new):
+            raise CallRefused("invalid", "the prompt has no token behind what the model wrote last", "messages")
+        if room < 1:
+            raise CallRefused("context_length_exceeded", self._why(begin), "messages")
+        more, sequences = self._adds(parent, begin)
+        self._tokens, self._sequences = self._tokens + more + room, self._sequences + sequences
+        self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
+        self._calls += 1
+        path = (parent.asked.path if parent else Path()).extend(parent.end if parent else 0, np.asarray(new, np.int32))
+        hashed = parent.asked.hash.copy() if parent else hashlib.blake2b(digest_size=8)
+        hashed.update(path.part(parent.end if parent else 0, begin).data)
+        if parent:
+            parent.open, parent.continued = parent.open + 1, True
+        stream = self._stream(hashed.digest())
+        return Asked(self._calls - 1, parent, path, begin, room, stream, trained, history, text, hashed)
+
+    def answer(self, asked: Asked, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
+               finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
+               generated_ms: int = 0) -> Turn:
+        """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
+        drawn = np.asarray(ids, np.int32)
+        scores, made = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
+        if not 1 <= len(drawn) <= asked.room or not len(drawn) == len(scores) == len(made):
+            raise ValueError(f"an answer of {len(drawn)} ids, {len(scores)} log-probabilities and {len(made)} versions "
+                             f"to a call with room for {asked.room}")
+        state = self._index.add(asked.history.states[-1], message) if asked.history else None
+        self._release(asked, asked.room - len(drawn))
+        asked.path = asked.path.extend(asked.begin, drawn)
+        asked.hash.update(np.ascontiguousarray(drawn).data)
+        turn = Turn(asked, asked.begin + len(drawn), scores, made, finish, message, text, end_text,
+                    waited_ms, generated_ms)
+        self.turns.append(turn)
+        (asked.parent.children if asked.parent else self.roots).append(turn)
+        if state is not None:
+            self._ends.setdefault(state, []).append(turn)
+        return turn
+
+    def cancel(self, asked: Asked) -> None:
+        """The call comes to nothing."""
+        self._release(asked, asked.room)
+        self._asked -= 1
+        more, sequences = self._adds(asked.parent, asked.begin)
+        self._tokens, self._sequences = self._tokens - more, self._sequences - sequences
+
+    def _release(self, asked: Asked, unused: int) -> None:
+        self.open -= 1
+        self._sampled, self._tokens = self._sampled - unused, self._tokens - unused
+        if asked.parent:
+            asked.parent.open -= 1
+
+    def _adds(self, parent: Turn | None, begin: int) -> tuple[int, int]:
+        """Ids that are read and sequences which one more call adds to what is trained."""
+        if parent is None or parent.children or parent.open:
+            return begin, 1
+        return begin - parent.end, 0
+
+    def _stream(self, prompt: bytes) -> int:
+        self._drawn[prompt] += 1
+        seed = prompt + self._drawn[prompt].to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
+
+    def _why(self, begin: int) -> str:
+        limits = self.limits
+        if begin >= limits.context:
+            return (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
+                    "(agents.context)")
+        used = (("turns", self._asked, limits.turns), ("sequences", self._sequences, limits.sequences),
+                ("sampled", self._sampled, limits.sampled), ("tokens", self._tokens, limits.tokens))
+        stated = ", ".join(f"agents.{key} {have} of {most}" for key, have, most in used if most < UNLIMITED)
+        return f"This episode's maximum context length is used up, calls under way included: {stated}"
+
+    # -- what is trained -----
+
+    @property
+    def undelivered(self) -> int:
+        return sum(not turn.kept for turn in self.turns)
+
+    def sequences(self) -> list[tuple[Turn, list[Turn]]]:
+        """The leaf of each training sequence, with the turns that are trained in it, in their order."""
+        kept = [turn for turn in self.turns if turn.kept]
+        inner, taken = {id(turn.parent) for turn in kept}, set[int]()
+        found = []
+        for leaf in sorted((turn for turn in kept if id(turn) not in inner), key=lambda turn: turn.number):
+            own = [turn for turn in leaf.chain() if id(turn) not in taken]
+            taken.update(map(id, own))
+            found.append((leaf, own))
+        return found
+
+    def trajectory(self) -> Trajectory | None:
+        """The arrays of an episode; None where nobody got an answer."""
+        sequences = self.sequences()
+        if not sequences:
+            return None
+        rows = [_row(place, turn) for place, (_, own) in enumerate(sequences) for turn in own]
+        turns = [turn for _, own in sequences for turn in own]
+        rewards = None
+        if any(turn.reward is not None for turn in turns):
+            rewards = np.array([turn.reward or 0.0 for turn in turns], np.float32)
+        return Trajectory(
+            np.concatenate([leaf.path_ids for leaf, _ in sequences]),
+            np.array([leaf.end for leaf, _ in sequences], np.int32), np.array(rows, np.int32),
+            np.concatenate([turn.logprobs for turn in turns]), np.concatenate([turn.versions for turn in turns]),
+            rewards, max(turns, key=lambda turn: turn.number).text, self.undelivered,
+        )
+
+    def transcript(self, limit: int) -> bytes:
+        """JSON for people and reward functions: the messages of each sequence. Over `limit` bytes long texts are cut,
+        and where that is not enough the oldest messages are left out."""
+        whole = [transcript_of(leaf) for leaf, _ in self.sequences()]
+        cut = limit
+        while len(found := json.dumps([[shortened(one, cut) for one in each] for each in whole]).encode()) > limit:
+            cut //= 2
+            if cut < 64:
+                longest = max(whole, key=len, default=[])
+                if not longest:
+                    return b"[]"
+                del longest[: -(-len(longest) // 2)]
+        return found
+
+
+def _row(sequence: int, turn: Turn) -> list[int]:
+    return [sequence, turn.begin, turn.end, turn.finish, turn.number, turn.waited_ms, turn.generated_ms,
+            int(turn.asked.trained)]
+
+
+def _continues(turn: Turn, prompt: Ids) -> bool:
+    """What the turn read and sampled stands in the prompt, with something behind it; so does its parent's path."""
+    begin, end = turn.asked.read_from, turn.end
+    return end < len(prompt) and np.array_equal(turn.asked.path.part(begin, end), prompt[begin:end])
+
+
+def _as_echoed(turns: Sequence[Turn], raw: bytes) -> Turn:
+    """The newest of turns with the same canonical message; where the client repeats the reasoning, or the ids of
+    calls, of some of them, the newest of those."""
+    newest = sorted(turns, key=lambda turn: turn.number, reverse=True)
+    if len(newest) == 1:
+        return newest[0]
+    echoed = _own_marks(msgspec.json.decode(raw))
+    return next((one for one in newest if echoed and _own_marks(one.message) == echoed), newest[0])
+
+
+def _own_marks(message: Message) -> list[Any]:
+    calls = [call.get("id") for call in message.get("tool_calls") or ()]
+    return [*calls, *(message[name].strip() for name in REASONING if isinstance(message.get(name), str))]
+
+
+def transcript_of(leaf: Turn) -> list[Message]:
+    """The messages of a path: those that its newest request had, and the answer. One that knew ids alone has a text."""
+    history = leaf.asked.history
+    if history is None:
+        return [{"role": "assistant", "content": one.text} for one in leaf.chain()]
+    return [*history.messages(), leaf.message]
+
+
+def shortened(value: Any, most: int) -> Any:
+    """A message with texts of at most so many characters, and a word on what is missing."""
+    if isinstance(value, str):
+        return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} characters left out)"
+    if isinstance(value, list):
+        return [shortened(one, most) for one in value]
+    if isinstance(value, dict):
+        return {name: shortened(one, most) for name, one in value.items()}
+    return value
+
+
+# -- requests that come twice -----------------------------
+
+
+@dataclass(eq=False)
+class Request:
+    """One request whose answer is made or kept: `value` is the caller's. `left`: its client has gone."""
+
+    value: Any
+    at: float
+    left: bool = False
+    delivered: bool = False
+
+
+class Retries:
+    """Which requests are copies of earlier ones: those whose client says that it asks again, with the same body."""
+
+    def __init__(self, keep_s: float = 600.0) -> None:
+        self._keep_s = keep_s
+        self._of: dict[bytes, list[Request]] = {}
+        self.joined = 0
+
+    def first(self, key: bytes, value: Any, now: float) -> Request:
+        """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
+        request = Request(value, now)
+        self._of.setdefault(key, []).append(request)
+        return request
+
+    def again(self, key: bytes, now: float) -> Request | None:
+        """The request that is asked for again: one whose client left, else one that has no answer yet, else the
+        newest; None if there is none within `keep_s`."""
+        self._forget(now)
+        known = self._of.get(key)
+        if not known:
+            return None
+        waiting = [one for one in known if not one.delivered]
+        found = next((one for one in known if one.left), waiting[0] if waiting else known[-1])
+        found.left = False
+        self.joined += 1
+        return found
+
+    def remove(self, key: bytes, request: Request) -> None:
+        """It came to nothing: a copy is asked anew."""
+        left = [one for one in self._of.pop(key, []) if one is not request]
+        if left:
+            self._of[key] = left
+
+    def _forget(self, now: float) -> None:
+        for key in [key for key, known in self._of.items() if now - known[-1].at > self._keep_s]:
+            del self._of[key]

@@ -1,0 +1,303 @@
+"""What a folder of a pretrained model says without torch: sizes, token ids, whether its files are whole.
+
+Reads config.json, tokenizer.json and the headers of safetensors files. Used by `busrl check` and `launch` before
+anything starts, and by engines that need a model's token ids. Knows nothing of devices, nor of what a run needs
+(`machine`, `memory`).
+
+- Sizes are 0 where the folder does not state them: weights that are no safetensors, a tiny model not yet made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from busrl.config.schema import TINY, Topology
+
+# -- tasks that are made on first use -----
+
+MAKER = "busrl.quickstart"  # the module that makes what a name beginning with TINY stands for; imported for these alone
+
+
+def maker() -> Any:
+    """The module, loaded when the first such name is met: its RECIPES by name, `paths` of one, None if it is not made
+    yet, and `ensure`, which makes one that is not there."""
+    return importlib.import_module(MAKER)
+
+
+def made(name: str) -> Any:
+    """Paths of the model folder and the two prompt files of a task; None if it is not made yet, or unknown."""
+    return maker().paths(name) if name in maker().RECIPES else None
+
+
+def model_at(path: str) -> Path | None:
+    """The folder of `model.path`; None for a task's that is not made yet."""
+    if not path.startswith(TINY):
+        return Path(path)
+    there = made(path)
+    return Path(there.model) if there else None
+
+
+# -- a model folder -----
+
+Shapes = dict[str, tuple[int, ...]]
+SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+EMBEDDINGS = (["embed_tokens"], ["wte"], ["embed_in"], ["word_embeddings"])
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+HEADS = ("lm_head", "embed_out", "output", "score")
+TINY_PARAMETERS = 100_000
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model folder says about itself; `parameters` is 0 where the weights are no safetensors."""
+
+    kind: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    context: int
+    parameters: int
+
+
+def model_facts(folder: Path | None) -> ModelFacts:
+    """Read config.json and the headers of the weights; nothing of a task's that is not made yet."""
+    if folder is None:
+        return ModelFacts("", 0, 0, 0, 0, 0)
+    config = read_config(folder)
+    text = _nested(config) or config
+    kinds = config.get("architectures") or [config.get("model_type", "unknown")]
+    hidden, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
+    return ModelFacts(
+        str(kinds[0]), hidden, layers, whole(text, "vocab_size"), context_of(config), count_of(tensor_shapes(folder))
+    )
+
+
+def parameters(t: Topology) -> int:
+    """How many the model has: from its weights, or else from the widths of config.json; 0 where neither says."""
+    if t.model.path.startswith(TINY):
+        return TINY_PARAMETERS
+    folder = Path(t.model.path)  # its weights may be elsewhere, or only a part of them here
+    return max(count_of(tensor_shapes(folder)), estimate(read_config(folder)))
+
+
+def estimate(config: dict[str, Any]) -> int:
+    """A decoder's parameters from its widths: embeddings, attention and a gated feed-forward of each layer."""
+    text = _nested(config) or config
+    width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
+    inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
+    heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")
+    queries = heads * whole(text, "head_dim") or width
+    attention = 2 * width * queries * (1 + (shared / heads if heads and shared else 1))
+    feed = (3 if "intermediate_size" in text else 2) * width * inner
+    embeddings = whole(text, "vocab_size") * width * (1 if config.get("tie_word_embeddings", True) else 2)
+    return int(embeddings + layers * (attention + feed))
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the language model of several."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else {}
+
+
+def context_of(config: dict[str, Any]) -> int:
+    """The longest sequence that a model takes, 0 if its config does not say."""
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length")
+    values = (part.get(name) for part in (config, _nested(config)) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A map in a model folder, empty where it cannot be read."""
+    found = read_json(folder / name)
+    return found if isinstance(found, dict) else {}
+
+
+def whole(config: Any, *names: str) -> int:
+    """The first of these keys that holds a whole number; 0 if none does."""
+    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+
+# -- token ids -----
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids of a model: those that end a sequence, and those that mean text (no special ones)."""
+
+    eos: int
+    plain: tuple[int, ...]
+
+
+def vocabulary(folder: Path) -> Vocabulary | None:
+    """From config.json and generation_config.json; None where they do not say how many ids there are, and the end."""
+    parts = _parts(folder)
+    ends = [end for part in parts for end in _ids(part.get("eos_token_id"))]
+    special = {i for part in parts for name in SPECIAL for i in _ids(part.get(name))}
+    size = vocabulary_size(folder)
+    plain = tuple(i for i in range(size) if i not in special)
+    return Vocabulary(ends[0], plain) if ends and ends[0] < size and plain else None
+
+
+def other_tokens(own: Path, other: Path) -> str | None:
+    """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
+    of them has no tokenizer.json to be compared."""
+    ids, others = _token_ids(own), _token_ids(other)
+    if not ids or not others:
+        return None
+    apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
+    if not apart:
+        return ""
+    first = min(apart, key=lambda token: (min(ids.get(token, 1 << 40), others.get(token, 1 << 40)), token))
+    told = [f"{found[first]}" if first in found else "no token" for found in (others, ids)]
+    return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    data = read_config(folder, "tokenizer.json")
+    model, added = data.get("model"), data.get("added_tokens")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(known, list):  # of a unigram model: [token, score]
+        known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
+    rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    return (known if isinstance(known, dict) else {}) | {str(one.get("content")): one.get("id", -1) for one in rows}
+
+
+def end_ids(folder: Path) -> frozenset[int]:
+    """Every id that config.json or generation_config.json says ends a sequence."""
+    return frozenset(end for part in _parts(folder) for end in _ids(part.get("eos_token_id")))
+
+
+def vocabulary_size(folder: Path) -> int:
+    """How many token ids the model has by its config.json; 0 if it does not say."""
+    return next((part["vocab_size"] for part in _parts(folder) if isinstance(part.get("vocab_size"), int)), 0)
+
+
+def _parts(folder: Path) -> list[dict[str, Any]]:
+    """The places of a model folder that name token ids."""
+    config = read_config(folder)
+    return [config, _nested(config), read_config(folder, "generation_config.json")]
+
+
+def _ids(value: Any) -> list[int]:
+    found = value if isinstance(value, list) else [value]
+    return [i for i in found if isinstance(i, int) and i >= 0]
+
+
+# -- whole files, or not -----
+
+
+def weight_fault(folder: Path) -> tuple[str, str, str] | None:
+    """File, rule and remedy of weights that no model can be made of: cut files, parts that are not there, and others
+    than config.json describes. Reads headers only; None for whole ones, and for what is no safetensors file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if fault := _cut(path):
+            return str(path), fault, "the download or the copy did not finish: copy the file again"
+    listed = read_config(folder, "model.safetensors.index.json").get("weight_map")
+    names = set(map(str, listed.values())) if isinstance(listed, dict) else set()
+    if gone := sorted(name for name in names if not (folder / name).is_file()):
+        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+        index = str(folder / "model.safetensors.index.json")
+        return index, f"it names {gone[0]}{more}, which is not there", "copy the missing files too"
+    config = read_config(folder)
+    text = _nested(config) or config
+    said = whole(text, "vocab_size"), whole(text, "embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd")
+    there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
+    if all(said) and there and said not in there.values():
+        name, shape = max(there.items(), key=lambda one: math.prod(one[1]))
+        rule = f"vocabulary and width are {_by(said)}, and those of the weights ({name}) {_by(shape)}"
+        return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
+    return None
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _cut(path: Path) -> str:
+    """What is wrong with the length of a safetensors file; "" if nothing is."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: Any = json.loads(file.read(length)) if length <= min(size, 100 << 20) else None
+        ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError):
+        return "not a whole safetensors file: its header cannot be read"
+    whole_size = 8 + length + max(ends, default=0)
+    return f"it has {size} bytes, and its header says {whole_size}" if size < whole_size else ""
+
+
+def token_fault(folder: Path) -> str:
+    """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
+    not known. Added tokens are left out: many a tokenizer has some that no text contains."""
+    size, section = vocabulary_size(folder), read_config(folder, "tokenizer.json").get("model")
+    if section is None and (folder / "tokenizer.json").is_file():
+        return "tokenizer.json is no JSON object with a model: it was cut, or is another file"
+    known = section.get("vocab") if isinstance(section, dict) else None
+    ids = list(known.values()) if isinstance(known, dict) else range(len(known)) if isinstance(known, list) else ()
+    highest = max((one for one in ids if isinstance(one, int)), default=0)
+    if not size or highest < size:
+        return ""
+    return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
+
+
+# -- tensors -----
+
+
+def tensor_shapes(folder: Path) -> Shapes:
+    """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
+    return {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in _shapes(path)}
+
+
+def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """The header of a safetensors file is a length of 8 bytes and a JSON map."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length)) if length <= 100 << 20 else {}
+    except (OSError, ValueError, struct.error):
+        return []
+    entries = header.items() if isinstance(header, dict) else ()
+    return [(name, tuple(entry["shape"])) for name, entry in entries if isinstance(entry, dict) and "shape" in entry]
+
+
+def count_of(shapes: Shapes) -> int:
+    """How many numbers these tensors have."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Shapes of the weights that get an adapter, as far as names and shapes tell."""
+    asked = (shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer)))
+    return [(rows, columns) for rows, columns in asked]
+
+
+def weight_layers(shapes: Shapes) -> set[str]:
+    """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, no embeddings."""
+    return {layer for layer, _ in _matrices(shapes) if layer in HEADS or not _outer(layer)}
+
+
+def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Last name of the layer, and shape."""
+    return ((n.split(".")[-2], shape) for n, shape in shapes.items() if len(shape) == 2 and n.endswith(".weight"))
+
+
+def _outer(layer: str) -> bool:
+    """Embeddings and output heads, which get no adapter unless they are named."""
+    return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")

@@ -1,0 +1,269 @@
+"""Chat templates with the habits of well-known families, a tokenizer, and an engine that disobeys it, for tests.
+
+The templates are our own. Each does with a history what the family that it is named for does; the tokens are those of
+one byte-level BPE that all of them share.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from busrl.agents.chat import Renderer
+from busrl.agents.parsers import Reader, parser_of
+from busrl.agents.tree import Limits, Tree, Turn
+from busrl.data.chat import LightTokenizer
+from busrl.states import Finish
+
+SPECIAL = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|observation|>", "[INST]", "[/INST]",
+    "[TOOL_CALLS]", "</s>",
+]
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+_TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}{% if not loop.first or m.content %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+)
+_RESULT = (  # results that follow each other share one turn of the user
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}\n"
+    "<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+)
+_START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_THINKING_START = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+_LAST = (  # index of the last message of the user: thinking before it is dropped
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+)
+_OTHERS = "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+_BEGIN = "{% for m in messages %}{% if m.role == 'tool' %}" + _RESULT + "{% elif m.role == 'assistant' %}"
+_CHATML = _TOOLS + _BEGIN + "<|im_start|>assistant\n{{ m.content }}" + _CALLS + "<|im_end|>\n" + _OTHERS
+_THINKING = (
+    _TOOLS + _LAST + _BEGIN + "<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}<think>\n{{ m.reasoning_content or '' }}\n"
+    "</think>\n\n{% endif %}{{ m.content }}" + _CALLS + "<|im_end|>\n" + _OTHERS
+)
+_BARE_CALL = '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+_ARGUMENTS = _BARE_CALL.replace("parameters", "arguments")
+_REFUSE = "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
+
+TEMPLATES = {
+    "qwen2_5": _CHATML + _START,
+    "qwen3": _THINKING + _START,
+    "opened": _THINKING + _THINKING_START,  # the prompt opens the thinking, as DeepSeek R1's and Qwen3.5's does
+    # a beginning of the sequence, trimmed contents, no line break behind a turn, one call in a turn
+    "llama3": (
+        "{{ '<|endoftext|>' }}{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
+        "<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n{% if m.tool_calls %}"
+        "{% if m.tool_calls | length != 1 %}{{ raise_exception('only single tool-calls at once') }}{% endif %}"
+        "{% for c in m.tool_calls %}" + _BARE_CALL + "{% endfor %}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}{# <|python_tag|> #}"
+    ),
+    # no tools, no system message, turns alternate
+    "gemma": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}" + _REFUSE + "{% endif %}"
+        "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+    ),
+    # a turn ends with the mark of the next one, which the model samples as its stop
+    "glm": (
+        "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}\n<tool_response>\n"
+        "{{ m.content }}\n</tool_response>{% elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}\n"
+        "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+        "<arg_value>{{ v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+        "{% else %}<|user|>\n{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    ),
+    # a turn with calls shows no text; results are JSON
+    "mistral": (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+        '[INST]{"content": {{ m.content | tojson }}}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] ['
+        "{% for c in m.tool_calls %}{% if not loop.first %}, {% endif %}" + _ARGUMENTS
+        + "{% endfor %}]</s>{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    ),
+    # the result stands inside the model's turn, as with Gemma 4: no suffix, but the next prompt extends the last
+    "inside": (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{{ m.content }}</tool_response>"
+        "{% elif m.role == 'assistant' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+        "<|im_start|>model\n{% endif %}{{ m.content }}" + _CALLS + "{% if not m.tool_calls %}<|im_end|>\n{% endif %}"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>model\n{% endif %}"
+    ),
+    # the last turn ends in another way than earlier ones, as with gpt-oss: neither
+    "closing": _CHATML.replace("<|im_end|>\n{% else %}", "{{ '</s>' if loop.last else '<|im_end|>' }}\n{% else %}")
+    + _START,
+}
+TEMPLATES = {name: text.replace("%}\n", "%}{{ '\\n' }}") for name, text in TEMPLATES.items()}  # jinja2 drops the others
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}
+
+
+@cache
+def _tokenizer() -> str:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    docs = Path(__file__).parents[1] / "docs"
+    files = [str(docs / name) for name in ("architecture.md", "concepts.md", "protocol.md")]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train(files, trainers.BpeTrainer(vocab_size=2000, special_tokens=SPECIAL, initial_alphabet=alphabet,
+                                          show_progress=False))
+    core.add_tokens([AddedToken(one, normalized=False) for one in MARKS])
+    return str(core.to_str())
+
+
+def folder(path: Path, template: str) -> Path:
+    """What `LightTokenizer` reads of a model folder, with the template of that name, or that source."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "tokenizer.json").write_text(_tokenizer())
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "chat_template.jinja").write_text(TEMPLATES.get(template, template))
+    return path
+
+
+def renderer(path: Path, template: str, history: Any = "extend") -> Renderer:
+    text = LightTokenizer.of(folder(path, template))
+    assert text is not None
+    special = text.special_ids()
+    ends = ("<|im_end|>", "<|endoftext|>", "</s>", "<|user|>", "<|observation|>")
+    return Renderer(text, frozenset(special[one] for one in ends), history)
+
+
+@dataclass
+class World:
+    """One episode, and an engine whose tokens are cut where the tokenizer would not; it keeps what it read and drew.
+
+    The texts that it draws are given by the test; their ids are encoded piece by piece, at random borders.
+    """
+
+    chat: Renderer
+    random: random.Random
+    limits: Limits = field(default_factory=Limits)
+    log: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree = Tree(self.limits)
+        source = self.chat._text.template()  # type: ignore[attr-defined]
+        self.reader = Reader(parser_of("auto", source))
+        self.streams: list[int] = []
+
+    def ask(self, messages: Sequence[Any], tools: Any = None, wanted: int = 4096, arguments: Any = None) -> Any:
+        """A call under way: (asked, what the renderer said)."""
+        history = self.tree.read(messages, tools, arguments)
+        found = self.chat.prompt(self.tree, history, tools, arguments)
+        asked = self.tree.ask(found.parent, found.new, wanted, history, found.text)
+        self.streams.append(asked.stream)
+        return asked, tools or []
+
+    def answer(self, call: Any, text: str, end: str | None = None, deliver: bool = True) -> Turn:
+        asked, tools = call
+        prompt = tuple(asked.prompt.tolist())
+        ids = [*self.split(text), self.chat._special[end or self.end_of(text)]]
+        finish = Finish.EOS if len(ids) <= asked.room else Finish.LENGTH
+        ids = ids[: asked.room]
+        scores = tuple(float(np.float32(-self.random.random())) for _ in ids)
+        said, ended = self.chat.said(ids)
+        message, _ = self.reader.message(said, asked.text or "", tools, asked.number)
+        version = len(self.log)
+        turn = self.tree.answer(asked, ids, scores, [version] * len(ids), finish, message, said, ended)
+        turn.delivered = deliver
+        self.log.append((prompt, tuple(ids), scores))
+        return turn
+
+    def call(self, messages: Sequence[Any], text: str, tools: Any = None, **how: Any) -> Turn:
+        wanted, arguments = how.pop("wanted", 4096), how.pop("arguments", None)
+        return self.answer(self.ask(messages, tools, wanted, arguments), text, **how)
+
+    def end_of(self, text: str) -> str:
+        """The id with which a model of the template's family ends a turn."""
+        calls = "</tool_call>" in text
+        if not self.chat.turn_end:
+            return "<|observation|>" if calls else "<|user|>"
+        return "<|observation|>" if calls and self.chat.probes[2].how == "splice" else self.chat.turn_end
+
+    def split(self, text: str) -> list[int]:
+        """Ids of `text` that the tokenizer would not choose; a special token stays one."""
+        ids: list[int] = []
+        while text:
+            whole = next((one for one in (*SPECIAL, *MARKS) if text.startswith(one)), "")
+            piece = whole or text[: self.random.randint(1, 6)]
+            if not whole and "<" in piece[1:]:
+                piece = piece[: piece.index("<", 1)]
+            ids += self.chat._text.encode(piece)
+            text = text[len(piece):]
+        return ids
+
+    def exact(self) -> tuple[int, int, int, int]:
+        """Turns that are wrong, lost or doubled in the arrays for training, and those that were left out."""
+        found = self.tree.trajectory()
+        if found is None:
+            return 0, 0, 0, len(self.log)
+        log, seen = Counter(self.log), Counter(kept(found))
+        lost = (log - seen).total() - found.undelivered
+        doubled = sum(count > log[one] for one, count in seen.items() if one in log)
+        wrong = sum(count for one, count in seen.items() if one not in log)
+        return wrong, lost, doubled, found.undelivered
+
+
+def kept(found: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
+    """(what was read, what was drawn, its log-probabilities) of each turn, from the arrays alone; their rules hold."""
+    starts = np.concatenate([[0], np.cumsum(found.seqs)])
+    assert starts[-1] == len(found.ids) and len(found.seqs) >= 1 and len(found.turns) >= 1
+    turns, at, place = [], 0, (-1, 0)
+    for sequence, begin, end, *_ in found.turns.tolist():
+        assert 1 <= begin < end <= found.seqs[sequence] and (sequence, begin) >= place
+        place = (sequence, end)
+        ids = found.ids[starts[sequence] : starts[sequence + 1]].tolist()
+        scores = found.logprobs[at : at + end - begin]
+        assert np.isfinite(scores).all() and (scores <= 0).all()
+        assert len(set(found.versions[at : at + end - begin].tolist())) == 1
+        turns.append((tuple(ids[:begin]), tuple(ids[begin:end]), tuple(map(float, scores))))
+        at += end - begin
+    assert at == len(found.logprobs) == len(found.versions)
+    return turns
+
+
+def calling(template: str, *pairs: tuple[int, int], text: str = "", gap: str = " ") -> str:
+    """A turn with calls of `add`, as a model of that family writes it."""
+    bodies = ['{"name": "add",%s"arguments": {"a": %d,%s"b": %d}}' % (gap, a, gap, b) for a, b in pairs]  # noqa: UP031
+    if template == "mistral":
+        return f"{text}[TOOL_CALLS] [{', '.join(bodies)}]"
+    if template == "llama3":
+        return bodies[0].replace("arguments", "parameters")
+    if template == "glm":
+        values = "<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>b</arg_key>\n<arg_value>{}</arg_value>\n"
+        bodies = ["add\n" + values.format(*pair) for pair in pairs]
+        return text + "".join(f"\n<tool_call>{one}</tool_call>" for one in bodies)
+    return (f"{text}\n" if text else "") + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in bodies)
+
+
+def rebuilt(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as frameworks write it back: stripped, JSON re-spelt, other ids, reasoning gone."""
+    made: dict[str, Any] = {"content": (message["content"] or "").strip() or None, "role": message["role"]}
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [
+            {"type": "function", "id": f"x{place}", "function": {
+                "arguments": json.dumps(dict(reversed(json.loads(call["function"]["arguments"]).items())), indent=1),
+                "name": call["function"]["name"]}}
+            for place, call in enumerate(calls)
+        ]
+    return made
+
+
+def dumped(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as a client's `model_dump()` writes it: with all that it knows, mostly null."""
+    return {"refusal": None, "annotations": None, "function_call": None, "tool_calls": None, **message}

@@ -1,0 +1,324 @@
+"""Episodes as people write them, over an engine that answers in any order: what they get, and what is kept of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import agent_worlds as worlds
+import msgspec
+import numpy as np
+import pytest
+from agent_worlds import ADD, calling
+
+from busrl.agents.chat import Renderer
+from busrl.agents.desk import Answer, Call, Episode, Settings
+from busrl.agents.llm import Again, Blocking, ChatRequest, Ended, Failed, Llm, Refusal, play
+from busrl.agents.parsers import Reader, hermes
+from busrl.agents.tree import Limits
+from busrl.errors import CallRefused
+from busrl.states import Finish
+
+TASK = {"prompt": "1 and 2?", "answer": 3}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return worlds.renderer(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+class Engine:
+    """Draws the given texts in turn, its own word when they are used up, after any number of other things; keeps what
+    it read and drew. `closed`: answers nothing until it is set open."""
+
+    def __init__(self, chat: Renderer, texts: Iterator[str] | None = None) -> None:
+        self.world = worlds.World(chat, random.Random(4))
+        self.texts = texts or iter(())
+        self.running = self.most = self.calls = 0
+        self.near: list[int] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.fails = 0
+
+    async def __call__(self, call: Call) -> Answer:
+        self.calls += 1
+        number, self.running = self.calls, self.running + 1
+        self.most, prompt = max(self.most, self.running), tuple(call.prompt.tolist())
+        self.near.append(call.near)
+        try:
+            text = next(self.texts, f"Word {number}.")
+            await self.open.wait()
+            for _ in range(self.world.random.randint(0, 5)):
+                await asyncio.sleep(0)
+            if self.fails:
+                self.fails -= 1
+                raise ConnectionError("the engine is gone")
+        finally:
+            self.running -= 1
+        ids = [*self.world.split(text), self.world.chat._special["<|im_end|>"]]
+        finish = Finish.EOS if len(ids) <= call.max_new_tokens else Finish.LENGTH
+        ids = ids[: call.max_new_tokens]
+        scores = np.array([-self.world.random.random() for _ in ids], np.float32)
+        self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
+        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number)
+
+
+def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how: Any) -> tuple[Episode, Engine]:
+    engine = Engine(chat, iter(texts or []))
+    settings = Settings(how.pop("max_new_tokens", 200), Limits(**how.pop("limits", {})), **how)
+    more = {"clock": clock} if clock else {}
+    episode = Episode(5, engine, chat, Reader(hermes), settings, **more)
+    engine.world.tree = episode.tree
+    return episode, engine
+
+
+async def adding(task: dict[str, Any], llm: Llm) -> float:
+    """The example of the documentation."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task["prompt"]}]
+    for _ in range(8):
+        reply = await llm.chat(messages, tools=[ADD])
+        messages.append(reply)
+        if not reply.get("tool_calls"):
+            return float(reply["content"].strip().endswith(str(task["answer"])))
+        for call in reply["tool_calls"]:
+            given = json.loads(call["function"]["arguments"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(given["a"] + given["b"])})
+    return 0.0
+
+
+def test_an_agent_with_a_tool_is_one_sequence_with_its_reward(chat: Renderer) -> None:
+    async def run() -> None:
+        texts = ["<think>\nadd\n</think>\n\n" + calling("qwen3", (1, 2)), "<think>\nthree\n</think>\n\nIt is 3"]
+        episode, engine = of(chat, texts)
+        assert await play(adding, TASK, episode.llm(TASK)) == Ended("returned", 1.0)
+        assert engine.world.exact() == (0, 0, 0, 0)
+        found = episode.tree.trajectory()
+        assert found is not None and len(found.seqs) == 1 and found.text.endswith("It is 3")
+        assert engine.near == [-1, 1], "the second call is offered to the engine that has the first"
+
+    asyncio.run(run())
+
+
+def test_calls_at_the_same_time_are_all_kept_and_at_most_so_many_run(chat: Renderer) -> None:
+    async def sub(llm: Llm, number: int) -> None:
+        messages = [{"role": "user", "content": f"Part {number % 3}."}]
+        for _ in range(3):
+            messages += [await llm.chat(messages), {"role": "user", "content": "Go on."}]
+
+    async def run() -> None:
+        episode, engine = of(chat, parallel=4)
+        await asyncio.gather(*(sub(episode.llm({}), number) for number in range(12)))
+        assert engine.world.exact() == (0, 0, 0, 0) and engine.most == 4
+        assert len(episode.tree.sequences()) == 12 and len(episode.tree.turns) == 36
+
+    asyncio.run(run())
+
+
+def test_a_call_waits_for_room_that_others_hold_and_is_refused_when_there_is_none(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, limits={"sampled": 90}, max_new_tokens=40)
+        llm, user = episode.llm({}), [{"role": "user", "content": "A?"}]
+        replies = await llm.chat(user, n=4)
+        assert len(replies) == 4 and engine.most == 2, "two calls of 40 fit beside each other, the others have waited"
+        for _ in range(40):
+            try:
+                await llm.chat(user)
+            except CallRefused as refused:
+                assert refused.code == "context_length_exceeded" and "agents.sampled" in str(refused)
+                break
+        else:
+            raise AssertionError("a budget of 90 tokens was never used up")
+        assert sum(len(turn.ids) for turn in episode.tree.turns) == 90
+        assert episode.tree.turns[-1].finish == Finish.LENGTH
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_fails_leaves_nothing_behind(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat)
+        engine.fails = 1
+        llm, user = episode.llm({}), [{"role": "user", "content": "A?"}]
+        with pytest.raises(ConnectionError):
+            await llm.chat(user, n=3)
+        await asyncio.sleep(0.01)
+        assert episode.tree.open == 0 and engine.running == 0
+        await llm.chat(user)
+        found = episode.tree.trajectory()
+        assert found is not None and engine.world.exact()[0] == 0 and episode.tree._asked == len(episode.tree.turns)
+
+    asyncio.run(run())
+
+
+def test_ids_in_are_ids_behind_the_turn_that_they_begin_with(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat)
+        llm = episode.llm({})
+        first = await llm.complete("Once upon")
+        path = episode.tree.turns[0].path_ids.tolist()
+        second = await llm.complete([*path, 300, 301])
+        third = await llm.untrained().complete([*path, 300])
+        assert (first.turn, second.turn, third.turn, llm.version) == (0, 1, 2, 2)
+        await llm.reward(0.25)
+        await llm.reward(0.5, turn=0)
+        found = episode.tree.trajectory()
+        assert found is not None and found.turns[:, 0].tolist() == [0, 0, 1] and found.turns[:, 7].tolist() == [1, 1, 0]
+        assert found.turn_rewards is not None and found.turn_rewards.tolist() == [0.5, 0.25, 0]
+        assert engine.world.exact() == (0, 0, 0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ask, said", [
+    (lambda llm: llm.chat([]), "messages is empty"),
+    (lambda llm: llm.chat([{"role": "user", "content": "A"}], n=9), "n = 9: must be 1 to 8"),
+    (lambda llm: llm.chat([{"role": "user", "content": "A"}], max_tokens=-1), "must be at least 1"),
+    (lambda llm: llm.chat([{"role": "user", "content": "A"}], tools=["add"]), "tools must be a list of objects"),
+    (lambda llm: llm.chat([{"role": "user", "content": object()}]), "can not be written as JSON"),
+    (lambda llm: llm.complete([]), "no token"), (lambda llm: llm.complete([-1]), "from 0"),
+    (lambda llm: llm.reward(1.0), "no such turn"),
+])
+def test_a_request_that_cannot_be_answered_is_refused_and_the_episode_goes_on(
+    chat: Renderer, ask: Callable[[Llm], Awaitable[Any]], said: str
+) -> None:
+    async def run() -> None:
+        episode, engine = of(chat)
+        with pytest.raises(CallRefused, match=said):
+            await ask(episode.llm({}))
+        assert engine.calls == 0 and episode.tree.open == 0
+        assert (await episode.llm({}).chat([{"role": "user", "content": "A"}]))["content"] == "Word 1."
+
+    asyncio.run(run())
+
+
+# -- clients that ask again, or go away ----
+
+
+def request_of(content: str) -> ChatRequest:
+    return ChatRequest([msgspec.Raw(json.dumps({"role": "user", "content": content}).encode())])
+
+
+def test_a_client_that_asks_again_gets_the_answer_of_the_first_and_others_get_their_own(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, linger_s=60)
+        engine.open.clear()
+        first = asyncio.ensure_future(episode.answer_once(b"body", False, request_of("A?")))
+        twin = asyncio.ensure_future(episode.answer_once(b"body", False, request_of("A?")))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        again = asyncio.ensure_future(episode.answer_once(b"body", True, request_of("A?")))
+        await asyncio.sleep(0)
+        engine.open.set()
+        (given, _), (other, _) = await asyncio.gather(again, twin)
+        late, _ = await episode.answer_once(b"body", True, request_of("A?"))
+        assert engine.calls == 2 and given.turns != other.turns and late.turns in (given.turns, other.turns)
+        assert episode.retries_joined == 2
+        given.delivered()
+        assert engine.world.exact()[:3] == (0, 0, 0) and episode.tree.undelivered == 1
+
+    asyncio.run(run())
+
+
+def test_the_call_of_a_client_that_went_away_is_cancelled_after_a_while(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, linger_s=0.01)
+        engine.open.clear()
+        gone = asyncio.ensure_future(episode.answer_once(b"body", False, request_of("A?")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        while engine.running or not engine.calls:  # a hang ends with the test's own time
+            await asyncio.sleep(0.005)
+        assert episode.tree.open == 0 and not episode.tree.turns
+        engine.open.set()
+        _, response = await episode.answer_once(b"body", True, request_of("A?"))
+        assert not isinstance(response, Refusal) and engine.calls == 2
+
+    asyncio.run(run())
+
+
+def test_own_time_does_not_pass_while_a_call_is_under_way(chat: Renderer) -> None:
+    async def run() -> None:
+        now = [0.0]
+        episode, engine = of(chat, clock=lambda: now[0])
+        now[0] = 3.0
+        engine.open.clear()
+        call = asyncio.ensure_future(episode.llm({}).chat([{"role": "user", "content": "A"}]))
+        await asyncio.sleep(0)
+        now[0] = 50.0
+        assert episode.own_s() == 3.0
+        engine.open.set()
+        await call
+        now[0] = 52.0
+        assert episode.own_s() == 5.0
+
+    asyncio.run(run())
+
+
+# -- how episodes end ----
+
+
+async def failing(task: Any, llm: Llm) -> float:
+    raise Failed({"style": 0.25, "sum": -1.0}, "it gave up")
+
+
+async def again(task: Any, llm: Llm) -> float:
+    raise Again("the site was down")
+
+
+async def leaving(task: Any, llm: Llm) -> float:
+    raise SystemExit(3)
+
+
+async def words(task: Any, llm: Llm) -> Any:
+    return "three"
+
+
+async def talkative(task: Any, llm: Llm) -> float:
+    messages: list[Any] = [{"role": "user", "content": "A"}]
+    while True:
+        messages += [await llm.chat(messages), {"role": "user", "content": "More."}]
+
+
+def blocking(task: Any, llm: Blocking) -> dict[str, float]:
+    reply = llm.chat([{"role": "user", "content": task["prompt"]}])
+    llm.untrained().complete("x")
+    llm.reward(1.0, turn=reply.turn)
+    return {"long": float(reply.completion_tokens > 1), "version": float(llm.version)}
+
+
+class Kept:
+    async def __call__(self, task: Any, llm: Llm) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("function, how, reward, said", [
+    (failing, "failed", -0.75, "it gave up"), (again, "again", 0.0, "the site was down"),
+    (leaving, "raised", 0.0, "SystemExit: 3"), (words, "malformed", 0.0, "must be a number"),
+    (talkative, "used_up", 0.0, "agents.turns 4 of 4"), (blocking, "returned", 2.0, ""), (Kept(), "returned", 0.5, ""),
+])
+def test_every_end_of_an_episode_has_a_name(
+    chat: Renderer, function: Any, how: str, reward: float, said: str
+) -> None:
+    async def run() -> None:
+        episode, _ = of(chat, limits={"turns": 4})
+        ended = await play(function, TASK, episode.llm(TASK))
+        assert (ended.how, ended.reward) == (how, reward) and said in ended.text
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_an_episode_names_its_place(chat: Renderer) -> None:
+    async def broken(task: Any, llm: Llm) -> float:
+        return float(task["missing"])
+
+    episode, _ = asyncio.run(_made(chat))
+    ended = asyncio.run(play(broken, TASK, episode.llm(TASK)))
+    assert ended.how == "raised" and ended.text.startswith("KeyError: 'missing' (") and "test_desk.py" in ended.text
+
+
+async def _made(chat: Renderer) -> tuple[Episode, Engine]:
+    return of(chat)
