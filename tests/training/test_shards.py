@@ -157,7 +157,8 @@ def test_a_shard_that_cannot_be_written_leaves_the_checkpoint_before(
 ) -> None:
     trainer = lab.trainer("qwen3", double=False)
     begin(tmp_path, 1, trainer).commit()
-    monkeypatch.setattr(shard_files.Writing, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("a broken device")))
+    broken = RuntimeError("a broken device")
+    monkeypatch.setattr(shard_files.Writing, "_write", lambda *_: (_ for _ in ()).throw(broken))
     with pytest.raises(WriteFailed, match="a broken device"):
         begin(tmp_path, 2, trainer).commit()
     found = checkpoint.latest(tmp_path)
