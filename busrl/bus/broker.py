@@ -176,12 +176,12 @@ def run_broker(
         )
     try:
         made = Proxy(frontend, backend, hwm, max_bytes, tap, listener)
-        with made as proxy, Endpoint("bus", frontend, backend) as probe:
-            _round_trip(proxy, probe, stuck_s)
+        with made as proxy, Endpoint("bus", frontend, backend) as client:
+            _round_trip(proxy, client, stuck_s)
             on_ready()
             while not stop.wait(ping_s):
                 proxy.check_files()
-                _round_trip(proxy, probe, stuck_s)
+                _round_trip(proxy, client, stuck_s)
                 for refusal in listener.refusals() if listener else ():
                     on_refused(refusal)
                 on_progress()
@@ -189,12 +189,12 @@ def run_broker(
         lock.release()
 
 
-def _round_trip(proxy: Proxy, probe: Endpoint, stuck_s: float) -> None:
+def _round_trip(proxy: Proxy, client: Endpoint, stuck_s: float) -> None:
     if proxy.failure is not None:
         raise PeerLost(f"the proxy of the bus ended: {proxy.failure!r}")
     for turn in range(ROUND_TRIPS):  # if the whole machine was suspended, only one of them fails
         try:
-            probe.ready(stuck_s / ROUND_TRIPS)
+            client.ready(stuck_s / ROUND_TRIPS)
             return
         except BusNotReady as error:
             if turn == ROUND_TRIPS - 1:

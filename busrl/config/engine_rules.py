@@ -448,7 +448,7 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     yield from refused("weights.backend", t.weights.transport == "broadcast" and t.weights.backend != "gloo",
                        "from device to device only one rank was ever tried", 'backend = "gloo"')
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
-                       "this attention takes no float32, in which a shard's model is probed", 'attention = "auto"')
+                       "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
     yield from refused("model.teacher", catalog.taught(t.learner), "a teacher is computed by one process so far",
                        "no teacher")
     yield from refused("learner.memory.compile", t.learner.memory.compile,

@@ -106,7 +106,7 @@ def _head(t: Topology) -> Iterator[str]:
     yield f"{t.source}: {'ok' if fits else f'right, but it does not fit into {machine.SHM}'}"
     for override in t.overrides:
         yield f"  --set {override}"
-    bound = f" (at most {t.weights.max_staleness} steps old)" if t.weights.mode == "batch-async" else ""
+    bound = f" (age at most {t.weights.max_staleness} steps)" if t.weights.mode == "batch-async" else ""
     yield (
         f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"

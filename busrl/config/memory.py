@@ -153,7 +153,7 @@ def learner_sum(config: Mapping[str, Any], work: Work, parameters: int = 0) -> d
     }
     moment = max(_moments(widths, trained, work), key=lambda parts: sum(parts.values()))
     step = sum(lasting.values()) - lasting["weights"] - lasting["libraries"] + sum(moment.values())
-    return {**lasting, **moment, "probe at the start, beyond a step": max(0, _probe(widths, work) - step)}
+    return {**lasting, **moment, "self-test at the start, beyond a step": max(0, _self_test(widths, work) - step)}
 
 
 def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
@@ -199,8 +199,8 @@ def _moments(widths: Widths, trained: Trained, work: Work) -> list[dict[str, int
 ROWS = 3  # hidden states of all tokens that exist beside those that are kept
 
 
-def _probe(widths: Widths, work: Work) -> int:
-    """A base in few bits has float32 copies of its first layer, embedding and head for the probe, and given up then."""
+def _self_test(widths: Widths, work: Work) -> int:
+    """A base in few bits has float32 copies of first layer, embedding and head, for the self-test alone."""
     if not work.lora_rank or work.width == FLOAT:
         return 0
     return FLOAT * (widths.table * (1 if widths.tied else 2) + widths.in_layer)

@@ -44,7 +44,7 @@ def stale_rate_advice(t: Topology) -> Iterator[str]:
         yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
     elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH and t.learner.lr is not None:
         age, careful = t.weights.max_staleness, t.learner.lr / math.sqrt(t.weights.max_staleness / FRESH)
-        yield f"  with samples up to {age} steps old a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
+        yield f"  with samples of age up to {age} a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
 
 
 def shown_size(size: int) -> str:

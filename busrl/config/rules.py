@@ -200,7 +200,7 @@ TABLE = (
     Clash("experiments.forced_age, weights.mode != sync",
           'an exact number of steps late is possible in rounds only; mode = "sync", or forced_age = 0'),
     Clash("experiments.forced_age; weights.mode == sync",
-          "an experiment: batches of weights {t.experiments.forced_age} steps old; 0 for real training", warning=True),
+          "an experiment: batches of age {t.experiments.forced_age}, in steps; 0 for real training", warning=True),
     Clash("weights.window, weights.mode == sync",
           'a round is trained whole, so its window is the round; remove it, or mode = "batch-async"', warning=True),
     Clash("learner.checkpoint_mode == async, lora.rank",

@@ -200,7 +200,7 @@ class Weights:
     on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
                           "before it", choices=("continue", "finish"))
     mode: str = key("batch-async", "how far ahead generation may run", choices=("sync", "batch-async", "fully-async"))
-    max_staleness: int = key(2, "batch-async: steps that a trained sample may be old, S", low=0, high=1024)
+    max_staleness: int = key(2, "batch-async: greatest age of a trained sample in steps, S", low=0, high=1024)
     over_age: str = key("wait", "a group above max_staleness holds admission, or is dropped", choices=("wait", "drop"))
     window: int = key(0, "W: groups past the oldest that may go first; 0 = 0.3 of the buffer B", low=0, high=65536)
     timeout_s: float = key(10.0, "a transfer that takes longer names the member that is late", above=0)

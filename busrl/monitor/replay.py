@@ -199,10 +199,10 @@ def refuse_if_served(endpoint: str) -> None:
         return
     if not stat.S_ISSOCK(kind):
         raise BadEndpoint(f"{endpoint}: a file of that name exists and is no socket; choose another name")
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as client:
+        client.settimeout(1.0)
         try:
-            probe.connect(str(path))
+            client.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return
         except OSError:  # a full queue: somebody is there who does not get round to it

@@ -114,7 +114,7 @@ def test_check_says_why_a_step_is_not_streamed(loaded: Loaded, keys: tuple[str, 
 
 def test_check_tells_what_old_samples_ask_of_the_learning_rate(loaded: Loaded) -> None:
     assert "careful start" not in report(loaded())
-    assert "up to 8 steps old a careful start is 1.5e-04" in report(loaded("", "weights.max_staleness=8"))
+    assert "of age up to 8 a careful start is 1.5e-04" in report(loaded("", "weights.max_staleness=8"))
     assert "samples of any age" in report(loaded("", "weights.mode=fully-async"))
 
 

@@ -15,7 +15,7 @@ import torch
 from busrl.engines.base import PartialAnswer, Request, seed_of
 from busrl.engines.vllm.cpu_patches import pad_heads
 from busrl.engines.vllm.engine import Running
-from busrl.engines.vllm.process import probe
+from busrl.engines.vllm.process import abilities_of
 from busrl.engines.vllm.weights import SIZE, Line, Page
 from busrl.engines.vllm.worker import WorkerWeights, plain_logprobs
 from busrl.errors import UserError
@@ -250,7 +250,7 @@ class Whole:
 
 
 def test_what_a_version_can_do_is_found_by_looking_at_it() -> None:
-    old = probe(Whole(), "0.24.0")
+    old = abilities_of(Whole(), "0.24.0")
     assert not (old.weight_version or old.bare_pause)
 
     class Newer(Whole):
@@ -258,7 +258,7 @@ def test_what_a_version_can_do_is_found_by_looking_at_it() -> None:
 
         def update_weight_version(self, version: str) -> None: ...
 
-    new = probe(Newer(), "0.32.0")
+    new = abilities_of(Newer(), "0.32.0")
     assert new.weight_version and new.bare_pause
 
 
@@ -267,13 +267,13 @@ def test_a_version_that_lacks_what_nothing_replaces_is_refused_by_name() -> None
         pause_generation = None
 
     with pytest.raises(UserError, match=r"vLLM 0.24.0 has no AsyncLLM.pause_generation"):
-        probe(Without(), "0.24.0")
+        abilities_of(Without(), "0.24.0")
 
     class Other(Whole):
         def pause_generation(self) -> None: ...
 
     with pytest.raises(UserError, match="has no clear_cache"):
-        probe(Other(), "0.24.0")
+        abilities_of(Other(), "0.24.0")
 
 
 def test_the_plain_forward_pass_is_that_of_the_tensors_given(model_folder: Any) -> None:

@@ -380,7 +380,7 @@ def test_the_age_of_a_group_is_that_of_its_oldest_member(run) -> None:
     run.open()
     report = run.audit()
     assert not report.errors and report.counts.oldest == 2
-    assert "their groups at most 2 steps old" in render(report)
+    assert "age of their groups at most 2 steps" in render(report)
 
 
 @pytest.mark.parametrize("over_age", ["wait", "drop"])

@@ -82,7 +82,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the vLLM at hand has, found by probing."""
+    """What the vLLM at hand has."""
 
     weight_version: bool  # it notes for every token which weights made it
     bare_pause: bool  # the engine's own pause, without the 20 ms that the front end adds
@@ -97,7 +97,7 @@ def require() -> str:
     return version
 
 
-def probe(engine: Any, version: str) -> Abilities:
+def abilities_of(engine: Any, version: str) -> Abilities:
     """Look at the engine itself. UserError names what it lacks that nothing can replace."""
     for name in CALLED:
         if not callable(getattr(engine, name, None)):
@@ -220,7 +220,7 @@ class Core:
         self._thread.start()
         atexit.register(self.close)
         self.engine: Any = self._wait_for_start(self._own.start_s)
-        self.abilities: Abilities = probe(self.engine, self.version)
+        self.abilities: Abilities = abilities_of(self.engine, self.version)
         self._find()
         if not self._pidfds:
             raise self.lose("vLLM's engine has no process")

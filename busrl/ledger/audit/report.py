@@ -103,7 +103,7 @@ def render(report: AuditReport) -> str:
     lines.append(
         f"  step {counts.step}: {counts.trained:,} samples in {counts.groups:,} groups trained; {saved}, "
         f"{counts.log_records:,} records in the log"
-        + (f", their groups at most {counts.oldest} steps old" if counts.oldest >= 0 else "")
+        + (f", age of their groups at most {counts.oldest} steps" if counts.oldest >= 0 else "")
     )
     lines += _table("training samples by fate", report.histogram, report)
     lines += _table("validation samples by fate", report.validation, report)
