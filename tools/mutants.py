@@ -65,10 +65,10 @@ DIAGNOSTICS, TRAINER = "busrl/algorithms/diagnostics.py", "busrl/training/traine
 EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in (
     "function_that_breaks_its_contract_is_refused_with_its_name_and_the_remedy",
     "loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable_is_not"))
-VALUES, VALUE_TESTS = "busrl/algorithms/values.py", ("tests/algorithms/test_values.py",)
+VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas",)
-STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/trainer.py"
+STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/schedule.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
 GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/trajectory.py"
@@ -224,7 +224,7 @@ MUTANTS = (
            "    model.train()\n", "", ("tests/training/test_activations.py",)),
     Mutant("what is not to be trained is trained", "busrl/training/model.py",
            "            parameter.requires_grad_(False)\n", "            pass\n", ("tests/training/test_train_layers.py",)),
-    Mutant("ranks train what is not to be trained", "busrl/training/loading.py",
+    Mutant("ranks train what is not to be trained", "busrl/training/ranks/parts.py",
            "            train_only(model, settings.train_layers)\n", "            pass\n", ("tests/training/test_ranks.py",)),
     Mutant("a checkpoint of other layers is continued", OPTIMIZERS,
            "    if selection.chosen(before, names)[0] != selection.chosen(text, names)[0]:", "    if False:",
@@ -261,12 +261,12 @@ MUTANTS = (
            "for group in self.optimizer.param_groups[:1]:\n                    group[\"lr\"] = lr", PPO),
     Mutant("the gradient is not clipped", TRAINER, "    if norm > limit:", "    if False:", PPO),
     Mutant("the gradient is always scaled to the limit", TRAINER, "    if norm > limit:", "    if True:", THREE),
-    Mutant("a gradient is the mean of the ranks", "busrl/training/sharding.py",
+    Mutant("a gradient is the mean of the ranks", "busrl/training/distributed.py",
            "module.set_gradient_divide_factor(1.0)", "pass", ("tests/training/test_ranks.py",)),
     Mutant("a rank divides by its own tokens", TRAINER,
-           "(tokens,) = sharding.added([self._tokens], self.parameters)", "tokens = self._tokens",
+           "(tokens,) = distributed.added([self._tokens], self.parameters)", "tokens = self._tokens",
            ("tests/training/test_ranks.py",)),
-    Mutant("the sum of ranks is not forced", "busrl/training/sharding.py",
+    Mutant("the sum of ranks is not forced", "busrl/training/distributed.py",
            "module.set_force_sum_reduction_for_comms(True)", "pass", RANKS),
     Mutant("a rank adds the mean of its micro-batch", TRAINER,
            "total = trained.sum()", "total = trained.mean()",
@@ -278,26 +278,26 @@ MUTANTS = (
     Mutant("an update does not wait for a checkpoint that is being written", "busrl/training/trainer.py",
            "                    self.saving.stage()", "                    pass",
            ("tests/training/test_shards.py::test_an_update_first_copies_what_is_not_on_disk_yet",)),
-    Mutant("a rank reads the rows of a shard from its beginning", "busrl/training/shards.py",
+    Mutant("a rank reads the rows of a shard from its beginning", "busrl/training/shard_files.py",
            "pieces.append(piece[low - begin: high - begin])", "pieces.append(piece[low: high])",
            ("tests/training/test_shards.py::test_any_number_of_ranks_reads_what_any_number_wrote",)),
-    Mutant("a checkpoint without the file of a rank is read", "busrl/training/shards.py",
+    Mutant("a checkpoint without the file of a rank is read", "busrl/training/shard_files.py",
            "if worlds != {len(paths)}:", "if not worlds:",
            ("tests/training/test_shards.py::test_the_file_of_a_rank_that_is_missing_is_told",)),
-    Mutant("the optimiser's states go to other parameters", "busrl/training/resume.py",
+    Mutant("the optimiser's states go to other parameters", "busrl/training/state.py",
            "{numbers[name]: pack(read(tree, trained[name])) for name, tree", "{len(numbers) - 1 - numbers[name]: pack(read(tree, trained[name])) for name, tree",
            ("tests/training/test_shards.py::test_training_goes_on_while_it_is_written_and_from_it_bit_for_bit",)),
-    Mutant("a rank gets the old log-probabilities in another order", "busrl/training/team.py",
+    Mutant("a rank gets the old log-probabilities in another order", "busrl/training/ranks/follower.py",
            "np.frombuffer(row, np.float32) for row in work.proximal]",
            "np.frombuffer(row, np.float32)[::-1].copy() for row in work.proximal]",
            (f"{TEAM}::test_an_update_with_the_old_log_probabilities_is_that_of_one_rank",)),
-    Mutant("a rank reads the first rows of every tensor", "busrl/training/loading.py",
+    Mutant("a rank reads the first rows of every tensor", "busrl/training/ranks/loading.py",
            "slice(start, start + size) for start, size", "slice(0, size) for _, size", RANKS),
-    Mutant("a rank trains as if all samples weighed the same", "busrl/training/team.py",
+    Mutant("a rank trains as if all samples weighed the same", "busrl/training/ranks/follower.py",
            "Given(work.advantages, work.weights, before, chosen)", "Given(work.advantages, None, before, chosen)",
            (f"{TEAM}::test_a_team_trains_scores_publishes_and_saves_as_one_rank_does",)),
     Mutant("the norm is told after clipping", TRAINER,
-           "share = self._share(norm,", "share = self._share(min(norm, self.settings.max_grad_norm),", PPO),
+           "stats = self._rank_stats(norm,", "stats = self._rank_stats(min(norm, self.settings.max_grad_norm),", PPO),
     Mutant("warm-up does not count the step itself", SCHEDULE,
            "self.warmup(trained + groups)", "self.warmup(trained)", PPO),
     Mutant("the fall counts the step itself", SCHEDULE, "self.left(trained)", "self.left(trained + groups)", PPO),
@@ -330,7 +330,7 @@ MUTANTS = (
     Mutant("clip shares of the wrong sign", DIAGNOSTICS,
            "rows += [falling & (ratio < low), rising & (ratio > high),",
            "rows += [rising & (ratio < low), falling & (ratio > high),", PPO),
-    Mutant("metrics of the last mini-batch alone", "busrl/training/trainer.py",
+    Mutant("metrics of the last mini-batch alone", "busrl/training/step_stats.py",
            "    if len(updates) == 1:\n", "    if True:\n", TWO),
     Mutant("the log names a version that is not there yet", LEARNER,
            "                version=self.publisher.version,\n                cause", "                version=self.publisher.version + 1,\n                cause", RUN),
@@ -429,9 +429,9 @@ MUTANTS = (
     Mutant("the better of both value losses counts", VALUES, "torch.maximum(plain,", "torch.minimum(plain,", VALUE_TESTS),
     Mutant("masked tokens are whitened along", VALUES, "np.concatenate([row[mask] for row, mask",
            "np.concatenate([row for row, mask", VALUE_TESTS),
-    Mutant("the value loss reaches the model whole", "busrl/training/critic.py",
+    Mutant("the value loss reaches the model whole", "busrl/training/value_head.py",
            "known.lerp(hidden, self.settings.coef)", "known.lerp(hidden, 1.0)", HEAD_TESTS),
-    Mutant("a checkpoint forgets the value head", STEP, "self.trainer.critic.write(directory / VALUE)", "pass",
+    Mutant("a checkpoint forgets the value head", STEP, "self.trainer.value_head.write(directory / VALUE)", "pass",
            ("tests/roles/test_training_step.py::"
             "test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model",)),
 )

@@ -20,10 +20,10 @@ from pathlib import Path
 from busrl import keys
 from busrl.algorithms import selection
 from busrl.config import engine_rules, pretrained, reader
+from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
 from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, TINY, Topology
 from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first, try_functions
-from busrl.config.values import FUNCTION
 from busrl.data import trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from busrl.algorithms import catalog
-from busrl.config.values import REQUIRED, Rule, key
+from busrl.config.declare import REQUIRED, Rule, key
 
 
 @dataclass(frozen=True)

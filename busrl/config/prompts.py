@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from busrl.config.values import REQUIRED, Rule, key
+from busrl.config.declare import REQUIRED, Rule, key
 
 # -- where rows come from, and which of them are prompts -----
 

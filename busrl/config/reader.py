@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from busrl.config import schema
+from busrl.config.declare import REQUIRED, Item, Wrong, convert, items, tables
 from busrl.config.names import counterpart, elsewhere
-from busrl.config.values import REQUIRED, Item, Wrong, convert, items, tables
 from busrl.errors import Problem, TopologyError
 
 if sys.version_info >= (3, 11):

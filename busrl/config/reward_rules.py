@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from busrl.config import pretrained
+from busrl.config.declare import items
 from busrl.config.reader import show
 from busrl.config.rules import Check, Clash, Finding, by_path, clashes
 from busrl.config.schema import PART_KEYS, RewardPart, Topology
-from busrl.config.values import items
 
 TABLE = (
     Clash("reward.function, reward.kind == exact_match",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from busrl.algorithms import catalog, selection
+from busrl.config.declare import FUNCTION, items
 from busrl.config.reader import show
 from busrl.config.schema import (
     FOREIGN_ROLES,
@@ -35,7 +36,6 @@ from busrl.config.schema import (
     Topology,
     Value,
 )
-from busrl.config.values import FUNCTION, items
 from busrl.faults import plan
 from busrl.states import CRASH_POINTS
 

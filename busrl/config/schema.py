@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from busrl.config.declare import REQUIRED, Rule, build, key, plain
 from busrl.config.learner import ATTENTIONS as ATTENTIONS
 from busrl.config.learner import ON_GPUS as ON_GPUS
 from busrl.config.learner import OPTIMIZERS as OPTIMIZERS
@@ -41,7 +42,6 @@ from busrl.config.trials import Faults as Faults
 from busrl.config.trials import Log as Log
 from busrl.config.trials import Mock as Mock
 from busrl.config.trials import Simulate as Simulate
-from busrl.config.values import REQUIRED, Rule, build, key, plain
 from busrl.scheduling.limits import AdmissionLimits
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file

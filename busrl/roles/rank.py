@@ -1,7 +1,7 @@
 """A rank of the learner other than 0: holds a part of the model, and does what rank 0 says.
 
-Talks to the learner (`busrl.training.team`) and to its own entry of the ring, for the supervisor. It claims nothing and
-decides nothing, and writes nothing but its part of a checkpoint; it knows nothing of groups, logs or versions.
+Talks to the learner (`busrl.training.ranks`) and to its own entry of the ring, for the supervisor. It claims nothing
+and decides nothing, and writes nothing but its part of a checkpoint; it knows nothing of groups, logs or versions.
 
 - It ends when the learner has ended: on its word, or because its connection closed. A STOP on the bus is the learner's
   business, which still needs its ranks for the last checkpoint.
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from busrl import device
 from busrl.roles.actor import Actor
-from busrl.training.team import Follower, Message, TeamSettings
+from busrl.training.ranks.follower import Follower
+from busrl.training.ranks.parts import TeamSettings
+from busrl.training.ranks.wire import ControlMessage
 from busrl.training.trainer import TrainerSettings
 
 
@@ -22,7 +24,7 @@ class Rank(Actor):
 
     def setup(self) -> None:
         device.keep_freed_memory()
-        self.heard: Message | None = None
+        self.heard: ControlMessage | None = None
         where = device.choose(self.topology.device_of(self.name))
         team = TeamSettings.of(self.topology, self.paths.ranks, where)
         with self.activity("waits for the learner", self.topology.limits.ready_s):

@@ -35,7 +35,7 @@ from busrl import device
 from busrl.errors import DiskFull
 from busrl.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
 from busrl.ledger.trained import checkpoints_of, step_of
-from busrl.training.shards import FOLDER, REST, Shards, wait
+from busrl.training.shard_files import FOLDER, REST, Shards, wait
 
 # -- directories that appear whole or not at all ----------------------------------
 

@@ -48,7 +48,7 @@ def load(
 
 def load_empty(path: str | Path, dtype: torch.dtype = torch.float32, attention: str = "") -> Any:
     """The same without weights: its parameters are on `meta`, without memory, its buffers on the CPU as they should be.
-    `busrl.training.loading` fills it."""
+    `busrl.training.ranks.loading` fills it."""
     def build(hf: Any, **chosen: str) -> Any:
         config = hf.AutoConfig.from_pretrained(str(path), local_files_only=True)
         with _without_memory():

@@ -27,22 +27,21 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms import catalog, diagnostics, losses, terms
-from busrl.algorithms.diagnostics import Diagnostics
+from busrl.algorithms.gae import Valued, ValueSettings, value_loss
 from busrl.algorithms.losses import LossSettings
-from busrl.algorithms.values import Valued, ValueSettings, value_loss
-from busrl.training import batch, optimizers, resume, sharding
+from busrl.training import batch, distributed, optimizers, state
 from busrl.training.batch import Flat, Sample
 from busrl.training.checkpoint import Checkpoint, buffers
-from busrl.training.critic import ValueHead
 from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, Scores, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
 from busrl.training.model import Adapter, Merged, named_weights, train_only
 from busrl.training.precision import Masters
-from busrl.training.shards import Saving, Writing
+from busrl.training.shard_files import Saving, Writing
+from busrl.training.step_stats import RankStats, StepStats, stats_of
+from busrl.training.value_head import ValueHead
 
-# -- settings and statistics ---------------------------------------------------
-
+# -- settings -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,135 +81,6 @@ class TrainerSettings(LossSettings):
         value = ValueSettings(own.coef, own.clip, own.rate) if topology.learner.advantage == catalog.GAE else None
         pois = topology.segments.loss == "pois"
         return cls(compute_dtype=topology.model.dtype, ratio_one=pois, value=value, **values)
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """One optimiser step; `skipped` says why there was none, `culprits` names the samples or parameters."""
-
-    lr: float
-    loss: float  # the aggregated loss of the step, before the update
-    grad_norm: float  # before clipping
-    tokens: int
-    sequences: int
-    micro_batches: int
-    padding: float  # share of the computed positions that were padding
-    diagnostics: Diagnostics
-    skipped: str = ""
-    culprits: tuple[str, ...] = ()
-    partly: bool = False  # several updates, of which some were skipped and others made
-    old_tokens: int = 0  # of `context_tokens`, those that were too old
-    context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
-    cut_tokens: int = 0  # of answers that the limit cut, where these are not trained; not among `tokens`
-    mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    step_s: float = 0.0
-    sums: tuple[float, ...] = ()  # what the diagnostics were made of, in the order of their FIELDS
-
-
-def combined(updates: Sequence[StepStats]) -> StepStats:
-    """One step of several updates, at least one: counts and times added up, means over all of its trained tokens, each
-    under the weights of its own update. The gradient norm is that of the last update."""
-    last = updates[-1]
-    if len(updates) == 1:
-        return last
-    sums = tuple(map(sum, zip(*(one.sums for one in updates), strict=True)))
-    added = {name: sum(getattr(one, name) for one in updates) for name in ADDED}
-    weights = [one.tokens + one.context_tokens for one in updates]
-    return replace(
-        last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
-        loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
-        padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
-        partly=len({bool(one.skipped) for one in updates}) > 1,
-        skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
-        culprits=tuple(name for one in updates for name in one.culprits),
-    )
-
-
-ADDED = (
-    "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
-)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank did for a step; norm and reason are the same on all ranks."""
-
-    norm: float
-    skipped: str
-    culprits: tuple[str, ...]
-    sums: tuple[float, ...]  # of the diagnostics
-    tokens: int
-    sequences: int
-    context: int
-    mastered: int
-    computed: int  # positions, padding included
-    real: int
-    micro_batches: int
-    forward_s: float
-    backward_s: float
-    step_s: float
-
-
-def stats_of(shares: Sequence[Share], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
-    """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
-    first = shares[0]
-    tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
-    sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
-    found = diagnostics.finish(sums)
-    return StepStats(
-        lr=lr, loss=found.loss / ((denominator or max(tokens, 1)) * scale), grad_norm=first.norm, tokens=tokens,
-        sequences=sum(share.sequences for share in shares),
-        micro_batches=sum(share.micro_batches for share in shares),
-        padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
-        diagnostics=found, skipped=first.skipped,
-        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
-        context_tokens=sum(share.context for share in shares), mastered_tokens=sum(share.mastered for share in shares),
-        forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
-        step_s=max(share.step_s for share in shares), sums=sums,
-    )
-
-
-# -- learning rate --------------------------------------------------------------
-
-COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate of a step: `lr` for steps of `n_min` groups, times warm-up, decay and coupling.
-
-    All is counted in groups: with a trigger that may fire early a step has no fixed size. The coupling to that size is
-    sqrt(groups / n_min) within [0.5, 2], which keeps the noise of Adam's update the same. `warmup_groups` = 0 starts at
-    full size, `decay_to` is a share of `lr`.
-    """
-
-    lr: float
-    n_min: int
-    warmup_groups: int = 0
-    decay: str = "none"
-    decay_groups: int = 0  # from the end of the warm-up on
-    decay_to: float = 0.0
-
-    def __call__(self, trained: int, groups: int) -> float:
-        """The rate of a step of `groups` groups after `trained` groups were trained before it."""
-        return self.lr * self.warmup(trained + groups) * self.left(trained) * self.coupling(groups)
-
-    def warmup(self, seen: int) -> float:
-        """Rises in a line from 0, this step's groups included, so that the first step is not wasted."""
-        return 1.0 if self.warmup_groups <= 0 else min(1.0, seen / self.warmup_groups)
-
-    def left(self, seen: int) -> float:
-        """Falls from 1 to decay_to over decay_groups groups and stays there; what this step adds is not counted."""
-        if self.decay == "none" or self.decay_groups <= 0:
-            return 1.0
-        done = min(max(seen - self.warmup_groups, 0) / self.decay_groups, 1.0)
-        shape = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.decay_to + (1.0 - self.decay_to) * shape
-
-    def coupling(self, groups: int) -> float:
-        return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)
 
 
 # -- the optimiser step ----------------------------------------------------------
@@ -256,7 +126,7 @@ class Trainer:
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
         self.optimizer: Any = self._made(lambda own: optimizers.make(settings.optimizer, own, adam, settings.options))
-        self.critic = None if settings.value is None else ValueHead.of(model, settings.value, self._dtype)
+        self.value_head = None if settings.value is None else ValueHead.of(model, settings.value, self._dtype)
         self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
         self.adapter: Adapter | None = None  # of a team; a trainer alone has it as what `named` gives
@@ -275,12 +145,12 @@ class Trainer:
         adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
         optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
         packed = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict
-        return sharding.OverParts(self.parameters, make, optimizers.unpacked, packed)
+        return distributed.OverParts(self.parameters, make, optimizers.unpacked, packed)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self.critic is not None:
-            self.critic.clear()
+        if self.value_head is not None:
+            self.value_head.clear()
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = self._computed = self._real = self._context = 0
         self._mastered = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -410,21 +280,21 @@ class Trainer:
 
     def _scores_and_values(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor | None]:
         """Of one forward."""
-        if self.critic is None:
+        if self.value_head is None:
             return self._logprobs(samples, flat), None
         hidden = self.forward.states(samples)
-        return self.forward.of_states(hidden, flat), self.critic(hidden)
+        return self.forward.of_states(hidden, flat), self.value_head(hidden)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """The value before each generated token under the present weights, in the order of `samples`."""
-        assert self.critic is not None
+        assert self.value_head is not None
         parts = batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together)
         return self._rows(samples, ((part, self._valued([samples[i] for i in part])) for part in parts))
 
     def _valued(self, samples: Sequence[Sample]) -> Tensor:
-        assert self.critic is not None
-        found = self.critic(self.forward.states(samples))
+        assert self.value_head is not None
+        found = self.value_head(self.forward.states(samples))
         self.moved()
         return found
 
@@ -527,18 +397,18 @@ class Trainer:
         """
         return stats_of([self.update(lr, denominator, scale)], lr, denominator, scale)
 
-    def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> Share:
+    def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> RankStats:
         """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        (tokens,) = sharding.added([self._tokens], self.parameters)
+        (tokens,) = distributed.added([self._tokens], self.parameters)
         if not tokens:
             reason = "no trained token"
         else:
             divisor = (denominator or tokens) * scale
             norm = normalised_norm(self.parameters, divisor)
-            of_head = 0.0 if self.critic is None else self.critic.divide(divisor)
+            of_head = 0.0 if self.value_head is None else self.value_head.divide(divisor)
             if np.isfinite(norm) and not np.isfinite(of_head):
                 reason, culprits = f"the gradient norm of the value head is {of_head}", self._culprits()
             elif np.isfinite(norm):
@@ -549,13 +419,13 @@ class Trainer:
                     self.saving.stage()
                 self.optimizer.step()
                 self._round()
-                if self.critic is not None:
-                    self.critic.step(lr, of_head, self.settings.max_grad_norm)
+                if self.value_head is not None:
+                    self.value_head.step(lr, of_head, self.settings.max_grad_norm)
             else:
                 reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        share = self._share(norm, reason, culprits, started)
+        stats = self._rank_stats(norm, reason, culprits, started)
         self._clear()
-        return share
+        return stats
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame
@@ -563,11 +433,11 @@ class Trainer:
         if bad:
             return tuple(bad)
         named = self.trained_tensors().items()
-        own = ((name, sharding.local(one.grad)) for name, one in named if one.grad is not None)
+        own = ((name, distributed.local(one.grad)) for name, one in named if one.grad is not None)
         return tuple(f"parameter {name}" for name, gradient in own if not bool(gradient.isfinite().all()))
 
-    def _share(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> Share:
-        return Share(
+    def _rank_stats(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> RankStats:
+        return RankStats(
             norm=norm, skipped=reason, culprits=culprits,
             sums=tuple(self._sums.tolist()),  # the one time that the device is read
             tokens=self._tokens, sequences=self._sequences, context=self._context, mastered=int(self._mastered),
@@ -593,8 +463,8 @@ class Trainer:
         gathered: half of the bytes, and what a forward computes with."""
         views = self.published()
         if isinstance(views, Merged):
-            return views.made(name, sharding.gathered)
-        return sharding.gathered(views[name], self.published_type)
+            return views.made(name, distributed.gathered)
+        return distributed.gathered(views[name], self.published_type)
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         """The adapter by the names of its file, as it is trained; valid until the next step."""
@@ -602,7 +472,7 @@ class Trainer:
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:
         """Continue with an adapter that was written."""
-        adapter.load(folder, sharding.spread_like)
+        adapter.load(folder, distributed.spread_like)
 
     def published(self) -> Mapping[str, Tensor]:
         """What is published as this rank has it, by name; valid until the next step."""
@@ -619,7 +489,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Saving:
         """Begin to write weights and optimiser in shards; training may go on meanwhile."""
-        return resume.save(self, folder)
+        return state.save(self, folder)
 
     def kept_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
@@ -670,7 +540,7 @@ class Trainer:
         changed = self.take({name: self._spread(name, state[name]) for name in ("state", "param_groups")})
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
-                parameter.copy_(sharding.spread_like(state[MASTER][name], parameter))
+                parameter.copy_(distributed.spread_like(state[MASTER][name], parameter))
         self.reset()
         return changed
 
@@ -689,7 +559,7 @@ class Trainer:
         convert: Callable[[Any], Any] = optimizers.unpacked if hasattr(order[0], "device_mesh") else eight
         return {
             number: {
-                key: sharding.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
+                key: distributed.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
                 for key, one in convert(kept).items()
             }
             for number, kept in value.items()
@@ -699,7 +569,7 @@ class Trainer:
         """Continue with the optimiser of a checkpoint whose model was loaded, and with the weights where they are in
         shards; what `load_optimizer_state` returns. UserError if it is of another model or optimiser than this one."""
         if found.sharded:
-            return resume.restore(self, found.path, optimizer)
+            return state.restore(self, found.path, optimizer)
         if not optimizer:
             return []
         saved = found.optimizer_state()
@@ -725,7 +595,7 @@ def _whole(tree: Any, keep: bool) -> Any:
         return {name: _whole(tree[name], keep) for name in sorted(tree)}
     if not isinstance(tree, Tensor):
         return tree
-    gathered = sharding.whole(tree)
+    gathered = distributed.whole(tree)
     return gathered.cpu() if keep else None
 
 
@@ -735,7 +605,7 @@ LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of lay
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
     """How the model computes, and the masters of its parameters where it computes in fewer bits; what is not trained is
     frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
-    if isinstance(forward, sharding.Sharded):
+    if isinstance(forward, distributed.Sharded):
         return forward, None
     train_only(model, settings.train_layers)
     found = forward
@@ -780,7 +650,7 @@ def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
     gradients = _gradients(parameters)
     torch._foreach_div_(gradients, divisor)
     norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(1)
-    return math.sqrt(sharding.added([float(norms.square().sum())], parameters)[0])
+    return math.sqrt(distributed.added([float(norms.square().sum())], parameters)[0])
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
@@ -791,4 +661,4 @@ def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """This rank's parts of them; views."""
-    return [sharding.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [distributed.local(parameter.grad) for parameter in parameters if parameter.grad is not None]

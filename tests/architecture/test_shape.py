@@ -29,10 +29,11 @@ REASONS: dict[str, str] = {
 # package -> module or package in it -> the others of the package that it may import when it runs.
 INSIDE: dict[str, dict[str, str]] = {
     "agents": {
-        "llm": "", "parsers": "", "tree": "", "chat": "tree", "desk": "chat llm parsers tree",
+        "parsers": "", "tree": "", "llm": "", "chat": "tree", "desk": "chat llm parsers tree", "child": "llm",
+        "children": "child desk llm",
     },
     "algorithms": {
-        "advantages": "", "catalog": "", "distill": "", "selection": "", "values": "", "losses": "distill",
+        "advantages": "", "catalog": "", "distill": "", "gae": "", "selection": "", "losses": "distill",
         "terms": "catalog losses", "diagnostics": "losses terms",
     },
     "bus": {
@@ -43,12 +44,12 @@ INSIDE: dict[str, dict[str, str]] = {
         "evaluate": "checkpoints command run", "rings": "sample", "simulate": "command",
     },
     "config": {
-        "names": "", "values": "", "learner": "values", "prompts": "values", "trials": "values",
-        "schema": "learner names prompts trials values", "pretrained": "schema", "reader": "names schema values",
-        "memory": "pretrained schema", "rules": "reader schema values", "engine_rules": "rules schema",
-        "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema values",
-        "trial": "pretrained rules schema trials values",
-        "files": "engine_rules pretrained reader rules schema trial values",
+        "names": "", "declare": "", "learner": "declare", "prompts": "declare", "trials": "declare",
+        "schema": "learner names prompts trials declare", "pretrained": "schema", "reader": "names schema declare",
+        "memory": "pretrained schema", "rules": "reader schema declare", "engine_rules": "rules schema",
+        "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
+        "trial": "pretrained rules schema trials declare",
+        "files": "engine_rules pretrained reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained rules schema trial",
         "derive": "files rules schema", "explain": "machine memory pretrained rates rules schema trial",
         "load": "derive engine_rules files pretrained rates reader reward_rules rules schema sources",
@@ -117,12 +118,16 @@ INSIDE: dict[str, dict[str, str]] = {
         "world": "actors answers figures learner ring scheduler", "report": "actors figures fit settings world",
     },
     "training": {
-        "batch": "", "critic": "", "head": "", "optimizers": "", "precision": "", "shards": "", "checkpoint": "shards",
-        "custom": "optimizers", "model": "precision", "packing": "batch", "forward": "batch head model packing",
-        "sharding": "batch forward shards", "resume": "checkpoint optimizers sharding shards",
-        "trainer": "batch checkpoint critic custom forward head model optimizers precision resume sharding shards",
-        "loading": "forward model sharding trainer",
-        "team": "batch checkpoint loading model resume sharding shards trainer",
+        "head": "", "optimizers": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
+        "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
+        "custom": "optimizers", "forward": "batch head model packing", "distributed": "batch forward shard_files",
+        "state": "checkpoint distributed optimizers shard_files",
+        "trainer": "batch checkpoint custom distributed forward head model optimizers precision shard_files state "
+                   "step_stats value_head",
+        "ranks": "batch checkpoint distributed forward model shard_files state step_stats trainer",
+    },
+    "training.ranks": {
+        "wire": "", "loading": "", "parts": "loading", "leader": "parts wire", "follower": "parts wire",
     },
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from busrl.config import Topology, explain
+from busrl.config.declare import items
 from busrl.config.schema import PART_KEYS, RewardPart
-from busrl.config.values import items
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from busrl.algorithms import catalog
-from busrl.algorithms.values import ValueSettings
+from busrl.algorithms.gae import ValueSettings
 from busrl.config import Topology, load
 from busrl.config.schema import Segments
 from busrl.data import JsonlStream
@@ -32,7 +32,7 @@ from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import _training
 from busrl.roles.learner.step import TrainingStep, _split, to_sample
 from busrl.states import Finish
-from busrl.training.critic import ValueHead
+from busrl.training.value_head import ValueHead
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -724,15 +724,15 @@ class Valuing(Watched):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
-        assert self.trainer.critic is not None
-        self.critic = self.trainer.critic
+        assert self.trainer.value_head is not None
+        self.value_head = self.trainer.value_head
         torch.manual_seed(5)
         with torch.no_grad():
-            self.critic.line.weight.normal_(std=0.3)
-            self.critic.line.bias.fill_(0.2)
+            self.value_head.line.weight.normal_(std=0.3)
+            self.value_head.line.bias.fill_(0.2)
 
     def head(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.critic.parameters])
+        return torch.cat([one.detach().flatten() for one in self.value_head.parameters])
 
 
 VALUING: dict[str, dict[str, object]] = {
@@ -762,7 +762,7 @@ def test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas(
     chosen = with_values(topology, whiten=True, decay=0.9, decay_of_values=1.0, coef=0.5, clip=0.05)
     batch = varied(2)
     step, other = Valuing(chosen), Valuing(chosen)
-    head = other.critic.line
+    head = other.value_head.line
     total = torch.zeros((), dtype=torch.float32)
     rows, tokens = [], []
     model = other.trainer.model
@@ -792,8 +792,8 @@ def test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas(
     total = total / len(flat)
     grads = torch.autograd.grad(total, [*other.trainer.parameters, *head.parameters()])
     seen = {}
-    step.critic.optimizer.register_step_pre_hook(lambda *_: seen.update(
-        head=torch.cat([one.grad.flatten() for one in step.critic.parameters])))
+    step.value_head.optimizer.register_step_pre_hook(lambda *_: seen.update(
+        head=torch.cat([one.grad.flatten() for one in step.value_head.parameters])))
     stats = step.train(batch, 4, version=0)
     expected = torch.cat([one.flatten().double() for one in grads[:-2]])
     assert float((step.gradients[0] - expected).norm() / expected.norm()) < 1e-5
@@ -837,8 +837,8 @@ def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
         again.replay(record)
         successor.finished(record)
     successor.close()
-    assert living.trainer.critic is not None and again.trainer.critic is not None
-    for one, other in zip(living.trainer.critic.parameters, again.trainer.critic.parameters, strict=True):
+    assert living.trainer.value_head is not None and again.trainer.value_head is not None
+    for one, other in zip(living.trainer.value_head.parameters, again.trainer.value_head.parameters, strict=True):
         assert float(one.detach().abs().max()) > 1e-3 and torch.allclose(one, other, atol=1e-6)
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
     plain = TrainingStep(topology)
@@ -849,10 +849,10 @@ def test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model(
     assert (newest / "value" / "value_head.safetensors").is_file()
     fresh = TrainingStep(chosen)
     fresh.start_from(newest, False)
-    assert fresh.trainer.critic is not None and not fresh.trainer.critic.optimizer.state
-    assert float(fresh.trainer.critic.line.weight.detach().abs().max()) > 1e-3
+    assert fresh.trainer.value_head is not None and not fresh.trainer.value_head.optimizer.state
+    assert float(fresh.trainer.value_head.line.weight.detach().abs().max()) > 1e-3
     shutil.rmtree(tmp_path / "checkpoints" / "global_step_3" / "value")
-    again._load_critic(type("Found", (), {"path": newest})())
+    again._load_value_head(type("Found", (), {"path": newest})())
     assert "no value head; it begins at 0" in again.changed[-1]
 
 
@@ -860,12 +860,12 @@ def test_a_value_head_of_another_model_and_one_of_numbers_that_are_none_are_refu
     topology: Topology, tmp_path: Path
 ) -> None:
     step = TrainingStep(with_values(topology))
-    assert step.trainer.critic is not None
+    assert step.trainer.value_head is not None
     ValueHead(7, ValueSettings(), torch.float32, torch.device("cpu")).write(tmp_path / "value")
     with pytest.raises(UserError, match=r"its weight is \(1, 7\), the model needs \(1, 32\)"):
-        step.trainer.critic.load(tmp_path / "value")
+        step.trainer.value_head.load(tmp_path / "value")
     before = weights(step)
-    step.trainer.critic.line.bias.data.fill_(float("nan"))
+    step.trainer.value_head.line.bias.data.fill_(float("nan"))
     stats = step.train(records(1), 4, version=0)
     assert stats.skipped and torch.equal(before, weights(step))
 

@@ -12,7 +12,7 @@ from harness import Run, running
 from transformers import AutoModelForCausalLM
 
 from busrl.cli import main
-from busrl.training.shards import Shards
+from busrl.training.shard_files import Shards
 
 
 def counted(run: Run) -> float:

@@ -16,7 +16,8 @@ from busrl.training import packing
 from busrl.training.batch import Sample
 from busrl.training.forward import Forward, PackedRows, PaddedRows
 from busrl.training.model import load
-from busrl.training.trainer import StepStats, Trainer, TrainerSettings
+from busrl.training.step_stats import StepStats
+from busrl.training.trainer import Trainer, TrainerSettings
 
 VOCABULARY = 23
 WAYS = {"full": Forward, "padded": PaddedRows, "packed": PackedRows}

@@ -17,7 +17,8 @@ import torch
 
 from busrl.training import optimizers
 from busrl.training.model import LoraSettings
-from busrl.training.team import Follower, TeamSettings, facts
+from busrl.training.ranks.follower import Follower
+from busrl.training.ranks.parts import TeamSettings, facts
 from busrl.training.trainer import Trainer, TrainerSettings
 
 WRONG = os.environ.get("WRONG", "")

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl.training import sharding
+from busrl.training import distributed
 from busrl.training.batch import Sample
-from busrl.training.loading import Parts
 from busrl.training.model import Adapter, LoraSettings
-from busrl.training.team import TeamSettings
-from busrl.training.trainer import Given, Share, Trainer, TrainerSettings, stats_of
+from busrl.training.ranks.parts import Parts, TeamSettings
+from busrl.training.step_stats import RankStats, stats_of
+from busrl.training.trainer import Given, Trainer, TrainerSettings
 
 WORDS = 48
 SIZES: dict[str, Any] = {
@@ -72,7 +72,7 @@ def micro_batches(step: int) -> list[tuple[list[Sample], list[float]]]:
     return [(samples[i::count], worth[i::count]) for i in range(count)]
 
 
-def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[Share]:
+def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats]:
     """A round is a micro-batch on every rank; a rank for which none is left has nothing to do in the last one."""
     shares = []
     for step in range(steps):
@@ -112,26 +112,26 @@ def parts(mesh: Any, world: int, kind: str) -> Parts:
     return Parts(replace(SETTINGS, **KINDS[kind]), team, mesh)
 
 
-def result(trainer: Trainer, shares: list[Share]) -> dict[str, Any]:
+def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
     stats = [stats_of([share], RATE) for share in shares]
     return {
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
         "tokens": [one.tokens for one in stats],
-        "weights": {name: sharding.gathered(one).numpy() for name, one in trainer.trained_tensors().items()},
+        "weights": {name: distributed.gathered(one).numpy() for name, one in trainer.trained_tensors().items()},
     }
 
 
 def main(rank: int, world: int, port: int, folder: Path, steps: int, families: list[str]) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    mesh = sharding.join(sharding.find_store(port, world, 60), "tests", rank, world, device, 60)
+    mesh = distributed.join(distributed.find_store(port, world, 60), "tests", rank, world, device, 60)
     for family in families:
         name, _, kind = family.partition(":")
         made = parts(mesh, world, kind)
         trainer = made.trainer(folder / name, Trainer)
         model = trainer.model
-        held = sum(sharding.local(one).nbytes for one in model.parameters())
+        held = sum(distributed.local(one).nbytes for one in model.parameters())
         whole = sum(one.nbytes for one in model.parameters())
         found = result(trainer, train(trainer, rank, world, steps))
         found["bytes"] = {"whole": whole, "held": held, "read": made.read, "largest": made.largest}
@@ -139,7 +139,7 @@ def main(rank: int, world: int, port: int, folder: Path, steps: int, families: l
         if not rank:
             np.savez(folder / f"{family}.npz", **weights)
         (folder / f"{family}.{rank}.json").write_text(json.dumps(found))
-    sharding.leave()
+    distributed.leave()
 
 
 if __name__ == "__main__":

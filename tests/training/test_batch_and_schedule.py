@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from busrl.training import batch
 from busrl.training.batch import Sample, first_fault
-from busrl.training.trainer import Schedule
+from busrl.training.schedule import Schedule
 
 
 def sample(index: int, prompt: int, tokens: int, group: int = 0) -> Sample:

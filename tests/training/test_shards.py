@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from busrl.errors import DiskFull, FileCorrupt, UserError, WriteFailed
 from busrl.files import listing
-from busrl.training import checkpoint, shards
+from busrl.training import checkpoint, shard_files
 from busrl.training.model import load
-from busrl.training.shards import Part, Shards, Writing
+from busrl.training.shard_files import Part, Shards, Writing
 from busrl.training.trainer import Trainer, TrainerSettings
 
 
@@ -73,8 +73,8 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(rows: int, width: int, 
         for rank in range(wrote):
             parts = [Part("w", piece, first, (rows, width)) for first, piece in cut(whole, wrote, rank)]
             parts += [Part("n", number, 0, ())] if rank == 0 else []
-            Writing(Path(folder) / shards.file_of(rank), parts, wrote).entry()
-        (Path(folder) / shards.FOLDER / shards.REST).write_text("{}")
+            Writing(Path(folder) / shard_files.file_of(rank), parts, wrote).entry()
+        (Path(folder) / shard_files.FOLDER / shard_files.REST).write_text("{}")
         found = Shards(Path(folder))
         assert torch.equal(found.whole("n"), number)
         for rank in range(reads) if rows else ():
@@ -91,13 +91,13 @@ def cut(tensor: torch.Tensor, ranks: int, rank: int) -> list[tuple[int, torch.Te
 def test_a_disk_without_space_is_named_with_the_bytes_that_were_needed(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "rank-0.safetensors").symlink_to("/dev/full")
-    writing = Writing(tmp_path / shards.file_of(0), [Part("t", torch.ones(64), 0, (64,))], 1)
+    writing = Writing(tmp_path / shard_files.file_of(0), [Part("t", torch.ones(64), 0, (64,))], 1)
     with pytest.raises(DiskFull, match="no space for 256 bytes"):
         writing.entry()
 
 
 def test_the_file_of_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
-    Writing(tmp_path / shards.file_of(0), [Part("t", torch.ones(4), 0, (8,))], 2).entry()
+    Writing(tmp_path / shard_files.file_of(0), [Part("t", torch.ones(4), 0, (8,))], 2).entry()
     with pytest.raises(FileCorrupt, match=r"files of 1 ranks, written by \[2\]"):
         Shards(tmp_path)
 
@@ -157,7 +157,8 @@ def test_a_shard_that_cannot_be_written_leaves_the_checkpoint_before(
 ) -> None:
     trainer = lab.trainer("qwen3", double=False)
     begin(tmp_path, 1, trainer).commit()
-    monkeypatch.setattr(shards.Writing, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("a broken device")))
+    broken = RuntimeError("a broken device")
+    monkeypatch.setattr(shard_files.Writing, "_write", lambda *_: (_ for _ in ()).throw(broken))
     with pytest.raises(WriteFailed, match="a broken device"):
         begin(tmp_path, 2, trainer).commit()
     found = checkpoint.latest(tmp_path)

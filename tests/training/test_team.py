@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from busrl.errors import RankLost
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
+from busrl.training.distributed import local
 from busrl.training.model import LoraSettings, load
-from busrl.training.sharding import local
-from busrl.training.team import Leader, Team, TeamSettings, facts, samples_of, work_of
+from busrl.training.ranks.leader import Leader, Team
+from busrl.training.ranks.parts import TeamSettings, facts
+from busrl.training.ranks.wire import samples_of, work_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from busrl.weights.shm import ShmReceiver, ShmSender
 from tests.training import follower_program

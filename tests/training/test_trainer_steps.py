@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from busrl.algorithms.values import ValueSettings
-from busrl.training.trainer import Trainer, TrainerSettings, combined
+from busrl.algorithms.gae import ValueSettings
+from busrl.training.step_stats import combined
+from busrl.training.trainer import Trainer, TrainerSettings
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from busrl.config import schema
+from busrl.config.declare import REQUIRED, Item, Rule, items, tables
 from busrl.config.reader import SECTIONS, show
-from busrl.config.values import REQUIRED, Item, Rule, items, tables
 
 NEEDED = (
     "run.max_steps", "model.path", "data.train", "groups.size", "generation.max_new_tokens",

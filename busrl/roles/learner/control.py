@@ -34,7 +34,7 @@ from busrl.scheduling.trigger import LearnerPlan
 
 if TYPE_CHECKING:
     from busrl.roles.learner.step import TrainingStep
-    from busrl.training.trainer import StepStats
+    from busrl.training.step_stats import StepStats
 
 PROBE_FILE = "probe.bin"
 FROM_ROW = ("flat_share", "length_ratio", "age_mean", "age_p95", "age_max", "queue")

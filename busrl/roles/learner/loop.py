@@ -51,10 +51,11 @@ from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.training.custom import Metrics
-from busrl.training.team import Team, TeamSettings
+from busrl.training.ranks.leader import Team
+from busrl.training.ranks.parts import TeamSettings
 
 if TYPE_CHECKING:
-    from busrl.training.trainer import StepStats
+    from busrl.training.step_stats import StepStats
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress

@@ -37,7 +37,7 @@ from busrl.states import Fate, Finish
 if TYPE_CHECKING:
     from busrl.roles.learner.alarms import Idling
     from busrl.training.custom import Metrics
-    from busrl.training.trainer import StepStats
+    from busrl.training.step_stats import StepStats
 
 IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has none
 TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms import advantages as formulas
-from busrl.algorithms import catalog, losses, terms, values
+from busrl.algorithms import catalog, gae, losses, terms
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
 from busrl.errors import UserError
@@ -34,7 +34,6 @@ from busrl.states import Finish
 from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, first_fault
 from busrl.training.checkpoint import Checkpoint, Pending
-from busrl.training.critic import FOLDER as VALUE
 from busrl.training.custom import OwnLoss, load_estimator
 from busrl.training.forward import AUTO, Forward, choose_forward
 from busrl.training.model import (
@@ -46,8 +45,11 @@ from busrl.training.model import (
     require_vocabulary,
     vocabulary,
 )
-from busrl.training.team import Team
-from busrl.training.trainer import Given, Schedule, StepStats, Trainer, TrainerSettings, combined
+from busrl.training.ranks.leader import Team
+from busrl.training.schedule import Schedule
+from busrl.training.step_stats import StepStats, combined
+from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.value_head import FOLDER as VALUE
 from busrl.weights.base import VersionSteps
 from busrl.weights.tensors import fingerprint
 
@@ -323,17 +325,17 @@ class TrainingStep:
             return Given(self._advantages(records))
         return Given([one.reward for one in records], valued=self._valued(records))
 
-    def _valued(self, records: Sequence[SampleRecord]) -> list[values.Valued]:
+    def _valued(self, records: Sequence[SampleRecord]) -> list[gae.Valued]:
         """Advantages and returns of each token, from the values under the present weights."""
         own, rows = self.config.value, [np.zeros(one.tokens) for one in records]
         for row, record, penalty in zip(rows, records, self._penalties(records), strict=True):
             row -= penalty
             row[-1] += record.reward
         before = [row.astype(np.float64) for row in self.trainer.values(self._samples(records))]
-        found = values.estimated(rows, before, own.gamma, own.decay, own.decay_of_values)
+        found = gae.estimated(rows, before, own.gamma, own.decay, own.decay_of_values)
         if not own.whiten:
             return found
-        white = values.whitened([one.advantages for one in found], [self._trained(one) for one in records])
+        white = gae.whitened([one.advantages for one in found], [self._trained(one) for one in records])
         return [replace(one, advantages=row) for one, row in zip(found, white, strict=True)]
 
     def _trained(self, record: SampleRecord) -> npt.NDArray[np.bool_]:
@@ -456,7 +458,7 @@ class TrainingStep:
         if found is not None:
             self._load_model(found)
             self.changed = self.trainer.restore(found)
-            self._load_critic(found)
+            self._load_value_head(found)
             found.restore_random(self.device)
             self.groups = int(found.meta["groups"])
             if self.gate is not None and "dmmpt_gate" in found.meta:
@@ -475,14 +477,14 @@ class TrainingStep:
         found = Checkpoint(path, 0, json.loads((path / checkpoint.META).read_text()))
         self._load_model(found)
         self.changed = self.trainer.restore(found, optimizer)
-        self._load_critic(found, optimizer)
+        self._load_value_head(found, optimizer)
         self.from_elsewhere = True
 
-    def _load_critic(self, found: Checkpoint, optimizer: bool = True) -> None:
-        if (critic := self.trainer.critic) is None:
+    def _load_value_head(self, found: Checkpoint, optimizer: bool = True) -> None:
+        if (head := self.trainer.value_head) is None:
             return
         if (found.path / VALUE).is_dir():
-            critic.load(found.path / VALUE, optimizer)
+            head.load(found.path / VALUE, optimizer)
         else:
             self.changed.append(f'learner.advantage = "{catalog.GAE}" (before: no value head; it begins at 0)')
 
@@ -516,8 +518,8 @@ class TrainingStep:
         def files(directory: Path) -> None:
             if self.adapter is not None:
                 self.adapter.write(directory / ADAPTER, dict(self.trainer.adapter_weights(self.adapter)))
-            if self.trainer.critic is not None:
-                self.trainer.critic.write(directory / VALUE)
+            if self.trainer.value_head is not None:
+                self.trainer.value_head.write(directory / VALUE)
             extras(directory)
 
         both: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from busrl.algorithms.values import ValueSettings
+from busrl.algorithms.gae import ValueSettings
 from busrl.errors import ModelNotLoaded, UserError
 
 FOLDER = "value"  # of a checkpoint

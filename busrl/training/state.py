@@ -1,8 +1,8 @@
-"""Saves a trainer's weights and optimiser in shards, and restores them, whatever number of ranks did the one and does
-the other.
+"""What a trainer has to go on from: its weights and its optimiser, saved in shards and restored, whatever number of
+ranks did the one and does the other.
 
-Used by the learner and its ranks. Talks to the trainer, to `shards` and `sharding`; knows nothing of steps, plans or
-which checkpoint is the newest.
+Used by the learner and its ranks. Talks to the trainer, to `shard_files` and `distributed`; knows nothing of steps,
+plans or which checkpoint is the newest.
 
 - What the optimiser holds is saved by the names of its parameters: their order may be another in the next run.
 - Of a tensor that is spread each rank writes and reads its own rows; all others are whole, written by rank 0.
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from busrl.errors import DiskFull, RankLost, WriteFailed
-from busrl.training import optimizers, sharding
+from busrl.training import distributed, optimizers
 from busrl.training.checkpoint import WEIGHTS
-from busrl.training.shards import (
+from busrl.training.shard_files import (
     FOLDER,
     REST,
     Part,
@@ -47,7 +47,7 @@ def save(trainer: Trainer, folder: Path) -> Saving:
     """Begin to write this rank's share of a checkpoint; training may go on meanwhile."""
     if trainer.saving is not None:
         trainer.saving.leave()
-    rank, world = sharding.place(trainer.parameters)
+    rank, world = distributed.place(trainer.parameters)
     rest, parts = _shares(trainer, rank)
     (folder / FOLDER).mkdir(exist_ok=True)
     if rank == 0:
@@ -67,7 +67,7 @@ def _shares(trainer: Trainer, rank: int) -> tuple[Any, list[Part]]:
     }
     rest, tensors = flattened(tree, OPTIMIZER)
     tensors |= {f"{WEIGHTS}{name}": tensor for name, tensor in trainer.kept_tensors().items()}
-    parts = (sharding.part_of(name, tensor.detach(), rank) for name, tensor in tensors.items())
+    parts = (distributed.part_of(name, tensor.detach(), rank) for name, tensor in tensors.items())
     return rest, [part for part in parts if part is not None]
 
 
@@ -121,8 +121,8 @@ def restore(trainer: Trainer, path: Path, optimizer: bool = True) -> list[str]:
     if optimizer:
         trainer.require_same(found.rest, str(path))
     for name, tensor in own.items():
-        read = sharding.read_like(found, f"{WEIGHTS}{name}", tensor)
-        sharding.local(tensor).copy_(sharding.local(read))
+        read = distributed.read_like(found, f"{WEIGHTS}{name}", tensor)
+        distributed.local(tensor).copy_(distributed.local(read))
         trainer.moved()
     changed = trainer.take(_state(trainer, found)) if optimizer else []
     trainer.reset()
@@ -137,11 +137,11 @@ def _state(trainer: Trainer, found: Shards) -> dict[str, Any]:
     def read(tree: Any, parameter: Tensor) -> Any:
         def one(name: str) -> Tensor:
             alike = found.shapes[name] == tuple(parameter.shape)
-            return sharding.read_like(found, name, parameter if alike else None)
+            return distributed.read_like(found, name, parameter if alike else None)
 
         return built(tree, one)
 
-    eight = trainer.settings.optimizer == optimizers.ADAMW8 and sharding.place(trainer.parameters)[1] == 1
+    eight = trainer.settings.optimizer == optimizers.ADAMW8 and distributed.place(trainer.parameters)[1] == 1
     pack = optimizers.packed if eight else dict  # that of a team packs by itself
     return {
         "state": {numbers[name]: pack(read(tree, trained[name])) for name, tree in found.rest["state"].items()},

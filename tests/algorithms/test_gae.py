@@ -8,26 +8,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.algorithms import values
+from busrl.algorithms import gae
 
 GAMMA, DECAY = 0.9, 0.8
 
 
-def rows(*parts: list[float]) -> list[values.Floats]:
+def rows(*parts: list[float]) -> list[gae.Floats]:
     return [np.array(part, np.float64) for part in parts]
 
 
 def test_generalised_advantages_are_those_by_hand_and_a_shorter_sample_is_not_reached_by_a_longer_one() -> None:
     """d = (0.9 x 0.6 - 0.5, 0.9 x 0.7 - 0.6, 1 - 0.7) = (0.04, 0.03, 0.3); each A is d + 0.72 times the next."""
-    found = values.generalised(rows([0, 0, 1], [2]), rows([0.5, 0.6, 0.7], [0.5]), GAMMA, DECAY)
+    found = gae.generalised(rows([0, 0, 1], [2]), rows([0.5, 0.6, 0.7], [0.5]), GAMMA, DECAY)
     assert found[0] == pytest.approx([0.21712, 0.246, 0.3], abs=1e-12) and found[1] == pytest.approx([1.5], abs=1e-12)
 
 
 def test_returns_have_a_decay_of_their_own() -> None:
-    [found] = values.estimated(rows([0, 0, 1]), rows([0.5, 0.6, 0.7]), 1.0, 0.8, 1.0)
+    [found] = gae.estimated(rows([0, 0, 1]), rows([0.5, 0.6, 0.7]), 1.0, 0.8, 1.0)
     assert found.returns == pytest.approx([1.0, 1.0, 1.0], abs=1e-12)  # the sum of rewards, whatever the values say
     assert found.advantages == pytest.approx([0.1 + 0.8 * (0.1 + 0.8 * 0.3), 0.1 + 0.8 * 0.3, 0.3], abs=1e-12)
-    [same] = values.estimated(rows([0, 0, 1]), rows([0.5, 0.6, 0.7]), 1.0, 0.8, 0.8)
+    [same] = gae.estimated(rows([0, 0, 1]), rows([0.5, 0.6, 0.7]), 1.0, 0.8, 0.8)
     assert same.returns == pytest.approx(same.advantages + same.values, abs=1e-12)
 
 
@@ -39,7 +39,7 @@ numbers = st.floats(-3, 3, allow_nan=False)
 def test_generalised_advantages_are_the_sum_of_their_definition(
     samples: list[list[tuple[float, float]]], gamma: float, decay: float
 ) -> None:
-    found = values.generalised(
+    found = gae.generalised(
         [np.array([r for r, _ in one]) for one in samples], [np.array([v for _, v in one]) for one in samples],
         gamma, decay,
     )
@@ -52,7 +52,7 @@ def test_generalised_advantages_are_the_sum_of_their_definition(
 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_trained_tokens_alone() -> None:
     masks = [np.array([False, True, True]), np.array([True])]
-    found = values.whitened(rows([9.0, 1.0, 2.0], [6.0]), masks)
+    found = gae.whitened(rows([9.0, 1.0, 2.0], [6.0]), masks)
     trained = np.array([*found[0][1:], *found[1]])
     assert trained.mean() == pytest.approx(0, abs=1e-12) and trained.var(ddof=1) == pytest.approx(1, abs=1e-7)
     assert found[0][1] == pytest.approx((1 - 3) / 7**0.5, abs=1e-8)  # of 1, 2, 6: mean 3, variance 7
@@ -63,10 +63,10 @@ def test_the_value_loss_and_its_gradient_are_those_of_the_worse_of_both_terms() 
     has no gradient; and at the value before the step."""
     value = torch.tensor([0.3, 1.5, 1.5, 0.0], dtype=torch.float64, requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.0, 0.0]).double(), torch.tensor([1.0, 0.25, 2.0, -1.0]).double()
-    found = values.value_loss(value, old, returns, 0.5)
+    found = gae.value_loss(value, old, returns, 0.5)
     expected = [0.7**2 / 2, 1.25**2 / 2, 1.5**2 / 2, 0.5]
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
     (gradient,) = torch.autograd.grad(found.sum(), value)
     assert gradient.tolist() == pytest.approx([-0.7, 1.25, 0.0, 1.0], abs=1e-12)
-    plain = values.value_loss(value, old, returns, 0.0)
+    plain = gae.value_loss(value, old, returns, 0.0)
     assert plain.tolist() == pytest.approx([0.7**2 / 2, 1.25**2 / 2, 0.5**2 / 2, 0.5], abs=1e-12)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from busrl.errors import BugError, ModelNotLoaded
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
-from busrl.training.shards import Part, Shards
+from busrl.training.shard_files import Part, Shards
 
 dist: Any = torch.distributed  # its stub exports neither the stores nor the groups of a mesh
 HOST = "127.0.0.1"  # the only one that is served

@@ -17,20 +17,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from busrl import device
 from busrl.errors import ModelNotLoaded
-from busrl.training import sharding
-from busrl.training.forward import AUTO, checkpoint_layers, compute_again
-from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only
-from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
-
-if TYPE_CHECKING:
-    from busrl.training.team import TeamSettings
+from busrl.training.model import load_empty
 
 # In the order in which transformers looks for them: a file, or the list of several.
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -255,68 +248,3 @@ def _shorten(module: Any, rows: int) -> None:
         module.padding_idx = None if (module.padding_idx or 0) >= rows else module.padding_idx
     else:
         module.out_features = rows
-
-
-# -- a trainer of parts ------------------------------------------------------------------
-
-
-@dataclass
-class Parts:
-    """What a trainer of a shard is made of."""
-
-    settings: TrainerSettings
-    team: TeamSettings
-    mesh: Any
-    read: int = 0  # bytes of files, so far
-    largest: int = 0  # of them at once
-    _first: Path | None = None  # folder of the first model
-    _reference: Any = None  # the forward of a second model
-
-    def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
-        """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
-        self._first = self._first or folder
-        model, way, adapter = self._spread(folder, self.team.lora)
-        forward = sharding.Sharded(way)
-        made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
-        made.adapter, made.reference = adapter, self._refer(forward, adapter, model)
-        return made
-
-    def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
-        """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
-        settings, named = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
-        rounded = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
-        fixed = lora is not None or frozen  # what is not trained has no bits that no forward sees
-        model = load_empty(folder, (rounded if fixed else None) or torch.float32, named)
-        proof = way_of(first_layers(folder, named), settings)
-        if not frozen and computes_again(settings, model, self.team.device.type):
-            checkpoint_layers(proof)
-            compute_again(model)
-        way = proof.on(model)
-        del proof
-        files, adapter = WeightFiles(folder, model), None
-        if lora is not None:
-            with standing_in(model):
-                adapter = Adapter(model, lora)
-        if frozen:
-            model.requires_grad_(False)
-        elif lora is None:
-            train_only(model, settings.train_layers)
-        device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
-        sharding.shard(model, self.mesh, rounded, self.team.reshard)
-        fill(model, files, self.team.device)
-        self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
-        return model, way, adapter
-
-    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor] | None:
-        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
-        if not self.team.refers:
-            return None
-        if adapter is not None and self.team.reference is None:
-            return adapter.base_alone(forward.score)
-        if self._reference is None:
-            assert self._first is not None
-            found, way, _ = self._spread(self.team.reference or self._first, None, frozen=True)
-            require_vocabulary(self.team.reference or self._first, found, model)
-            self._reference = sharding.Sharded(way)
-        second = self._reference
-        return lambda samples, flat: second.score(samples, flat)[0]

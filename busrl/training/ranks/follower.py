@@ -1,0 +1,187 @@
+"""A rank of a learner other than 0: holds a shard of the model, and does what rank 0 says, in its order.
+
+Driven by the role `rank`. Talks to rank 0 over a control stream (`wire`) and, inside of the trainer, over the process
+group of `distributed`. Knows nothing of rings, logs, groups or other followers.
+
+- What goes wrong is told to rank 0, with the samples that were computed, before it is raised.
+- A shard of a checkpoint is written meanwhile: the answer to a Save comes when it is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from busrl.errors import DiskFull, RankLost, RanksDiffer, WriteFailed, cause
+from busrl.training import distributed
+from busrl.training.checkpoint import Checkpoint
+from busrl.training.ranks.parts import Parts, TeamSettings, digest
+from busrl.training.ranks.wire import (
+    LAST_WORDS_S,
+    LOOK_S,
+    NO_WORK,
+    Adopt,
+    Build,
+    ControlMessage,
+    Done,
+    Failed,
+    Gather,
+    Join,
+    Leave,
+    Micro,
+    RankHello,
+    Restore,
+    Save,
+    Saved,
+    Score,
+    Scored,
+    Step,
+    Stream,
+    Work,
+    samples_of,
+)
+from busrl.training.shard_files import Saving
+from busrl.training.trainer import Given, Trainer, TrainerSettings
+
+
+class Follower:
+    """A rank other than 0. `hear` does what rank 0 says next; RankLost when rank 0 is gone."""
+
+    def __init__(
+        self, settings: TeamSettings, training: TrainerSettings, rank: int, waits: Callable[[], object] = lambda: None
+    ) -> None:
+        """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
+        `waits` is called while rank 0 is waited for, and ends that if it is true."""
+        self.settings, self.rank = settings, rank
+        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch
+        self.stream = self._connect(waits)
+        self.trainer: Trainer | None = None
+        self._saving: Saving | None = None
+        limit = settings.collective_s
+        self.stream.send(RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts)), limit)
+        join = self.stream.receive(settings.start_s)
+        if not isinstance(join, Join):
+            raise RankLost(f"rank 0 gave no place in the team within {settings.start_s:g} s")
+        if join.refused:
+            raise RanksDiffer(join.refused)
+        store = distributed.find_store(join.port, join.world, limit)
+        mesh = distributed.join(store, join.prefix, rank, join.world, settings.device, limit)
+        self._parts = Parts(training, settings, mesh)
+
+    def _connect(self, waits: Callable[[], object]) -> Stream:
+        deadline = time.monotonic() + self.settings.start_s
+        while True:
+            connected = socket.socket(socket.AF_UNIX)
+            try:
+                connected.connect(str(self.settings.file))
+                return Stream(connected, "rank 0")
+            except OSError as problem:
+                connected.close()
+                if waits() or time.monotonic() > deadline:
+                    where = f"rank 0 does not listen at {self.settings.file}"
+                    raise RankLost(f"{where} after {self.settings.start_s:g} s: {problem.strerror}") from problem
+            time.sleep(LOOK_S)
+
+    def hear(self, timeout_s: float) -> ControlMessage | None:
+        """What rank 0 says next; None if it says nothing for so long. Tells it of a shard that is written by now."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._saving is not None and self._saving.ready():
+                self.stream.send(_told(self._saving, self._saving_seq), self.settings.collective_s)
+                self._saving = None
+            left = max(0.0, deadline - time.monotonic())
+            found: ControlMessage | None = self.stream.receive(left if self._saving is None else min(left, LOOK_S))
+            if found is not None or self._saving is None or not left:
+                return found
+
+    def act(self, message: ControlMessage) -> bool:
+        """Do it and answer; False if it was the end. What goes wrong is told to rank 0 before it is raised."""
+        try:
+            answer = self._done(message)
+        except Exception as problem:
+            with contextlib.suppress(RankLost):
+                uids = [sample[0] for sample in getattr(message, "work", NO_WORK).samples]
+                self.stream.send(Failed(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
+            raise
+        if answer is not None:
+            answer.seq = message.seq
+            self.stream.send(answer, self.settings.collective_s)
+        return not isinstance(message, Leave)
+
+    def _done(self, message: ControlMessage) -> ControlMessage | None:
+        match message:
+            case Build():
+                if self.settings.lora is not None:  # dropout of the adapter
+                    torch.manual_seed(self.settings.lora.seed + self.rank)
+                self.trainer = self._parts.trainer(Path(message.folder), Trainer)
+                self.trainer.moved = lambda: self.moved()
+                return Done(digest=digest(self.trainer))
+            case Leave():
+                distributed.leave()
+                return None
+        assert self.trainer is not None, f"{type(message).__name__} before a model was built"
+        if isinstance(message, Save):
+            self._saving, self._saving_seq = self.trainer.save(Path(message.path)), message.seq
+            return None
+        return _answer(self.trainer, message)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def _told(saving: Saving, seq: int) -> Saved:
+    """How the writing of a shard ended."""
+    try:
+        (entry,) = saving.entries().values()
+    except (DiskFull, WriteFailed) as problem:
+        return Saved(seq=seq, problem=str(problem), full=isinstance(problem, DiskFull))
+    return Saved(seq=seq, entry=entry)
+
+
+def _answer(trainer: Trainer, message: ControlMessage) -> ControlMessage | None:
+    match message:
+        case Micro(work=work):
+            _micro(trainer, work)
+        case Score(work=work, refer=refer):
+            samples = samples_of(work)
+            found = (trainer.referred(samples),) * 2 if refer else trainer.scored(samples)
+            logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
+            return Scored(logprobs=logprobs, entropies=entropies)
+        case Step():
+            if trainer.counted != message.tokens:
+                raise RanksDiffer(f"counted {trainer.counted} tokens for this step, rank 0 planned {message.tokens}")
+            return Done(stats=asdict(trainer.update(message.lr, message.denominator, message.scale)))
+        case Gather(what="weight", name=name):
+            trainer.gather_weight(name)
+        case Gather(what="adapter", name=name):
+            assert trainer.adapter is not None
+            distributed.gathered(trainer.adapter.tensors()[name])
+        case Adopt(folder=folder):
+            assert trainer.adapter is not None
+            trainer.load_adapter(trainer.adapter, Path(folder))
+            return Done()
+        case Gather():
+            trainer.gather_state(keep=False)
+        case Restore(path=path, optimizer=optimizer):
+            trainer.restore(Checkpoint(Path(path), 0, {}), optimizer)
+            return Done()
+    return None
+
+
+def _micro(trainer: Trainer, work: Work) -> None:
+    if not work.samples:
+        trainer.idle()
+        return
+    trainer.skip_mastered = work.skip_mastered
+    trainer.ages_of = lambda versions: np.array([work.ages[one] for one in versions.tolist()], np.int64)
+    before = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
+    chosen = None if work.chosen is None else [np.frombuffer(row, np.bool_) for row in work.chosen]
+    trainer.micro_batch(samples_of(work), Given(work.advantages, work.weights, before, chosen), work.version)

@@ -1,0 +1,375 @@
+"""Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
+
+`Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
+the trainer, over the process group of `distributed`. Knows nothing of rings, logs or groups.
+
+- Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
+  empty one where there is no work. A sample is never cut over ranks.
+- The first failure ends the team: nothing is repaired inside a living process.
+- Before a step every rank proves that it counted the tokens that rank 0 planned for it: a wrong mean would be silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from busrl.algorithms.gae import Valued
+from busrl.errors import RankFailed, RankLost, RanksDiffer, cause
+from busrl.training import distributed
+from busrl.training.batch import Round, Sample, rounds_of
+from busrl.training.checkpoint import Checkpoint
+from busrl.training.model import Adapter
+from busrl.training.ranks.parts import Parts, TeamSettings, digest
+from busrl.training.ranks.wire import (
+    ARRIVES_S,
+    LAST_WORDS_S,
+    LOOK_S,
+    Adopt,
+    Build,
+    ControlMessage,
+    Done,
+    Failed,
+    Gather,
+    Join,
+    Leave,
+    Micro,
+    RankHello,
+    Restore,
+    Save,
+    Score,
+    Step,
+    Stream,
+    work_of,
+)
+from busrl.training.shard_files import Saving
+from busrl.training.state import TeamSaving
+from busrl.training.step_stats import RankStats, StepStats, stats_of
+from busrl.training.trainer import Floats, Given, Trainer, TrainerSettings
+
+# -- the team ---------------------------------------------------------------------------
+
+TRANSPORTS = ("gloo", "nccl", "hccl")  # one of them stands in an error that another rank is the cause of
+
+
+def _of_a_peer(problem: RuntimeError) -> bool:
+    """Whether a collective failed because of another rank, not this one's own computation."""
+    text = str(problem).lower()
+    distributed: Any = torch.distributed
+    return isinstance(problem, distributed.DistError) or any(name in text for name in TRANSPORTS)
+
+
+@dataclass
+class Team:
+    """The followers of rank 0, and its process group with them."""
+
+    settings: TeamSettings
+    followers: list[Stream] = field(default_factory=list)  # of rank 1, 2, ...
+    mesh: Any = None
+    seq: int = 0
+    store: Any = None
+    parts: Parts | None = None
+
+    @classmethod
+    def gathered(cls, settings: TeamSettings, waits: Callable[[], object] = lambda: None) -> Team:
+        """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `waits` is
+        called while they are waited for, and ends that if it is true."""
+        team = cls(settings)
+        deadline, streams = time.monotonic() + settings.start_s, dict[int, Stream]()
+        with _listening(settings.file) as server:
+            while len(streams) < settings.ranks - 1:
+                if waits():
+                    raise RankLost("asked to stop while the ranks were waited for")
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(1, settings.ranks)) - streams.keys())
+                    raise RankLost(f"rank {', '.join(map(str, missing))} did not come within {settings.start_s:g} s")
+                with contextlib.suppress(TimeoutError):
+                    connected, _ = server.accept()
+                    team._welcome(Stream(connected, "a rank that connects"), streams)
+        team.followers = [streams[rank] for rank in sorted(streams)]
+        team._join()
+        return team
+
+    def _welcome(self, stream: Stream, streams: dict[int, Stream]) -> None:
+        hello = None
+        with contextlib.suppress(RankLost):  # whoever it was is gone; the rank that is missing is waited for
+            hello = stream.receive(ARRIVES_S)
+        if not isinstance(hello, RankHello) or not 0 < hello.rank < self.settings.ranks or hello.rank in streams:
+            stream.close()
+            return
+        stream.name = f"rank {hello.rank} (pid {hello.pid})"
+        for name, own in self.settings.facts.items():
+            theirs = hello.facts.get(name, "")
+            if theirs != own:
+                refused = f"{name} is {theirs} on rank {hello.rank} and {own} on rank 0: all ranks need the same"
+                stream.send(Join(world=0, port=0, prefix="", refused=refused), ARRIVES_S)
+                raise RanksDiffer(refused)
+        streams[hello.rank] = stream
+
+    def _join(self) -> None:
+        ranks, limit = self.settings.ranks, self.settings.collective_s
+        self.store, prefix = distributed.open_store(ranks, limit), secrets.token_hex(8)
+        self.tell([Join(world=ranks, port=self.store.port, prefix=prefix) for _ in self.followers])
+        with self.together("join"):
+            self.mesh = distributed.join(self.store, prefix, 0, ranks, self.settings.device, limit)
+
+    def tell(self, messages: Sequence[ControlMessage]) -> None:
+        """To each follower its own."""
+        self.seq += 1
+        for stream, message in zip(self.followers, messages, strict=True):
+            message.seq = self.seq
+            stream.send(message, self.settings.collective_s)
+
+    def answers(self, limit_s: float = 0.0) -> list[Any]:
+        """One of each follower to what was told last."""
+        return [self._answer(stream, limit_s or self.settings.collective_s) for stream in self.followers]
+
+    def _answer(self, stream: Stream, limit_s: float) -> Any:
+        found = stream.receive(limit_s)
+        if found is None:
+            raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
+        if isinstance(found, Failed):
+            raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
+        if found.seq != self.seq:
+            raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
+        return found
+
+    @contextlib.contextmanager
+    def together(self, what: str, own: Sequence[Sample] = ()) -> Iterator[None]:
+        """A collective. If it fails, the rank that is the cause is named: it said why, has ended, or is silent; or it
+        is this one, with its `own` samples."""
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as problem:
+            took, words, uids = time.monotonic() - begun, list[str](), list[int]()
+            if not _of_a_peer(problem):
+                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", [one.uid for one in own]) from problem
+            for text, samples in self._last_words():
+                words.append(text)
+                uids += samples
+            text = f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}"
+            raise (RankFailed(text, uids) if uids else RankLost(text)) from problem
+
+    def _last_words(self) -> Iterator[tuple[str, list[int]]]:
+        """What each follower said, and its samples if it has failed."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        for stream in self.followers:
+            try:
+                words = stream.receive(max(0.01, deadline - time.monotonic()))
+            except RankLost as lost:
+                yield str(lost), []
+                continue
+            if isinstance(words, Failed):
+                yield f"{stream.name} failed: {words.text}", words.uids
+            else:
+                yield f"{stream.name} says nothing: it is stopped or stuck", []
+
+    def close(self) -> None:
+        """Dismiss the others, if they are still there."""
+        for stream in self.followers:
+            with contextlib.suppress(RankLost):
+                stream.send(Leave(), 1.0)
+            stream.close()
+        self.followers = []
+        distributed.leave()
+
+    def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
+        """A trainer of the model of that folder, on all ranks."""
+        self.tell([Build(folder=str(folder)) for _ in self.followers])
+        if self.parts is None or self.parts.settings != settings:
+            self.parts = Parts(settings, self.settings, self.mesh)
+        made = self.parts.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
+        assert isinstance(made, Leader)
+        own = digest(made)
+        for stream, answer in zip(self.followers, self._built(), strict=True):
+            if answer.digest != own:
+                raise RanksDiffer(f"{folder} is the model {answer.digest} by its shapes on {stream.name}, {own} "
+                                  "on rank 0: all ranks need the same files")
+        return made
+
+    def _built(self) -> list[Done]:
+        limit = time.monotonic() + self.settings.start_s
+        found = []
+        for stream in self.followers:
+            answer = stream.receive(max(1.0, limit - time.monotonic()))
+            if not isinstance(answer, Done):
+                words = getattr(answer, "text", f"no answer within {self.settings.start_s:g} s")
+                raise RankLost(f"{stream.name} could not build the model: {words}")
+            found.append(answer)
+        return found
+
+
+@contextlib.contextmanager
+def _listening(file: Path) -> Iterator[socket.socket]:
+    """A socket that only this user can open."""
+    file.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as server:
+        before = os.umask(0o177)
+        try:
+            server.bind(str(file))
+        finally:
+            os.umask(before)
+        server.listen()
+        server.settimeout(LOOK_S)
+        try:
+            yield server
+        finally:
+            file.unlink(missing_ok=True)
+
+
+class Leader(Trainer):
+    """A trainer whose calls run on all ranks; this one is rank 0."""
+
+    def __init__(self, team: Team, model: Any, settings: TrainerSettings, **more: Any) -> None:
+        self.team, self._planned = team, [0] * team.settings.ranks
+        self._cost = _quadratic(model)
+        super().__init__(model, settings, **more)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._planned = [0] * self.team.settings.ranks
+
+    def _rounds(self, samples: Sequence[Sample]) -> list[Round]:
+        lengths = [sample.length for sample in samples]
+        return rounds_of(lengths, self.team.settings.ranks, self.settings.micro_batch_tokens, self._cost)
+
+    def accumulate(
+        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
+        version: int | None = None, *, weights: Sequence[float] | None = None,
+        chosen: Sequence[NDArray[np.bool_]] | None = None, valued: Sequence[Valued] | None = None,
+    ) -> None:
+        """Forward and backward of these samples, spread over the ranks, added to the step under way."""
+        assert valued is None, "a value head is trained by one process"
+        given = Given(advantages, weights, proximal, chosen)
+        self._check(samples, given)
+        for shares in self._rounds(samples):
+            parts: list[Any] = []
+            for rank, share in enumerate(shares):
+                parts.append(([samples[i] for i in share], given.of(share), version))
+                self._planned[rank] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
+            self.team.tell([Micro(work=work_of(self, *part)) for part in parts[1:]])
+            with self.team.together("a micro-batch", parts[0][0]):
+                if shares[0]:
+                    self.micro_batch(*parts[0])
+                else:
+                    self.idle()
+
+    def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+        self.team.tell([
+            Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale) for tokens in self._planned[1:]
+        ])
+        with self.team.together("the update"):
+            own = self.update(lr, denominator, scale)
+        others = [RankStats(**_tuples(answer.stats)) for answer in self.team.answers()]
+        return stats_of([own, *others], lr, denominator, scale)
+
+    def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part, found, _ in self._on_all(samples, True, lambda own: (self.referred(own),) * 2):
+            yield part, found
+
+    def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        yield from self._on_all(samples, False, self.scored)
+
+    def _on_all(
+        self, samples: Sequence[Sample], refer: bool, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
+        for shares in self._rounds(samples):
+            chosen = [[samples[i] for i in share] for share in shares]
+            self.team.tell([Score(work=work_of(self, part), refer=refer) for part in chosen[1:]])
+            with self.team.together("scoring"):
+                own = compute(chosen[0])
+            yield shares[0], *own
+            for share, answer in zip(shares[1:], self.team.answers(), strict=True):
+                yield share, self._placed(answer.logprobs), self._placed(answer.entropies)
+            self.moved()
+
+    def _placed(self, data: bytes) -> Tensor:
+        return torch.from_numpy(np.frombuffer(bytearray(data), np.float32)).to(self._device)
+
+    def named_weights(self) -> Mapping[str, Tensor]:
+        """The weights to publish, each gathered when it is asked for; valid until the next step."""
+        return Gathered(self.gather_weight, self.published(), self.published_type)
+
+    def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
+        own = adapter.tensors()
+        return Gathered(lambda name: self._gather("adapter", name, lambda: distributed.gathered(own[name])), own)
+
+    def gather_weight(self, name: str) -> Tensor:
+        return self._gather("weight", name, lambda: super(Leader, self).gather_weight(name))
+
+    def _gather(self, what: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
+        self.team.tell([Gather(what=what, name=name) for _ in self.team.followers])
+        with self.team.together("publication"):
+            found = gather()
+        self.moved()
+        return found
+
+    def load_adapter(self, adapter: Adapter, folder: Path) -> None:
+        self.team.tell([Adopt(folder=str(folder)) for _ in self.team.followers])
+        super().load_adapter(adapter, folder)
+        self.team.answers()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        self.team.tell([Gather(what="state") for _ in self.team.followers])
+        with self.team.together("a checkpoint"):
+            return self.gather_state(keep=True)
+
+    def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
+        self.team.tell([Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
+        changed = super().restore(found, optimizer)
+        self.team.answers(self.team.settings.start_s)
+        return changed
+
+    def save(self, folder: Path) -> Saving:
+        self.team.tell([Save(path=str(folder)) for _ in self.team.followers])
+        return TeamSaving(super().save(folder).own, self.team.followers, self.team.seq)
+
+
+class Gathered(Mapping[str, Tensor]):
+    """The weights of a team by name: asking for one gathers it on rank 0, in the type that is published, and nobody
+    keeps it. `described` has their names, shapes and number types without any of their values."""
+
+    def __init__(
+        self, gather: Callable[[str], Tensor], spread: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """`spread`: what this rank has of them."""
+        self._gather = gather
+        self.described: Mapping[str, Tensor] = {
+            name: torch.empty(one.shape, dtype=dtype or one.dtype, device="meta")
+            for name, one in getattr(spread, "described", spread).items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.described)
+
+    def __len__(self) -> int:
+        return len(self.described)
+
+
+def _quadratic(model: Any) -> float:
+    """Layers x width / (3 x parameters): what attention adds to the cost of a token."""
+    layers, width = (getattr(model.config, name, 0) or 0 for name in ("num_hidden_layers", "hidden_size"))
+    count: int = sum(parameter.numel() for parameter in model.parameters())
+    return float(layers * width) / (3 * max(1, count))
+
+
+def _tuples(stats: dict[str, Any]) -> dict[str, Any]:
+    """As JSON-like messages have no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in stats.items()}

@@ -1,0 +1,139 @@
+"""What a rank of a learner is made of: the settings of the team, and the trainer of a model that is spread over it.
+
+Used by `leader` and `follower`. Talks to the folder of the model through `loading`, and to the process group through
+`distributed`; knows nothing of messages or processes.
+
+- No rank ever holds the whole model: it is made without memory, cut, and then each rank reads its own rows.
+- The way the model computes is proved on its first layers before the rest is read.
+- The reference of a KL term is the base without its adapter, or a second model that is spread the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from busrl import device
+from busrl.training import distributed
+from busrl.training.forward import AUTO, checkpoint_layers, compute_again
+from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only
+from busrl.training.ranks.loading import WeightFiles, fill, first_layers, standing_in
+from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
+
+# -- settings -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TeamSettings:
+    """`ranks` ranks that meet at the socket `file`. `facts`: what has to be the same on all of them."""
+
+    ranks: int
+    file: Path
+    facts: Mapping[str, str]
+    device: torch.device
+    reshard: bool = True
+    start_s: float = 300.0
+    collective_s: float = 120.0
+    lora: LoraSettings | None = None
+    refers: bool = False  # to a reference, for a KL term
+    reference: Path | None = None  # its folder; None: the model as the run began with it
+
+    @classmethod
+    def of(cls, topology: Any, file: Path, device: torch.device) -> TeamSettings:
+        """From a topology's [[process]] and [learner.parallel]."""
+        own = topology.learner.parallel
+        return cls(
+            topology.ranks, file, facts(topology.to_json()), device, own.reshard, topology.limits.ready_s,
+            own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
+            Path(topology.model.reference) if topology.model.reference else None,
+        )
+
+
+def facts(topology: str) -> dict[str, str]:
+    """What has to be the same on all ranks, besides the model."""
+    import transformers
+
+    import busrl
+
+    return {
+        "topology": hashlib.sha256(topology.encode()).hexdigest()[:16], "busrl": busrl.__version__,
+        "torch": str(torch.__version__), "transformers": transformers.__version__,
+    }
+
+
+def digest(trainer: Trainer) -> str:
+    """Of names, shapes and number types of the parameters, and of how they compute."""
+    named = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in trainer.model.named_parameters()]
+    text = "\n".join([trainer.forward.name, *named])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# -- the trainer of a rank ---------------------------------------------------------------
+
+
+@dataclass
+class Parts:
+    """What a trainer of a shard is made of."""
+
+    settings: TrainerSettings
+    team: TeamSettings
+    mesh: Any
+    read: int = 0  # bytes of files, so far
+    largest: int = 0  # of them at once
+    _first: Path | None = None  # folder of the first model
+    _reference: Any = None  # the forward of a second model
+
+    def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
+        """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
+        self._first = self._first or folder
+        model, way, adapter = self._spread(folder, self.team.lora)
+        forward = distributed.Sharded(way)
+        made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
+        made.adapter, made.reference = adapter, self._refer(forward, adapter, model)
+        return made
+
+    def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
+        """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
+        settings, named = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
+        rounded = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
+        fixed = lora is not None or frozen  # what is not trained has no bits that no forward sees
+        model = load_empty(folder, (rounded if fixed else None) or torch.float32, named)
+        proof = way_of(first_layers(folder, named), settings)
+        if not frozen and computes_again(settings, model, self.team.device.type):
+            checkpoint_layers(proof)
+            compute_again(model)
+        way = proof.on(model)
+        del proof
+        files, adapter = WeightFiles(folder, model), None
+        if lora is not None:
+            with standing_in(model):
+                adapter = Adapter(model, lora)
+        if frozen:
+            model.requires_grad_(False)
+        elif lora is None:
+            train_only(model, settings.train_layers)
+        device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
+        distributed.shard(model, self.mesh, rounded, self.team.reshard)
+        fill(model, files, self.team.device)
+        self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
+        return model, way, adapter
+
+    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor] | None:
+        """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
+        if not self.team.refers:
+            return None
+        if adapter is not None and self.team.reference is None:
+            return adapter.base_alone(forward.score)
+        if self._reference is None:
+            assert self._first is not None
+            found, way, _ = self._spread(self.team.reference or self._first, None, frozen=True)
+            require_vocabulary(self.team.reference or self._first, found, model)
+            self._reference = distributed.Sharded(way)
+        second = self._reference
+        return lambda samples, flat: second.score(samples, flat)[0]

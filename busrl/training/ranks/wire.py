@@ -1,0 +1,258 @@
+"""The control stream between the ranks of a learner: its messages, and the samples that a micro-batch takes along.
+
+One Unix socket per follower, length-prefixed msgpack. Used by `leader` and `follower`; knows nothing of models, process
+groups or files.
+
+- A stream may be silent for hours; its end is the death of the rank. What is waited for has a deadline, and the rank
+  that missed it is named.
+- An answer carries the number of its question; that to a Save comes when the shard is on disk, between others.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from busrl.errors import RankLost
+from busrl.training.batch import Sample
+from busrl.training.trainer import Given, Trainer
+
+# -- messages -----------------------------------------------------------------------
+
+
+class ControlMessage(msgspec.Struct, kw_only=True, tag_field="op", tag=str.lower):
+    """`seq` counts what rank 0 said; an answer has that of its question."""
+
+    seq: int = 0
+
+
+class RankHello(ControlMessage):
+    """A follower's first words: who it is, and what has to be the same on all ranks."""
+
+    rank: int
+    pid: int
+    facts: dict[str, str]
+
+
+class Join(ControlMessage):
+    """Rank 0's answer: where the process group is formed; or why this rank cannot be one."""
+
+    world: int
+    port: int
+    prefix: str
+    refused: str = ""
+
+
+class Build(ControlMessage):
+    """Load the model of a folder and take a shard of it; answered by Done."""
+
+    folder: str
+
+
+class Restore(ControlMessage):
+    """Take a shard of a checkpoint's optimiser state, and of its weights where they are in shards; answered by Done."""
+
+    path: str
+    optimizer: bool = True
+
+
+class Adopt(ControlMessage):
+    """Continue with the adapter of a folder; answered by Done."""
+
+    folder: str
+
+
+class Work(msgspec.Struct, array_like=True):
+    """The samples of one rank in one round; a prompt stands once. Arrays are little-endian bytes."""
+
+    prompts: list[bytes]
+    samples: list[tuple[int, int, int, int, bytes, bytes, bytes, float, float, int, int]]
+    advantages: list[float]
+    weights: list[float] | None
+    proximal: list[bytes] | None  # float32
+    chosen: list[bytes] | None  # a byte per token
+    version: int | None
+    ages: dict[int, int]  # steps since each of the samples' versions was made
+    skip_mastered: bool
+
+
+class Micro(ControlMessage):
+    """Forward and backward of the work, or of nothing."""
+
+    work: Work
+
+
+class Score(ControlMessage):
+    """Forward of the work, or of nothing, without gradient, by the reference if it says so; answered by Scored."""
+
+    work: Work
+    refer: bool = False
+
+
+class Step(ControlMessage):
+    """Norm, decision, update; answered by Done with what this rank did. `tokens` is what it has to have counted, the
+    gradient is divided by `denominator` (0: by the tokens of all ranks) times `scale`."""
+
+    lr: float
+    tokens: int
+    denominator: float = 0.0
+    scale: float = 1.0
+
+
+class Gather(ControlMessage):
+    """Take part in gathering the weight `name` (in the number type that is published), that of the "adapter", or
+    "state" (optimiser)."""
+
+    what: str
+    name: str = ""
+
+
+class Save(ControlMessage):
+    """Begin to write a shard of the state into that folder; answered by Saved as soon as it is on disk, whatever is
+    said and answered meanwhile."""
+
+    path: str
+
+
+class Leave(ControlMessage):
+    """Leave."""
+
+
+class Done(ControlMessage):
+    stats: dict[str, Any] = {}  # RankStats
+    digest: str = ""
+
+
+class Scored(ControlMessage):
+    logprobs: bytes  # float32, in flat order
+    entropies: bytes
+
+
+class Saved(ControlMessage):
+    """Size and CRC-32 of a shard, or what went wrong; `full`: for want of space."""
+
+    entry: list[int] = []
+    problem: str = ""
+    full: bool = False
+
+
+class Failed(ControlMessage):
+    """The follower's last words, and the samples that it was computing."""
+
+    text: str
+    uids: list[int] = []
+
+
+ControlMessages = (
+    RankHello | Join | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Leave | Done | Scored | Saved
+    | Failed
+)
+_LENGTH = struct.Struct("<Q")
+LONGEST = 1 << 34
+PIECE = 1 << 20
+
+
+class Stream:
+    """A connection between rank 0 and one other. Raises RankLost with the name of the other side."""
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        self.socket, self.name = connected, name
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ControlMessages)
+        self.saved: Saved | None = None  # the newest, which comes when it comes
+
+    def send(self, message: ControlMessage, timeout_s: float) -> None:
+        data = self._encoder.encode(message)
+        self.socket.settimeout(timeout_s)
+        try:
+            self.socket.sendall(_LENGTH.pack(len(data)) + data)
+        except TimeoutError:
+            raise RankLost(f"{self.name} has read nothing for {timeout_s:g} s: it is stopped or stuck") from None
+        except OSError as problem:
+            raise RankLost(f"{self.name} is gone: {problem.strerror or problem}") from problem
+
+    def receive(self, timeout_s: float) -> Any | None:
+        """The next message but Saved; None if nothing began to arrive in time."""
+        while isinstance(found := self._receive(timeout_s), Saved):
+            self.saved = found
+        return found
+
+    def _receive(self, timeout_s: float) -> Any | None:
+        self.socket.settimeout(timeout_s or 1e-6)
+        try:
+            head = self.socket.recv(_LENGTH.size)
+        except (TimeoutError, BlockingIOError):
+            return None
+        except OSError as problem:
+            raise RankLost(f"{self.name} is gone: {problem.strerror or problem}") from problem
+        self.socket.settimeout(ARRIVES_S)
+        head += self._exactly(_LENGTH.size - len(head)) if head else self._exactly(1)
+        (length,) = _LENGTH.unpack(head)
+        if length > LONGEST:
+            raise RankLost(f"{self.name} sent {length} bytes as the length of a message: it is no rank of this busrl")
+        try:
+            return self._decoder.decode(self._exactly(length))
+        except msgspec.DecodeError as problem:
+            raise RankLost(f"{self.name} sent what is no message of this busrl: {problem}") from problem
+
+    def _exactly(self, count: int) -> bytes:
+        found = bytearray()
+        while len(found) < count:
+            try:
+                piece = self.socket.recv(min(PIECE, count - len(found)))
+            except OSError as problem:
+                raise RankLost(f"{self.name} stopped in the middle of a message: {problem}") from problem
+            if not piece:
+                raise RankLost(f"{self.name} has ended")
+            found += piece
+        return bytes(found)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+LOOK_S = 0.1  # for rank 0, or for a rank that is still to come
+ARRIVES_S = 60.0  # the rest of a message that has begun
+LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
+
+# -- the work of a micro-batch ----------------------------------------------------------
+
+NOTHING_GIVEN = Given(())
+NO_WORK = Work([], [], [], None, None, None, None, {}, False)
+
+
+def work_of(
+    trainer: Trainer, samples: Sequence[Sample], given: Given = NOTHING_GIVEN, version: int | None = None
+) -> Work:
+    """What a follower needs to compute these samples as this trainer would."""
+    prompts: dict[bytes, int] = {}
+    rows = [
+        (s.uid, s.group, s.member, prompts.setdefault(s.prompt_ids.tobytes(), len(prompts)), s.token_ids.tobytes(),
+         s.behaviour_logprobs.tobytes(), s.policy_versions.tobytes(), s.reward, s.temperature, s.finish, s.context)
+        for s in samples
+    ]
+    versions = np.unique(np.concatenate([s.policy_versions for s in samples])) if samples else np.zeros(0, np.uint32)
+    ages = dict(zip(versions.tolist(), trainer.ages_of(versions).tolist(), strict=True))
+    weights = None if given.weights is None else list(given.weights)
+    before, chosen = (
+        None if values is None else [row.tobytes() for row in values] for values in (given.proximal, given.chosen)
+    )
+    return Work(
+        list(prompts), rows, list(given.advantages), weights, before, chosen, version, ages, trainer.skip_mastered
+    )
+
+
+def samples_of(work: Work) -> list[Sample]:
+    """The samples that went into it."""
+    prompts = [np.frombuffer(prompt, np.int32) for prompt in work.prompts]
+    return [
+        Sample(
+            uid, group, member, prompts[prompt], np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32),
+            np.frombuffer(versions, np.uint32), reward, temperature, finish, context,
+        )
+        for uid, group, member, prompt, tokens, logprobs, versions, reward, temperature, finish, context in work.samples
+    ]

@@ -1,0 +1,102 @@
+"""What one optimiser step was: the numbers of each rank, their sum over ranks, and several updates as one step.
+
+Made by the trainer, read by the learner's metrics. Pure; knows nothing of models or devices.
+
+- A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from busrl.algorithms import diagnostics
+from busrl.algorithms.diagnostics import Diagnostics
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimiser step; `skipped` says why there was none, `culprits` names the samples or parameters."""
+
+    lr: float
+    loss: float  # the aggregated loss of the step, before the update
+    grad_norm: float  # before clipping
+    tokens: int
+    sequences: int
+    micro_batches: int
+    padding: float  # share of the computed positions that were padding
+    diagnostics: Diagnostics
+    skipped: str = ""
+    culprits: tuple[str, ...] = ()
+    partly: bool = False  # several updates, of which some were skipped and others made
+    old_tokens: int = 0  # of `context_tokens`, those that were too old
+    context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
+    cut_tokens: int = 0  # of answers that the limit cut, where these are not trained; not among `tokens`
+    mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    step_s: float = 0.0
+    sums: tuple[float, ...] = ()  # what the diagnostics were made of, in the order of their FIELDS
+
+
+def combined(updates: Sequence[StepStats]) -> StepStats:
+    """One step of several updates, at least one: counts and times added up, means over all of its trained tokens, each
+    under the weights of its own update. The gradient norm is that of the last update."""
+    last = updates[-1]
+    if len(updates) == 1:
+        return last
+    sums = tuple(map(sum, zip(*(one.sums for one in updates), strict=True)))
+    added = {name: sum(getattr(one, name) for one in updates) for name in ADDED}
+    weights = [one.tokens + one.context_tokens for one in updates]
+    return replace(
+        last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
+        loss=sum(one.loss * one.tokens for one in updates) / max(1, sum(one.tokens for one in updates)),
+        padding=sum(one.padding * weight for one, weight in zip(updates, weights, strict=True)) / max(1, sum(weights)),
+        partly=len({bool(one.skipped) for one in updates}) > 1,
+        skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
+        culprits=tuple(name for one in updates for name in one.culprits),
+    )
+
+
+ADDED = (
+    "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
+)
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """What one rank did for a step; norm and reason are the same on all ranks."""
+
+    norm: float
+    skipped: str
+    culprits: tuple[str, ...]
+    sums: tuple[float, ...]  # of the diagnostics
+    tokens: int
+    sequences: int
+    context: int
+    mastered: int
+    computed: int  # positions, padding included
+    real: int
+    micro_batches: int
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
+    """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
+    first = shares[0]
+    tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
+    sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
+    found = diagnostics.finish(sums)
+    return StepStats(
+        lr=lr, loss=found.loss / ((denominator or max(tokens, 1)) * scale), grad_norm=first.norm, tokens=tokens,
+        sequences=sum(share.sequences for share in shares),
+        micro_batches=sum(share.micro_batches for share in shares),
+        padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
+        diagnostics=found, skipped=first.skipped,
+        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
+        context_tokens=sum(share.context for share in shares), mastered_tokens=sum(share.mastered for share in shares),
+        forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
+        step_s=max(share.step_s for share in shares), sums=sums,
+    )
