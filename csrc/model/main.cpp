@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "call_model.hpp"
 #include "hint_model.hpp"
 #include "ledger_model.hpp"
 #include "slot_model.hpp"
@@ -45,6 +46,8 @@ std::vector<Run> protocol() {
         {"slot: 2 entries, 1 slot, 2 segments, drops", nullptr, true, with<SlotModel>({1, 2, 1, true, true, 2})},
         {"ledger: 2 slots", nullptr, true, with<L>({2, true, true})},
         {"hint: 3 processes, 2 slots", nullptr, true, with<HintModel>({})},
+        {"calls: 1 death", nullptr, true, with<CallModel>({CallMutant::NONE, 1})},
+        {"calls: 2 deaths", nullptr, true, with<CallModel>({})},
     };
 }
 
@@ -52,6 +55,7 @@ std::vector<Run> controls() {
     const auto slot = [](SlotMutant mutant) { return with<SlotModel>({1, 2, 1, true, false, 1, mutant}); };
     const auto slots = [](SlotMutant mutant) { return with<SlotModel>({2, 2, 2, false, false, 0, mutant}); };
     const auto hint = [](HintMutant mutant) { return with<HintModel>({mutant}); };
+    const auto call = [](CallMutant mutant) { return with<CallModel>({mutant, 1}); };
     const auto ledger = [](LedgerMutant mutant) { return with<LedgerModel>({2, true, true, mutant}); };
     return {
         {"reclaim by timeout", "torn", true, slot(SlotMutant::TIMEOUT)},
@@ -77,6 +81,11 @@ std::vector<Run> controls() {
         {"a top hint is cleared without a second look", "hidden", true, hint(HintMutant::NO_TOP_RECHECK)},
         {"a hint is set before the slot has moved", "hidden", true, hint(HintMutant::HINT_FIRST)},
         {"no rescan after a death", "stuck", true, hint(HintMutant::NO_RESCAN)},
+        {"calls: a slot is taken from a living engine", "torn", true, call(CallMutant::NO_PROOF)},
+        {"calls: nobody frees those of a dead caller", "stuck", true, call(CallMutant::NO_ORPHANS)},
+        {"calls: a caller is known by its index alone", "stuck", true, call(CallMutant::INDEX_ONLY)},
+        {"calls: a reaper swaps without comparing", "torn", true, call(CallMutant::NO_REREAD)},
+        {"calls: CALL_CANCEL without its seq", "lost", true, call(CallMutant::NO_BELL_SEQ)},
     };
 }
 
