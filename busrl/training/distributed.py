@@ -12,6 +12,8 @@ processes.
 
 from __future__ import annotations
 
+import functools
+import math
 import types
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -20,11 +22,20 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from busrl.errors import BugError, ModelNotLoaded
+from busrl.training import parallel
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
+from busrl.training.parallel import Layout, Meshes
 from busrl.training.shard_files import Part, Shards
 
 dist: Any = torch.distributed  # its stub exports neither the stores nor the groups of a mesh
@@ -43,14 +54,17 @@ def find_store(port: int, world: int, timeout_s: float) -> Any:
     return dist.TCPStore(HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join(store: Any, prefix: str, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:
-    """The mesh of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
+def join(
+    store: Any, prefix: str, rank: int, world: int, device: torch.device, timeout_s: float,
+    layout: Layout | None = None,
+) -> Meshes:
+    """The meshes of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
     dist.init_process_group(
         backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
-    return dist.device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
+    return parallel.meshes(layout or Layout(world), device.type)
 
 
 def _backend(device: torch.device) -> str:
@@ -66,26 +80,34 @@ def leave() -> None:
 # -- the model ------------------------------------------------------------------------
 
 
-def shard(model: Any, mesh: Any, dtype: torch.dtype | None = None, reshard: bool = True) -> None:
-    """Spread a loaded model over the mesh in place, layer by layer. ModelNotLoaded for one without known layers.
+def shard(
+    model: Any, meshes: Meshes, dtype: torch.dtype | None = None, reshard: bool = True, offload: bool = False
+) -> None:
+    """Spread a model over the meshes in place, layer by layer. ModelNotLoaded for one without known layers, or without
+    a plan for an axis.
 
     `dtype`: what is gathered and computed with; None: as the parameters are. `reshard`: gathered weights are given up
-    between forward and backward (less memory, one more all-gather).
+    between forward and backward (less memory, one more all-gather). `offload`: shards and gradients are on the host.
     """
+    parallel.cut(model, meshes)
     reduced = None if dtype is None else torch.float32
     # No cast of inputs: a model in one type casts where it must, and the plan of a packed row is to stay one object.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    pinned = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else OffloadPolicy()
+    spread: Any = functools.partial(fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
     embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _norm(model)
+    for experts in parallel.dealt(model):
+        spread(experts, mesh=meshes.experts, reshard_after_forward=reshard)
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        spread(layer, reshard_after_forward=reshard)
     tail = [part for part in (norm, head) if part is not None]
     if head is not None and head.weight is embedding.weight:  # torch refuses a tied weight in two groups
         tail = [embedding, *tail]
     else:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        spread(embedding, reshard_after_forward=reshard)
     if tail:
-        fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        spread(tail, reshard_after_forward=False)
+    spread(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
@@ -111,8 +133,10 @@ def _norm(model: Any) -> nn.Module | None:
 class Sharded(Forward):
     """Another way's scores of a model that `shard` has spread, its calls made where FSDP2 gathers the weights."""
 
-    def __init__(self, way: Forward) -> None:
+    def __init__(self, way: Forward, device: torch.device | None = None) -> None:
+        """`device`: where it computes, if the parameters are elsewhere."""
         super().__init__(way.model)
+        self.where = way.where = device
         self.way, self.name, self.together = way, f"sharded {way.name}", way.together
         if isinstance(way, PaddedRows):
             way.head = _through(way.model.get_output_embeddings(), way.head)
@@ -164,57 +188,88 @@ def local(tensor: Tensor) -> Tensor:
 
 def place(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """This process's rank among those that the tensors are spread over, and how many these are; 0 of 1 without."""
-    meshes = (tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh"))
-    mesh: Any = next(meshes, None)
-    return (0, 1) if mesh is None else (int(mesh.get_rank()), int(mesh.size()))
+    spread = any(hasattr(tensor, "device_mesh") for tensor in tensors)
+    return (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
 
 
-def part_of(name: str, tensor: Tensor, rank: int) -> Part | None:
-    """What this rank has to write of a tensor: its rows, or all of one that is not spread, on rank 0 alone."""
+def alike(tensors: Sequence[Any]) -> bool:
+    """Whether all are spread over the same mesh, so that one operation can be of all of them."""
+    return len({tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")}) < 2
+
+
+def counted(tensor: Any) -> float:
+    """What a number of this rank's part has to be multiplied by in a sum over all ranks: 1 over how many have it."""
     if not hasattr(tensor, "device_mesh"):
-        return None if rank else Part(name, tensor, 0, tuple(tensor.shape))
-    return Part(name, local(tensor), _first_row(tensor), tuple(tensor.shape))
+        return 1.0
+    sizes = (tensor.device_mesh.size(axis) for axis, cut in enumerate(tensor.placements) if not cut.is_replicate())
+    return float(math.prod(sizes) / dist.get_world_size())
 
 
-def _first_row(tensor: Any) -> int:
+def box(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's part of a spread tensor begins, per axis; its size is that of the part."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape[1:]) != tuple(tensor.shape[1:]):
-        raise BugError(f"a tensor of {list(tensor.shape)} is cut along another axis than its rows")
-    return int(offset[0])
+    if tuple(shape) != tuple(local(tensor).shape):
+        raise BugError(f"a tensor of {list(tensor.shape)} is cut into parts that are no boxes: {tensor.placements}")
+    return tuple(int(one) for one in offset)
+
+
+def within(tensor: Any) -> tuple[slice, ...]:
+    """The same as slices of the whole tensor."""
+    if not hasattr(tensor, "device_mesh"):
+        return tuple(slice(0, size) for size in tensor.shape)
+    return tuple(slice(at, at + size) for at, size in zip(box(tensor), local(tensor).shape, strict=True))
+
+
+def part_of(name: str, tensor: Tensor, rank: int) -> Part | None:
+    """What this rank has to write of a tensor: its part, if no lower rank has the same one; all of one that is not
+    spread, on rank 0 alone."""
+    if not hasattr(tensor, "device_mesh"):
+        return None if rank else Part(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+    return Part(name, local(tensor), box(tensor), tuple(tensor.shape)) if _first_to_have(tensor) else None
+
+
+def _first_to_have(tensor: Any) -> bool:
+    mesh, where = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    copies = (at for at, cut in zip(where, tensor.placements, strict=True) if cut.is_replicate())
+    return bool((mesh.mesh == 0).any()) and not any(copies)
 
 
 def read_like(found: Shards, name: str, pattern: Any) -> Tensor:
     """This rank's part of a tensor of a checkpoint, spread as `pattern` is; whole where that is not spread."""
     if not hasattr(pattern, "device_mesh"):
         return found.whole(name)
+    own = local(pattern)
+    return _of_part(found.part(name, within(pattern)) if own.numel() else torch.empty_like(own), pattern)
+
+
+def _of_part(part: Tensor, pattern: Any) -> Tensor:
+    """What is spread as `pattern` is, of this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    own = local(pattern)
-    part = found.rows(name, _first_row(pattern), len(own)) if own.numel() else torch.empty_like(own)
     made: Tensor = DTensor.from_local(
-        part.to(own.device), pattern.device_mesh, pattern.placements, shape=pattern.shape, stride=pattern.stride()
+        part.to(local(pattern).device), pattern.device_mesh, pattern.placements, run_check=False,
+        shape=pattern.shape, stride=pattern.stride(),
     )
     return made
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank: a collective if it is spread."""
+    """All of a tensor, on every rank and on the device of the ranks: a collective if it is spread."""
     gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    if gather is None:
+        return tensor
+    there: Any = tensor
+    found: Tensor = there.to(there.device_mesh.device_type).full_tensor()
+    return found
 
 
 def spread_like(tensor: Tensor, pattern: Any) -> Tensor:
     """This rank's part of `tensor`, which every rank has whole, spread as `pattern` is; without communication."""
     if not hasattr(pattern, "device_mesh"):
         return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    spread: Tensor = distribute_tensor(
-        tensor.to(pattern.device), pattern.device_mesh, pattern.placements, src_data_rank=None
-    )
-    return spread
+    return _of_part(tensor[within(pattern)].clone(), pattern)
 
 
 class OverParts:

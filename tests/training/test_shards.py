@@ -46,7 +46,7 @@ def test_what_is_on_disk_is_what_was_there_when_it_began_and_is_copied_once(tmp_
     tensors = {f"t{i}": torch.full((1 << 22,), float(i)) for i in range(6)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     writing = Writing(tmp_path / "shards" / "rank-0.safetensors",
-                      [Part(name, tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()], 1)
+                      [Part(name, one, (0,) * one.ndim, tuple(one.shape)) for name, one in tensors.items()], 1)
     writing.stage()
     for tensor in tensors.values():
         tensor.fill_(-1.0)
@@ -59,7 +59,7 @@ def test_what_is_on_disk_is_what_was_there_when_it_began_and_is_copied_once(tmp_
 
 
 def test_what_is_on_disk_already_is_not_copied(tmp_path: Path) -> None:
-    writing = Writing(tmp_path / "a" / "rank-0.safetensors", [Part("t", torch.ones(8, 2), 0, (8, 2))], 1)
+    writing = Writing(tmp_path / "a" / "rank-0.safetensors", [Part("t", torch.ones(8, 2), (0, 0), (8, 2))], 1)
     writing.entry()
     writing.stage()
     assert writing.copied == 0 and writing.ended
