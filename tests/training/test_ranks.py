@@ -100,6 +100,10 @@ SOME = [
     "qwen2:layers", "qwen3moe:again", "qwen3:lora16",
     "qwen2:@tensor=2", "qwen3moe:@expert=2", "llama:@replicate=2,offload=1",
 ]
+AXES = [
+    "llama:@tensor=2", "qwen2:again@tensor=2", "qwen3:@tensor=2,offload=1", "qwen3:@replicate=2,tensor=2",
+    "qwen3moe:@tensor=2", "qwen3moe:again@expert=4", "qwen3moe:@tensor=2,expert=2", "qwen3moe:@replicate=2,expert=2",
+]
 KINDS = {
     "": list(rank_program.FAMILIES), "again": [f"{family}:again" for family in rank_program.FAMILIES],
     "lora": [f"{family}:lora" for family in rank_program.FAMILIES],
@@ -109,6 +113,13 @@ KINDS = {
 
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
     as_one_rank(tmp_path, 2, 3, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_ranks_along_two_axes_train_as_one_does(tmp_path: Path) -> None:
+    """And ranks of one axis go on from what they saved."""
+    as_one_rank(tmp_path, 4, 5, AXES)
 
 
 @pytest.mark.slow

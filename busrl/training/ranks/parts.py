@@ -53,8 +53,8 @@ class TeamSettings:
         own = topology.learner.parallel
         return cls(
             topology.ranks, file, facts(topology.to_json()), device, own.reshard,
-            Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all", topology.limits.ready_s,
-            own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
+            Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
+            topology.limits.ready_s, own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
             Path(topology.model.reference) if topology.model.reference else None,
         )
 
