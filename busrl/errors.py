@@ -65,6 +65,10 @@ class FunctionRefused(UserError):
     the message holds the key, the import path, and the cause."""
 
 
+class AgentNotLoaded(UserError):
+    """The code of episodes cannot be imported or set up; the message holds the import path and the cause."""
+
+
 class CallRefused(UserError):
     """A model call of an agent that gets no answer: its messages cannot be used, or a budget of its episode is used
     up. `code`: invalid, unsupported or context_length_exceeded, as clients know them; `param`: the field."""

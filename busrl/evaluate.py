@@ -25,13 +25,13 @@ from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
 from busrl.data.prompts import PromptLine, lines_of
 from busrl.engines import Engine, Finished, Request, make_engine
+from busrl.engines.tokens import NO_IDS
 from busrl.errors import UserError
 from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.states import VALIDATE_BIT, Finish
 
 READY_S = 120.0
-NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Evaluation:
                 row.error = row.error or f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
                 continue
             yield Request(
-                key=place, uid=first + place, segment=0, prompt_ids=ids, prefix_ids=NO_TOKENS,
+                key=place, uid=first + place, segment=0, prompt_ids=ids, prefix_ids=NO_IDS,
                 max_new_tokens=asked.max_new_tokens, temperature=asked.temperature, top_p=asked.top_p,
                 seed=self.topology.run.seed,
             )
@@ -163,7 +163,7 @@ class Evaluation:
             return np.asarray(engine.encode(row.prompt), np.int32)
         except Exception as problem:  # a chat template is foreign code
             row.error = f"the prompt cannot be rendered: {problem}"
-            return NO_TOKENS
+            return NO_IDS
 
     def _until_done(self, engine: Engine, pool: RewardPool, watch: Callable[[Evaluation], None]) -> None:
         while self._waiting or engine.active or len(pool):

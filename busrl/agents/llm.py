@@ -184,11 +184,12 @@ def _reply(choice: Choice) -> Reply:
 
 # -- the end of an episode --------------------------------
 
-How = Literal["returned", "failed", "again", "used_up", "raised", "malformed"]
+How = Literal["returned", "failed", "again", "used_up", "raised", "malformed", "hung", "crashed"]
 
 
 class Ended(msgspec.Struct):
-    """How an episode ended. `reward` and its `parts` where it judged itself (returned, failed); `text`: why else."""
+    """How an episode ended. `reward` and its `parts` where it judged itself (returned, failed); `text`: why else. Of
+    the last two `busrl.agents.children` knows: it took too long, or its process died."""
 
     how: How
     reward: float = 0.0
@@ -200,10 +201,10 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm) -> 
     """Run an episode to its end. One that is no coroutine runs in a thread, where `llm` is a `Blocking`. Cancelling
     this cancels the episode; whatever else it raises, SystemExit included, is its end."""
     try:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            result = await function(task, llm)
-        else:
+        if blocking(function):
             result = await asyncio.to_thread(function, task, Blocking(llm, asyncio.get_running_loop()))
+        else:
+            result = await function(task, llm)
         return Ended("returned", *settle(result))
     except Failed as failed:
         return _judged(failed)
@@ -218,6 +219,12 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm) -> 
         raise
     except BaseException as problem:
         return Ended("raised", text=f"{cause(problem)[:TEXT_LIMIT]}\n{traceback.format_exc()[-TEXT_LIMIT:]}")
+
+
+def blocking(function: Callable[..., Any]) -> bool:
+    """Whether it does not await, and so has to run in a thread."""
+    awaits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return not awaits
 
 
 def _judged(failed: Failed) -> Ended:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,8 @@ from pathlib import Path
 from busrl.config import Topology, load, model_folder, recorded
 from busrl.config.schema import TINY
 from busrl.errors import UserError
+from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
-
-STEP = re.compile(r"global_step_([0-9]+)")
 
 
 def export(options: argparse.Namespace) -> int:
@@ -71,18 +69,18 @@ def _of_run(
         return 0, topology.model.path
     if checkpoint and not (checkpoint.isascii() and checkpoint.isdigit()):
         return _folder(checkpoint)
-    steps = sorted(int(found[1]) for one in paths.checkpoints.glob("*") if (found := STEP.fullmatch(one.name)))
-    wanted = int(checkpoint) if checkpoint else steps[-1] if steps else 0
-    if wanted not in (*steps, 0):
-        known = f"it has those of steps {', '.join(map(str, [0, *steps]))} (0 is the model that it began with)"
+    folders = {step_of(one): one for one in reversed(checkpoints_of(paths.checkpoints))}
+    wanted = int(checkpoint) if checkpoint else max(folders, default=0)
+    if wanted not in (*folders, 0):
+        known = f"it has those of steps {', '.join(map(str, [0, *folders]))} (0 is the model that it began with)"
         raise UserError(f"{option} {checkpoint}: {paths.checkpoints} has no such step; {known}")
-    return (wanted, str(paths.checkpoints / f"global_step_{wanted}")) if wanted else (0, topology.model.path)
+    return (wanted, str(folders[wanted])) if wanted else (0, topology.model.path)
 
 
 def _folder(checkpoint: str) -> tuple[int, str]:
     """A model folder, or a checkpoint of any run, whose step its name tells."""
-    found = STEP.fullmatch(Path(checkpoint).resolve().name)
-    return int(found[1]) if found else 0, str(Path(checkpoint).resolve())
+    folder = Path(checkpoint).resolve()
+    return step_of(folder) if is_checkpoint(folder) else 0, str(folder)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from busrl.data.prompts import lines_of
 from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, UserError
 from busrl.files import json_lines
 from busrl.ledger.openbin import read_draws, read_open
-from busrl.ledger.trained import TrainedSet
+from busrl.ledger.trained import TrainedSet, checkpoints_of
 from busrl.ledger.wal import Record, SampleRecord, frames
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
@@ -190,7 +190,7 @@ class SampleHistory:
                         yield f"  log       {path.name}: step {record.step}, {logged(sample)}"
 
     def _checkpoints(self) -> Iterator[str]:
-        for path in sorted(self.paths.checkpoints.glob("global_step_*"), key=lambda one: one.name):
+        for path in reversed(checkpoints_of(self.paths.checkpoints)):
             try:
                 if self.uid in TrainedSet.load(path / "trained.bin"):
                     yield f"  trained   in checkpoint {path.name}"

@@ -36,6 +36,7 @@ from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology, has_model
+from busrl.config.trials import BYTES_PER_TOKEN
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
 from busrl.errors import DataError
@@ -48,7 +49,6 @@ SOME = 5_000  # of a larger file: so many of the longest, and so many spread eve
 BATCH = 1_000
 TOO_MANY = 0.01  # share of prompts above a given limit that a run is not started with
 UNKNOWN = 1  # tokens, where prompts cannot be looked at: no rule about long ones is broken by it
-BYTES_PER_TOKEN = 4  # of a scripted engine
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from busrl.config.declare import REQUIRED, key
 
+BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
+
 
 @dataclass(frozen=True)
 class Simulate:

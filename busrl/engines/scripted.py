@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config.pretrained import Vocabulary, vocabulary
+from busrl.config.trials import BYTES_PER_TOKEN
 from busrl.data import JsonlStream, Prompt, plain_text, trace, training_stream
 from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.engines.tokens import Ids
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 
-BYTES_PER_TOKEN = 4  # of a prompt: what tokenizers come to for plain text
 LINES_KEPT = 4096
 RIGHT = 0.5  # a reward of the trace that is at least this is a right answer
 WRONG = "wrong"

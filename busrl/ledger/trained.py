@@ -146,11 +146,17 @@ def _checkpoints(paths: RunPaths) -> list[Path]:
 
 def checkpoints_of(root: Path) -> list[Path]:
     """The directories with a checkpoint's name, newest first."""
-    named = [one for one in root.glob("global_step_*") if re.fullmatch(r"global_step_\d+", one.name) and one.is_dir()]
+    named = [one for one in root.glob("global_step_*") if is_checkpoint(one) and one.is_dir()]
     return sorted(named, key=step_of, reverse=True)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether it has a checkpoint's name."""
+    return re.fullmatch(r"global_step_[0-9]+", path.name) is not None
+
+
 def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
     return int(checkpoint.name.rpartition("_")[2])
 
 

@@ -22,11 +22,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from busrl.data import prompt_of
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
+from busrl.engines.tokens import NO_IDS, Ids
 from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
 from busrl.protocol import messages as m
@@ -56,8 +56,6 @@ SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others ma
 WEIGHTS_TURN_S = 0.25
 LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
 LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
-Ids = npt.NDArray[np.int32]
-NO_TOKENS: Ids = np.empty(0, np.int32)
 
 
 # -- the pace of decoding, for `busrl simulate --fit` ------
@@ -399,7 +397,7 @@ class Rollout(Actor):
         segments = segments_of(word)
         try:
             prompt = self._prompt_ids(slot, word, segments)
-            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_TOKENS
+            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
         except UNREADABLE as problem:
             self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
             return None

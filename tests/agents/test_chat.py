@@ -129,6 +129,19 @@ def test_a_template_that_is_followed_still_keeps_the_ids_of_what_it_leaves_alone
     assert world.chat.counts == {"begin": 1, "splice": 2} and len(world.tree.sequences()) == 1
 
 
+def test_a_template_whose_new_text_depends_on_the_whole_history_is_not_extended_but_followed(make: Make) -> None:
+    """It counts messages, which a stand-in for the history has fewer of: the probes find that."""
+    role = "<|im_start|>{{ m.role }}"
+    world = make(worlds.TEMPLATES["qwen2_5"].replace(role, role + " {{ loop.index }}"))
+    assert world.chat.probes[-1].wrong and world.chat.probes[0].how == "extend"
+    messages = [says("user", "A?")]
+    for _ in range(3):
+        messages += [world.call(messages, "B.").message, says("user", "More.")]
+    asked, _ = world.ask(messages)
+    assert world.chat._text.decode(asked.prompt.tolist()) == world.chat.render(messages, [], {}, True)
+    assert world.chat.counts == {"begin": 1, "splice": 3}
+
+
 def test_arguments_of_the_template_reach_both_renderings(make: Make) -> None:
     source = worlds.TEMPLATES["qwen2_5"] + "{% if quiet and add_generation_prompt %}<think>\n\n</think>\n\n{% endif %}"
     world, user = make(source), says("user", "A?")

@@ -49,7 +49,7 @@ def test_the_table_names_as_many_files_as_it_says_and_each_is_there() -> None:
     for name, count, how in ROWS:
         files = re.findall(r"`([a-z_/]+\.py)`", how) if int(count) else []
         new = how.count("a module in")
-        assert len(files) + new + how.count("where it is read") + how.count("who sends it") == int(count), name
+        assert len(files) + new + how.count("where it is read") + how.count("where it is sent") == int(count), name
         assert all((ROOT / "busrl" / file).is_file() for file in files), name
 
 

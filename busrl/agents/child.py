@@ -1,0 +1,240 @@
+"""The process in which the code of episodes runs: `python -m busrl.agents.child PARENT_PID`.
+
+Talks to its parent over stdin and stdout only, in lines of JSON (`busrl.agents.children` has the parent's side): first
+a Setup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. What user code prints goes to stderr.
+Knows nothing of ids, trees or slots.
+
+- Episodes run beside each other on one loop; a function that does not await runs in a thread for each episode.
+- A thread of its own beats, and says for how long the loop has stood still, and where: user code may block it.
+- It dies with its parent, also in the middle of user code. A copy that user code makes of it by fork writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from busrl import imports
+from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
+from busrl.errors import AgentNotLoaded, cause
+from busrl.rewards.child import OWN_PID, PRINTED_BYTES, Requests, die_with_parent, printed, private_pipes
+
+BEAT_S = 0.5
+STANDS_S = 2.0  # without a step the loop is said to stand still
+
+
+class Setup(msgspec.Struct, tag="setup"):
+    """The function of episodes, or the class that has it, by its import path."""
+
+    function: str
+    base_dir: str = "."
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """Run an episode for a line of the data."""
+
+    key: int
+    task: msgspec.Raw
+
+
+class Answered(msgspec.Struct, tag="answered"):
+    """The response to an `Asked`."""
+
+    call: int
+    response: Response
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """End an episode. One that runs in a thread goes on until it asks for something."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The function is loaded and set up; `error` says why not."""
+
+    error: str = ""
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """The process is alive; the loop has not stepped for `stood_s`, at `where`, where that is long."""
+
+    stood_s: float = 0.0
+    where: str = ""
+
+
+class Asked(msgspec.Struct, tag="asked"):
+    """A request of an episode; `call` is this process's number for it."""
+
+    key: int
+    call: int
+    request: Request
+
+
+class Over(msgspec.Struct, tag="over"):
+    """The end of an episode."""
+
+    key: int
+    ended: Ended
+
+
+ToChild = Setup | Begin | Answered | Cancel
+FromChild = Ready | Beat | Asked | Over
+_frames: msgspec.json.Decoder[ToChild] = msgspec.json.Decoder(ToChild)
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[1]))
+    requests, answers = private_pipes()
+    return asyncio.run(Process(requests, answers).serve())
+
+
+class Process:
+    """The episodes of this process. The parent closes the pipe to end it."""
+
+    def __init__(self, requests: Requests, answers: int) -> None:
+        self._requests, self._fd, self._lock = requests, answers, threading.Lock()
+        self._rows: list[bytes] = []
+        self._arrived = asyncio.Event()
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._waiting: dict[int, asyncio.Future[Response]] = {}
+        self._calls = 0
+        self._stepped = time.monotonic()
+        self._main = threading.get_ident()
+        self._function: Callable[..., Any] = lambda task, llm: 0.0
+        self._close: Callable[[], Any] | None = None
+
+    async def serve(self) -> int:
+        loop = asyncio.get_running_loop()
+        os.set_blocking(self._requests.fd, False)
+        loop.add_reader(self._requests.fd, self._read)
+        self._step(loop)
+        threading.Thread(target=self._beat, daemon=True).start()
+        setup = await self._next()
+        if not isinstance(setup, Setup):
+            return 0
+        try:
+            await self._load(setup)
+        except BaseException as problem:
+            self._write(Ready(cause(problem)))
+            return 1
+        self._write(Ready())
+        while (frame := await self._next()) is not None:
+            self._take(frame)
+        if self._close is not None:
+            await _awaited(self._close())
+        return 0
+
+    async def _load(self, setup: Setup) -> None:
+        """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
+        found: Any = imports.load("function", setup.function, AgentNotLoaded, setup.base_dir)
+        if not inspect.isclass(found):
+            self._function = found
+            return
+        made: Any = found()
+        if not callable(getattr(made, "episode", None)):
+            raise AgentNotLoaded(f"function = {setup.function!r}: the class has no method episode(task, llm)")
+        self._function, self._close = made.episode, getattr(made, "close", None)
+        if begin := getattr(made, "setup", None):
+            await _awaited(begin())
+
+    # -- frames -----
+
+    async def _next(self) -> ToChild | None:
+        """The next frame, None when the parent has closed the pipe."""
+        while not self._rows:
+            if self._requests.over:
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        return _frames.decode(self._rows.pop(0))
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._rows += self._requests.read()
+        if self._requests.over:
+            asyncio.get_running_loop().remove_reader(self._requests.fd)
+        self._arrived.set()
+
+    def _write(self, frame: FromChild) -> None:
+        """One line, complete; from any thread."""
+        if os.getpid() != OWN_PID:
+            os._exit(0)
+        data = memoryview(msgspec.json.encode(frame) + b"\n")
+        with self._lock:
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except BrokenPipeError:
+                os._exit(0)
+
+    def _take(self, frame: ToChild) -> None:
+        if isinstance(frame, Begin):
+            self._episodes[frame.key] = asyncio.ensure_future(self._run(frame))
+        elif isinstance(frame, Answered):
+            future = self._waiting.pop(frame.call, None)
+            if future is not None and not future.done():
+                future.set_result(frame.response)
+        elif isinstance(frame, Cancel) and frame.key in self._episodes and not blocking(self._function):
+            self._episodes[frame.key].cancel()
+
+    # -- episodes -----
+
+    async def _run(self, begin: Begin) -> None:
+        async def ask(request: Request) -> Response:
+            self._calls += 1
+            call, future = self._calls, asyncio.get_running_loop().create_future()
+            self._waiting[call] = future
+            self._write(Asked(begin.key, call, request))
+            return await future  # type: ignore[no-any-return]
+
+        try:
+            task = msgspec.json.decode(begin.task)
+            ended = await play(self._function, task, Llm(ask, task))
+        except asyncio.CancelledError:
+            ended = Ended("raised", text="cancelled")
+        del self._episodes[begin.key]
+        printed.left = PRINTED_BYTES
+        self._write(Over(begin.key, ended))
+
+    # -- the beat -----
+
+    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._stepped = time.monotonic()
+        loop.call_later(BEAT_S / 2, self._step, loop)
+
+    def _beat(self) -> None:
+        while True:
+            stood = time.monotonic() - self._stepped
+            self._write(Beat(stood, self._where()) if stood > STANDS_S else Beat())
+            time.sleep(BEAT_S)
+
+    def _where(self) -> str:
+        """The innermost line of user code on the loop's stack."""
+        frame, found = sys._current_frames().get(self._main), ""
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if "busrl_user_" in frame.f_globals.get("__name__", "") or not found:
+                found = f"{os.path.basename(name)}:{frame.f_lineno}, in {frame.f_code.co_name}"
+            if "busrl_user_" in frame.f_globals.get("__name__", ""):
+                break
+            frame = frame.f_back
+        return found
+
+
+async def _awaited(value: Any) -> None:
+    if inspect.isawaitable(value):
+        await value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Episodes in child processes, which may raise, hang, crash or be killed: the children, and what becomes of episodes.
+
+Talks to the operating system, to its children (`busrl.agents.child`) and, for their requests, to the desk. Knows
+nothing of slots, fates or engines.
+
+- An episode that is played ends once, with the tree of the attempt that ended: each attempt has a tree of its own.
+- A child that dies costs its episodes a new attempt, each alone in a child of its own; who is alone with a dying child
+  twice has crashed.
+- An episode that takes longer than `episode_s` of its own time is cancelled; if it does not end then, its child is
+  killed, and the others in it begin again.
+- A child leads a session of its own; killing takes its process group, and with it what user code has started. It ends
+  with this process, also where this is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, FromChild, Over, Ready, Setup, ToChild
+from busrl.agents.desk import Episode
+from busrl.agents.llm import Ended, Refusal
+from busrl.errors import AgentNotLoaded, MachineError
+
+READY_S = 120.0  # importing the user's code may take long
+GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
+END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
+SILENT_S = 4.0
+LINE_BYTES = 256 << 20
+MOST_ALONE = 4  # children for one episode each, at the same time
+MAX_AGAIN, MAX_DEATHS, MAX_STARTS = 3, 2, 3
+_frames: msgspec.json.Decoder[FromChild] = msgspec.json.Decoder(FromChild)
+
+
+class ChildLost(Exception):
+    """The child of an episode died; `alone`: no other episode was in it."""
+
+    def __init__(self, text: str, alone: bool) -> None:
+        self.alone = alone
+        super().__init__(text)
+
+
+@dataclass
+class Played:
+    """How an episode ended, and the calls of the attempt that did. `attempts` were begun."""
+
+    ended: Ended
+    episode: Episode
+    attempts: int
+
+
+class Child:
+    """One process, and the episodes in it. `start` it; `lost` says how it ended."""
+
+    def __init__(self) -> None:
+        self.lost, self.load = "", 0
+        self.stood_s, self.where = 0.0, ""
+        self._heard = time.monotonic()
+        self._episodes: dict[int, tuple[Episode, asyncio.Future[Ended]]] = {}
+        self._number = 0
+        self._blamed = self._ended = False  # killed for an episode that did not end; killed or dead
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._work: set[asyncio.Task[None]] = set()
+
+    async def start(self, setup: Setup) -> None:
+        """AgentNotLoaded with the cause, if the function cannot be had; ChildLost if the process dies before."""
+        # From the main thread: the child is tied to the life of the thread that starts it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "busrl.agents.child", str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+        )
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(LINE_BYTES)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout)
+        self._in, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        loop.add_reader(self._pidfd, self.kill)  # a copy of it may hold its pipe open
+        self._reading = asyncio.ensure_future(self._read(reader))
+        self._send(setup)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), READY_S)
+        except asyncio.TimeoutError:
+            self.kill()
+            raise AgentNotLoaded(f"function = {setup.function!r}: not imported after {READY_S:g} s") from None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def playing(self) -> int:
+        """Episodes in it now."""
+        return len(self._episodes)
+
+    def trouble(self) -> str:
+        """What user code does to this process, "" if nothing: for people."""
+        silent = time.monotonic() - self._heard
+        if self.lost or not silent > SILENT_S:
+            return f"its loop has stood still for {self.stood_s:.0f} s, at {self.where}" if self.stood_s else ""
+        return f"nothing was heard of it for {silent:.0f} s: code that keeps Python from running"
+
+    async def play(self, episode: Episode, task: bytes, episode_s: float) -> Ended:
+        """Run an episode to its end; ChildLost if the process dies before, or has died already."""
+        if self.lost:
+            raise ChildLost(f"agent child {self.pid}: {self.lost}", alone=False)
+        self._number += 1
+        key = self._number
+        over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._episodes[key] = (episode, over)
+        self._send(Begin(key, msgspec.Raw(task)))
+        try:
+            while not over.done():
+                left = episode_s - episode.own_s()
+                if left <= 0:
+                    return await self._overdue(key, over, episode_s)
+                await asyncio.wait({over}, timeout=max(0.02, left))
+            return over.result()
+        finally:
+            self._episodes.pop(key, None)
+            if not over.done():  # the caller was cancelled
+                self._send(Cancel(key))
+
+    async def _overdue(self, key: int, over: asyncio.Future[Ended], episode_s: float) -> Ended:
+        why = self.trouble()
+        self._episodes[key][0].close()
+        self._send(Cancel(key))
+        if not (await asyncio.wait({over}, timeout=GRACE_S))[0]:
+            del self._episodes[key]
+            self._blamed = True
+            self.kill()
+        elif (problem := over.exception()) is not None and not isinstance(problem, ChildLost):
+            raise problem
+        said = f"no end after {episode_s:g} s of its own time (agents.episode_s)"
+        return Ended("hung", text=f"{said}; {why}" if why else said)
+
+    async def close(self) -> None:
+        """Let it end by itself where it has nothing to do, or end it."""
+        self._in.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._reading), 0.0 if self._episodes else GRACE_S)
+        self.kill()
+        await self._reading
+
+    def kill(self) -> None:
+        """Kill its process group. It is not reaped before, so its number belongs to no other."""
+        if not self._ended:
+            self._ended = True
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _send(self, frame: ToChild) -> None:
+        if not self.lost and not self._in.is_closing():
+            self._in.write(msgspec.json.encode(frame) + b"\n")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        fault = ""
+        try:
+            while line := await reader.readline():
+                self._take(_frames.decode(line))
+        except (msgspec.MsgspecError, ValueError):
+            fault = "it wrote to the pipe of its requests"
+        self.kill()
+        try:
+            status = await asyncio.to_thread(self._process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            raise MachineError(f"agent child {self.pid} does not end {END_S:g} s after SIGKILL") from None
+        os.close(self._pidfd)
+        self._in.close()
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        self._end(fault or how)
+
+    def _end(self, how: str) -> None:
+        self.lost, alone = how, len(self._episodes) == 1 and not self._blamed
+        for episode, over in list(self._episodes.values()):
+            episode.close()
+            if not over.done():
+                over.set_exception(ChildLost(f"agent child {self.pid}: {how}", alone))
+        if not self._ready.done():
+            self._ready.set_exception(ChildLost(f"agent child {self.pid}: {how}", True))
+
+    def _take(self, frame: FromChild) -> None:
+        self._heard = time.monotonic()
+        if isinstance(frame, Beat):
+            self.stood_s, self.where = frame.stood_s, frame.where
+        elif isinstance(frame, Ready):
+            self._loaded(frame.error)
+        elif isinstance(frame, Over):
+            _, over = self._episodes.pop(frame.key, (None, None))
+            if over is not None and not over.done():
+                over.set_result(frame.ended)
+        elif isinstance(frame, Asked):
+            task = asyncio.ensure_future(self._answer(frame))
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
+
+    def _loaded(self, error: str) -> None:
+        if self._ready.done():
+            return
+        if error:
+            self._ready.set_exception(AgentNotLoaded(error))
+        else:
+            self._ready.set_result(None)
+
+    async def _answer(self, asked: Asked) -> None:
+        known = self._episodes.get(asked.key)
+        if known is None:
+            self._send(Answered(asked.call, Refusal("ended", "this episode is over")))
+            return
+        episode, over = known
+        try:
+            given, response = await episode.answer(asked.request)
+        except asyncio.CancelledError:
+            return
+        except Exception as problem:  # the engine's: it is not the episode that failed
+            if not over.done():
+                over.set_exception(problem)
+            return
+        if asked.key in self._episodes:
+            self._send(Answered(asked.call, response))
+            given.delivered()
+
+
+class Children:
+    """`count` children that share the episodes, and more for those that have to be alone."""
+
+    def __init__(self, setup: Setup, count: int, episode_s: float) -> None:
+        self._setup, self._count, self._episode_s = setup, count, episode_s
+        self._shared: list[Child] = []
+        self._starting = asyncio.Lock()
+        self._alone = asyncio.Semaphore(max(count, MOST_ALONE))
+        self._spare: list[Child] = []  # those of episodes that are alone, while they run
+
+    async def start(self) -> None:
+        """Start all; AgentNotLoaded if the function cannot be had."""
+        for _ in range(self._count):
+            await self._least()
+
+    @property
+    def all(self) -> list[Child]:
+        return [*self._shared, *self._spare]
+
+    async def play(self, begin: Callable[[], Episode], task: bytes) -> Played:
+        """Run an episode to its end: `begin` makes the calls of an attempt. Ends are those of `Ended`, and as `raised`:
+        one that wanted to begin again too often, or crashed two children (`crashed`), or took too long (`hung`)."""
+        alone, deaths, again, attempts = False, 0, 0, 0
+        while True:
+            attempts += 1
+            async with self._child(alone) as child:
+                episode = begin()
+                try:
+                    ended = await child.play(episode, task, self._episode_s)
+                except ChildLost as lost:
+                    deaths, alone = deaths + (lost.alone or alone), True
+                    if deaths < MAX_DEATHS:
+                        continue
+                    ended = Ended("crashed", text=f"{lost}, twice, with this episode alone in it")
+                finally:
+                    episode.close()
+            again += ended.how == "again"
+            if ended.how != "again" or again == MAX_AGAIN:
+                if ended.how == "again":
+                    ended = Ended("raised", text=f"it wanted to begin again {again} times; {ended.text}")
+                return Played(ended, episode, attempts)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(child.close() for child in self.all))
+
+    @contextlib.asynccontextmanager
+    async def _child(self, alone: bool) -> AsyncIterator[Child]:
+        if not alone:
+            child = await self._least()
+            child.load += 1
+            try:
+                yield child
+            finally:
+                child.load -= 1
+            return
+        async with self._alone:
+            child = await self._started()
+            self._spare.append(child)
+            try:
+                yield child
+            finally:
+                self._spare.remove(child)
+                await child.close()
+
+    async def _least(self) -> Child:
+        """The shared child with the fewest episodes, after those that are gone were replaced."""
+        async with self._starting:
+            living = self._shared = [child for child in self._shared if not child.lost]
+            if all(child.load for child in living) and len(living) < self._count:
+                living.append(await self._started())
+            return min(living, key=lambda child: child.load)  # it may be lost by now, and then says so
+
+    async def _started(self) -> Child:
+        lost: Any = None
+        for _ in range(MAX_STARTS):
+            child = Child()
+            try:
+                await child.start(self._setup)
+                return child
+            except ChildLost as problem:
+                lost = problem
+        raise AgentNotLoaded(f"function = {self._setup.function!r}: its process ended before it was ready, "
+                             f"{MAX_STARTS} times in a row ({lost}); see its log")
