@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from busrl.training import optimizers
+from busrl.training.distributed import Layout
 from busrl.training.model import LoraSettings
-from busrl.training.parallel import Layout
 from busrl.training.ranks.follower import Follower
 from busrl.training.ranks.parts import TeamSettings, facts
 from busrl.training.trainer import Trainer, TrainerSettings

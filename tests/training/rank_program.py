@@ -17,8 +17,8 @@ import torch
 
 from busrl.training import distributed, state
 from busrl.training.batch import Sample
+from busrl.training.distributed import Layout, meshes
 from busrl.training.model import Adapter, LoraSettings
-from busrl.training.parallel import Layout, meshes
 from busrl.training.ranks.parts import Parts, TeamSettings
 from busrl.training.step_stats import RankStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from busrl.training import distributed
-from busrl.training.parallel import Layout
+from busrl.training.distributed import Layout
 from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from busrl import device
 from busrl.training import distributed
+from busrl.training.distributed import Layout, Meshes
 from busrl.training.forward import AUTO, Forward, checkpoint_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only
-from busrl.training.parallel import Layout, Meshes
 from busrl.training.ranks.loading import WeightFiles, fill, first_layers, standing_in
 from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
 
