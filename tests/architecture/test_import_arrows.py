@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,16 @@ def part_of(path: Path) -> str:
 def imports(path: Path, runtime_only: bool = False) -> set[str]:
     """Full names that a file imports, those in `if TYPE_CHECKING` left out when asked for."""
     package = ".".join(("busrl", *path.relative_to(ROOT).parts[:-1]))
-    return imported(path.read_text(), package, runtime_only)
+    return imported(parsed(path), package, runtime_only)
 
 
-def imported(text: str, package: str, runtime_only: bool = False) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module, package: str, runtime_only: bool = False) -> set[str]:
     """The same of a module's text; what it imports relatively is relative to `package`."""
-    tree = ast.parse(text)
     skipped: set[int] = set()
     if runtime_only:
         for node in ast.walk(tree):
@@ -112,7 +117,7 @@ def absolute(package: str, level: int, module: str) -> str:
 
 def test_relative_imports_are_seen_as_what_they_import() -> None:
     text = "from . import near\nfrom .deep import one\nfrom ..training import trainer\nfrom .. import weights\n"
-    found = imported(text, "busrl.scheduling")
+    found = imported(ast.parse(text), "busrl.scheduling")
     assert {"busrl.scheduling", "busrl.scheduling.deep", "busrl.training", "busrl.weights"} <= found
 
 

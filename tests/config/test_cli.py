@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from busrl.cli import main
 from busrl.paths import SHM, RunPaths
 from busrl.ring import OfdLock, Ring
 
@@ -80,11 +81,12 @@ def test_resume_takes_auto_never_or_a_run_directory(tmp_path: Path) -> None:
     assert "two different run directories" in message
 
 
-def test_verbs_about_a_run_say_so_if_there_is_none(tmp_path: Path) -> None:
-    for verb in ("status", "stop", "audit"):
-        told(busrl(verb, tmp_path))
+def test_verbs_about_a_run_say_so_if_there_is_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for verb in (["status"], ["stop"], ["audit"], ["ring", "inspect"]):
+        arguments = [*verb, str(tmp_path)]
+        told(subprocess.CompletedProcess(arguments, main(arguments), *(said := capfd.readouterr())))
+    assert "no ring of that name or run directory" in said.err
     assert "no run" in told(busrl("status", cwd=tmp_path))
-    assert "no ring of that name or run directory" in told(busrl("ring", "inspect", tmp_path))
 
 
 def test_version_names_what_it_stands_on() -> None:

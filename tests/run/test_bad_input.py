@@ -14,6 +14,8 @@ import own
 import pytest
 from harness import ROOT, Run
 
+from busrl.cli import main
+
 Change = Callable[[Path], object]
 
 
@@ -119,11 +121,14 @@ CASES |= {
 }
 
 
+def arguments(verb: str, folder: Path) -> list[str]:
+    return [verb, str(folder / "own.toml"), *(["--run-dir", str(folder / "run")] if verb == "launch" else [])]
+
+
 def command(verb: str, folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "busrl.cli", verb, str(folder / "own.toml")]
-    arguments += ["--run-dir", str(folder / "run")] if verb == "launch" else []
     return subprocess.run(
-        arguments, capture_output=True, text=True, cwd=ROOT, timeout=90, env={**os.environ, **(env or {})}
+        [sys.executable, "-m", "busrl.cli", *arguments(verb, folder)], capture_output=True, text=True, cwd=ROOT,
+        timeout=90, env={**os.environ, **(env or {})},
     )
 
 
@@ -135,14 +140,32 @@ def refused(done: subprocess.CompletedProcess[str], texts: list[str]) -> None:
         assert text in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("verb", ["check", "launch"])
-@pytest.mark.parametrize("case", CASES)
-def test_refused_before_anything_starts(case: str, verb: str, good: Path, tmp_path: Path) -> None:
+def spoilt(good: Path, tmp_path: Path, case: str) -> Path:
     folder = tmp_path / "mine"
     shutil.copytree(good, folder)
-    change, texts = CASES[case]
-    change(folder)
-    refused(command(verb, folder), texts)
+    CASES[case][0](folder)
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["check", "launch"])
+@pytest.mark.parametrize("case", CASES)
+def test_refused_before_anything_starts(
+    case: str, verb: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line in this process: a start of Python for each of these costs more than all that is tested."""
+    folder = spoilt(good, tmp_path, case)
+    monkeypatch.chdir(ROOT)
+    code = main(arguments(verb, folder))
+    said = capfd.readouterr()
+    refused(subprocess.CompletedProcess([], code, said.out, said.err), CASES[case][1])
+    assert not (folder / "run").exists() and Run(folder / "run").leftovers() == []
+
+
+@pytest.mark.parametrize("verb", ["check", "launch"])
+def test_a_process_of_its_own_refuses_the_same_way(verb: str, good: Path, tmp_path: Path) -> None:
+    case = "a reward that can not be imported"
+    folder = spoilt(good, tmp_path, case)
+    refused(command(verb, folder), CASES[case][1])
     assert not (folder / "run").exists() and Run(folder / "run").leftovers() == []
 
 

@@ -18,7 +18,8 @@ from endpoint_process import Endpoint
 Folder = Callable[..., Path]
 
 
-@pytest.mark.parametrize("template", ["chatml", "bos"])
+# The runs by an endpoint below are of a model whose template writes a BOS.
+@pytest.mark.parametrize("template", ["chatml", pytest.param("bos", marks=pytest.mark.slow)])
 def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     chat_folder: Folder, tmp_path: Path, template: str
 ) -> None:
