@@ -89,7 +89,7 @@ MUTANTS = (
            "segment & _MASK", "0 & _MASK", DRAWN),
     Mutant("the seed of the run is not used", "busrl/engines/base.py",
            "[uid & _MASK, seed & _MASK]", "[uid & _MASK, 0]", DRAWN),
-    Mutant("only the tokenizer's end token ends an answer", "busrl/engines/base.py",
+    Mutant("only the tokenizer's end token ends an answer", "busrl/engines/tokens.py",
            "for source in sources)", "for source in sources[-1:])", ENDS),
     Mutant("an end token is told as a cut", "busrl/engines/torch/engine.py",
            "Finish.EOS if self._eos[tokens[-1]] else Finish.LENGTH",
