@@ -293,7 +293,7 @@ MUTANTS = (
            "np.frombuffer(row, np.float32) for row in work.proximal]",
            "np.frombuffer(row, np.float32)[::-1].copy() for row in work.proximal]",
            (f"{TEAM}::test_an_update_with_the_old_log_probabilities_is_that_of_one_rank",)),
-    Mutant("a rank reads the first rows of every tensor", "busrl/training/ranks/loading.py",
+    Mutant("a rank reads the first rows of every tensor", "busrl/training/distributed.py",
            "slice(start, start + size) for start, size", "slice(0, size) for _, size", RANKS),
     Mutant("a rank trains as if all samples weighed the same", "busrl/training/ranks/follower.py",
            "Given(work.advantages, work.weights, before, chosen)", "Given(work.advantages, None, before, chosen)",

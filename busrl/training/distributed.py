@@ -176,13 +176,21 @@ def part_of(name: str, tensor: Tensor, rank: int) -> Part | None:
     return Part(name, local(tensor), _first_row(tensor), tuple(tensor.shape))
 
 
-def _first_row(tensor: Any) -> int:
+def region(tensor: Any) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor, a slice per dimension."""
+    if not hasattr(tensor, "device_mesh"):
+        return tuple(slice(0, size) for size in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape[1:]) != tuple(tensor.shape[1:]):
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _first_row(tensor: Any) -> int:
+    rows, *others = region(tensor)
+    if any(one.stop - one.start != size for one, size in zip(others, tensor.shape[1:], strict=True)):
         raise BugError(f"a tensor of {list(tensor.shape)} is cut along another axis than its rows")
-    return int(offset[0])
+    return int(rows.start)
 
 
 def read_like(found: Shards, name: str, pattern: Any) -> Tensor:

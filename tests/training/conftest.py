@@ -193,7 +193,7 @@ def apart() -> Any:
 
 
 @pytest.fixture(scope="session")
-def score_at_once() -> Any:
+def scored() -> Any:
     """`plain_score`, likewise."""
     return plain_score
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded
+from busrl.training.distributed import local, region
 from busrl.training.model import load_empty
 
 # In the order in which transformers looks for them: a file, or the list of several.
@@ -173,7 +174,7 @@ def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
     parameters = {name: one for name, one in model.named_parameters() if name in absent}
     with torch.no_grad():
         for name, tensor in (parameters | buffers).items():
-            own, place = _own_part(tensor)
+            own, place = local(tensor), region(tensor)
             if own.numel():
                 own.copy_(files.part(name.replace(".base_layer.", "."), place))
 
@@ -188,16 +189,6 @@ def _give_memory(model: Any, device: torch.device) -> None:
                 setattr(module, name, made[one])
     # What holds the shards of a parameter notices this call, and none that sets attributes.
     model._apply(lambda one: torch.empty_like(one, device=device) if one.device.type == "meta" else one)
-
-
-def _own_part(tensor: Any) -> tuple[Tensor, Place]:
-    """This rank's part of a tensor, which shares its memory, and where it lies in the whole one."""
-    if not hasattr(tensor, "device_mesh"):
-        return tensor, tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 @contextlib.contextmanager
