@@ -457,6 +457,7 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
                        "a value head is trained by one process so far", 'advantage = "group_std"')
     yield from refused("learner.optimizer", t.learner.optimizer == "adafactor",
                        "it updates a part of a matrix in another way than the whole", 'optimizer = "adamw"')
+    yield from _axes(t, at, entry.ranks)
     if entry.devices and len(entry.devices) != entry.ranks:
         rule = f"{len(entry.devices)} items for {entry.ranks} ranks: each rank works on a device of its own"
         yield Finding((at, at.replace("ranks", "devices")), rule, f"one item per rank, {ALONE}")
@@ -464,6 +465,24 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     if found and found < OLDEST_TORCH:
         rule = f"torch {'.'.join(map(str, found))} cannot sum gradients over ranks; 2.8 can"
         yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")
+
+
+def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:
+    """ranks = replicate x fsdp x tensor; expert divides fsdp x tensor."""
+    own = t.learner.parallel
+    tensor, expert, replicate = ("learner.parallel." + name for name in ("tensor", "expert", "replicate"))
+    if ranks % (own.replicate * own.tensor):
+        rule = f"ranks are replicate x fsdp x tensor: {own.replicate} x {own.tensor} does not divide {ranks}"
+        yield Finding((at, replicate, tensor), rule, "set ranks to a multiple of their product")
+    elif (ranks // own.replicate) % own.expert:
+        rule = f"experts are dealt out within a replica, which has {ranks // own.replicate} ranks"
+        yield Finding((expert, replicate), rule, "set a divisor of that")
+    if t.lora.on and own.tensor * own.expert > 1:
+        yield Finding(("lora.rank", tensor, expert), "an adapter is not cut along these axes",
+                      "set both to 1, or no LoRA")
+    if t.learner.optimizer == "adamw8bit" and own.tensor * own.expert > 1:
+        yield Finding(("learner.optimizer", tensor, expert), "blocks of 8-bit states were not tried with these axes",
+                      'set optimizer = "adamw", or both to 1')
 
 
 def _torch() -> tuple[int, ...]:

@@ -50,6 +50,7 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
     """A UserError for cores that are named and not there or a learner that its device cannot hold, a DiskFull if what
     is published does not fit into run_dir."""
     machine.require_cores(topology, machine.cores())
+    machine.require_axes(topology)
     memory.require(topology)
     machine.require_disk(topology, model_at(topology.model.path), run_dir)
 

@@ -79,6 +79,11 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 @dataclass(frozen=True)
 class Parallel:
     """[learner.parallel]: a learner of several processes (ranks); see docs/your-run.md."""
+    replicate: int = key(1, "copies of the parts: groups of ranks that hold one model each", low=1, high=512)
+    tensor: int = key(1, "ranks that compute one layer together, heads and columns of its matrices cut", low=1, high=64)
+    expert: int = key(1, "ranks that the experts of a layer are dealt out over, whole", low=1, high=512)
+    offload: str = key("none", "where parts, gradient and optimiser are: on the device, or in the host's memory",
+                       choices=("none", "all"))
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
     collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
 

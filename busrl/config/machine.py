@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.config.engine_rules import parse_cores, rollouts, vllm_entries
-from busrl.config.pretrained import BYTES_OF, adapted, count_of, tensor_shapes
+from busrl.config.pretrained import BYTES_OF, adapted, count_of, model_at, read_config, tensor_shapes, whole
 from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, Process, Topology
 from busrl.errors import DiskFull, UserError
 
@@ -52,6 +52,23 @@ def require_cores(t: Topology, here: frozenset[int]) -> None:
                 f'process.{index}.cpus = "{entry.cpus}": core {missing[0]} is not there, or not for this process, '
                 f"which may use {sorted(here)}; name others, or remove cpus"
             )
+
+
+def require_axes(t: Topology) -> None:
+    """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
+    own, folder = t.learner.parallel, model_at(t.model.path)
+    config = read_config(folder) if folder and t.ranks > 1 else {}
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    experts = whole(text, "num_experts", "num_local_experts", "n_routed_experts")
+    for key, over, what, count in (
+        ("tensor", own.tensor, "num_attention_heads", whole(text, "num_attention_heads")),
+        ("tensor", own.tensor, "num_key_value_heads", whole(text, "num_key_value_heads")),
+        ("expert", own.expert, "num_experts", experts),
+    ):
+        if text and over > 1 and (count % over or (key == "expert" and not count)):
+            remedy = f"set a divisor of {count}" if count else "set 1"
+            raise UserError(f"learner.parallel.{key} = {over}: the model at {t.model.path} has {what} = {count}, which "
+                            f"cannot be dealt out evenly over {over} ranks; {remedy}")
 
 
 def _named_cores(t: Topology) -> frozenset[int]:

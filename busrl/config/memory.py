@@ -51,6 +51,14 @@ class Work:
     reshard: bool = True
     reference: bool = False  # a second model beside the one that is trained
     head_float32: bool = False
+    replicate: int = 1
+    tensor: int = 1
+    expert: int = 1
+    offload: bool = False
+
+    @property
+    def fsdp(self) -> int:
+        return self.ranks // (self.replicate * self.tensor)
 
     @property
     def width(self) -> int:
@@ -72,6 +80,7 @@ class Widths:
     normed: bool  # queries and keys have a norm of their own
     norms: int  # pairs of norms around attention and feed-forward
     parameters: int
+    experts: int = 0  # of these, in the experts of all layers
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
@@ -82,12 +91,14 @@ class Widths:
         keys = (pretrained.whole(text, "num_key_value_heads") or heads) * size
         experts, kind = pretrained.whole(text, "num_experts_per_tok"), str(text.get("model_type", ""))
         inner = experts * pretrained.whole(text, "moe_intermediate_size", "intermediate_size")
+        dealt = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
+        dealt *= 3 * hidden * pretrained.whole(text, "moe_intermediate_size", "intermediate_size")
         return cls(
             hidden, inner or pretrained.whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * hidden,
             pretrained.whole(text, *pretrained.LAYERS), heads * size, keys, pretrained.whole(text, "vocab_size"),
             bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
             kind.startswith(("qwen3", "gemma3")), 2 if kind.startswith(("gemma2", "gemma3")) else 1,
-            parameters or pretrained.estimate(dict(config)),
+            parameters or pretrained.estimate(dict(config)), dealt * pretrained.whole(text, *pretrained.LAYERS),
         )
 
     @property
@@ -99,6 +110,19 @@ class Widths:
     def in_layer(self) -> int:
         """Parameters of one layer."""
         return max(0, self.parameters - self.table * (1 if self.tied else 2)) // max(1, self.layers)
+
+    def part(self, work: Work) -> float:
+        """What a rank has of the parameters: tables are cut over fsdp alone, layers over tensor too."""
+        tables = self.table * (1 if self.tied else 2)
+        dealt = work.fsdp * work.tensor if work.expert > 1 else work.fsdp
+        others = max(0, self.parameters - tables - self.experts)
+        held = tables / work.fsdp + self.experts / dealt + others / (work.fsdp * work.tensor)
+        return min(1.0, held / max(1, tables + self.experts + others))
+
+    def gathered(self, work: Work) -> int:
+        """Parameters of one layer on one rank, while it computes."""
+        experts = self.experts // max(1, self.layers)
+        return max(0, self.in_layer - experts) // work.tensor + experts // work.expert
 
     def adapted(self, targets: tuple[str, ...]) -> int:
         """Inputs and outputs of the adapted matrices of a layer, added up."""
@@ -114,7 +138,8 @@ class Widths:
         norms = (6 if work.width == FLOAT else 8) * self.hidden  # computed in float32 either way
         inside = 3 * (self.queries + self.keys) // 2 if self.normed else 0
         attention = 5 * self.queries + 2 * self.keys
-        return work.width * (norms * self.norms + inside + attention + 4 * self.inner)
+        inner = 4 * self.inner // (1 if self.experts else work.tensor)
+        return work.width * (norms * self.norms + (inside + attention) // work.tensor + inner)
 
 
 def _heads(text: Mapping[str, Any]) -> int:
@@ -144,16 +169,25 @@ def learner_sum(config: Mapping[str, Any], work: Work, parameters: int = 0) -> d
     widths = Widths.of(config, parameters)
     trained = Trained.of(widths, work)
     states = STATES.get(work.optimizer, STATES["adamw"])
+    part = widths.part(work)
     lasting = {
         **_weights(widths, trained, work),
-        "gradient": FLOAT * trained.parameters // work.ranks,
-        f"optimiser ({work.optimizer})": int(states * trained.parameters) // work.ranks,
-        "reference model": widths.parameters * work.width // work.ranks if work.reference else 0,
+        "gradient": int(FLOAT * trained.parameters * part),
+        f"optimiser ({work.optimizer})": int(states * trained.parameters * part),
+        "reference model": int(widths.parameters * work.width * part) if work.reference else 0,
         "libraries": LIBRARIES.get(work.kind, CONTEXT),
     }
+    if work.offload and work.kind != "cpu":
+        lasting |= dict.fromkeys(_on_host(lasting), 0)
     moment = max(_moments(widths, trained, work), key=lambda parts: sum(parts.values()))
     step = sum(lasting.values()) - lasting["weights"] - lasting["libraries"] + sum(moment.values())
     return {**lasting, **moment, "self-test at the start, beyond a step": max(0, _self_test(widths, work) - step)}
+
+
+def _on_host(parts: Mapping[str, int]) -> list[str]:
+    """Names of what learner.parallel.offload moves to the host's memory."""
+    moved = ("weights", "gradient", "reference model")
+    return [name for name in parts if name in moved or name.startswith("optimiser")]
 
 
 def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
@@ -168,8 +202,8 @@ def _weights(widths: Widths, trained: Trained, work: Work) -> dict[str, int]:
     together = AHEAD if work.reshard else widths.layers
     base = widths.parameters * work.width + trained.parameters * FLOAT if work.lora_rank else widths.parameters * FLOAT
     return {
-        "weights": base // work.ranks,
-        "weights that are gathered": work.width * (tables + together * widths.in_layer),
+        "weights": int(base * widths.part(work)),
+        "weights that are gathered": work.width * (tables + together * widths.gathered(work)),
     }
 
 
@@ -226,6 +260,8 @@ def work_of(t: Topology) -> Work:
         tokens=min(max(own.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
         lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind, optimizer=own.optimizer,
         train_layers=own.train_layers, ranks=t.ranks, reshard=own.parallel.reshard,
+        replicate=own.parallel.replicate, tensor=own.parallel.tensor, expert=own.parallel.expert,
+        offload=t.ranks > 1 and own.parallel.offload == "all",
         reference=own.kl != "none" and not (t.lora.on and not t.model.reference),
         head_float32=memory.head_dtype == "float32",
     )
@@ -274,6 +310,11 @@ def of_host(t: Topology) -> dict[str, int]:
     each = pretrained.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
     read = known * each if t.ranks == 1 else 0  # ranks read the rows of their shards
     published = _published(t, known)
+    if (work := work_of(t)).offload:
+        alike = learner_sum(_config(t), replace(work, offload=False), known)
+        kept = work.ranks * sum(alike[name] for name in _on_host(alike))
+        return {"parts of the model, gradients and optimiser of all ranks": kept} | (
+            {"published": published} if published else {})
     largest = max(("the model while it is read", read), ("published", published), key=lambda part: part[1])
     return dict([largest]) if largest[1] else {}
 
@@ -363,6 +404,8 @@ def _lower(t: Topology, work: Work) -> dict[str, Work]:
             work, train_layers=f"{layers * 3 // 4}-{layers - 1}")
     if work.kind != "cpu" and work.optimizer != "adafactor":
         found[f"ranks = {2 * work.ranks} in the learner's [[process]]"] = replace(work, ranks=2 * work.ranks)
+    if work.kind != "cpu" and work.ranks > 1 and not work.offload:
+        found['learner.parallel.offload = "all"'] = replace(work, offload=True)
     if not work.lora_rank:
         found["lora.rank = 32"] = replace(work, lora_rank=32, train_layers="", optimizer="adamw")
     return found

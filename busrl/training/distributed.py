@@ -8,19 +8,34 @@ processes.
 - Every forward goes through the root module and through the head as modules, for there FSDP2 gathers the weights.
 - All ranks make the same number of forwards and of backwards: each is a collective.
 - Shards, gradients and optimiser are float32; `dtype` is what is gathered and computed with.
+- ranks = replicate x fsdp x tensor, the tensor axis innermost. Ranks of one tensor group compute the same samples.
+- An expert is whole: those of a layer are dealt out over `expert` ranks, and tokens travel to them. What no plan of
+  transformers names (embedding, head, norms; experts without an expert axis) is whole on each tensor rank.
+- A cut is even on every axis but that of fsdp, or the model is refused: parts are boxes of any checkpoint and file.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from busrl.errors import BugError, ModelNotLoaded
 from busrl.training.batch import Flat, Sample
@@ -29,6 +44,164 @@ from busrl.training.shard_files import Part, Shards
 
 dist: Any = torch.distributed  # its stub exports neither the stores nor the groups of a mesh
 HOST = "127.0.0.1"  # the only one that is served
+
+# -- axes ----------------------------------------------------------------------
+
+TENSOR_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}  # those whose parts are boxes
+EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
+EXPERTS = "ep_dispatch_experts"  # the style of a module whose parameters are dealt out
+ALL_TO_ALL = "all_to_all"  # tokens travel in scoring as in training: one way of computing
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes; see the head of the module."""
+
+    ranks: int
+    replicate: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def fsdp(self) -> int:
+        return self.ranks // (self.replicate * self.tensor)
+
+    @property
+    def shares(self) -> int:
+        """How many ranks have samples of their own; the rank `share * tensor` is the first that has those of one."""
+        return self.ranks // self.tensor
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """`dense` is what FSDP2 spreads over, one axis or (replicate, fsdp); the others are there where their axis is."""
+
+    layout: Layout
+    dense: Any
+    tensor: Any = None
+    experts: Any = None  # what FSDP2 spreads experts over
+    expert: Any = None
+
+
+def meshes(layout: Layout, device: str) -> Meshes:
+    """A collective of all ranks."""
+    axes = {"replicate": layout.replicate, "fsdp": layout.fsdp, "tensor": layout.tensor}
+    every = _mesh(device, axes)
+    dense = _spread(every, layout)
+    if layout.expert == 1:
+        return Meshes(layout, dense, every["tensor"] if layout.tensor > 1 else None)
+    left = layout.fsdp * layout.tensor // layout.expert
+    sparse = _mesh(device, {"replicate": layout.replicate, "fsdp": left, "expert": layout.expert})
+    tensor = every["tensor"] if layout.tensor > 1 else _mesh(device, {"replicate": layout.ranks, "fsdp": 1})["fsdp"]
+    return Meshes(layout, dense, tensor, _spread(sparse, layout), sparse["expert"])
+
+
+def _mesh(device: str, axes: Mapping[str, int]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kept = {name: size for name, size in axes.items() if size > 1 or name == "fsdp"}
+    return init_device_mesh(device, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _spread(mesh: Any, layout: Layout) -> Any:
+    return mesh["replicate", "fsdp"] if layout.replicate > 1 else mesh["fsdp"]
+
+
+# -- transformers' plans ----------------------------------------------------------------------------
+
+
+def _cut(model: Any, meshes: Meshes) -> None:
+    """Cut a model on `meta` along the tensor and the expert axis, in place; ModelNotLoaded where it cannot be."""
+    layout = meshes.layout
+    if layout.tensor > 1:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        plan = tensor_plan(model, layout)
+        # One line per rank about gathering along two axes in turn, which is what is wanted.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        apply_tensor_parallelism(model, meshes.tensor, plan)
+    if layout.expert > 1:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        apply_expert_parallelism(model, meshes.expert, meshes.tensor, expert_plan(model, layout), ALL_TO_ALL)
+
+
+def tensor_plan(model: Any, layout: Layout) -> dict[str, str]:
+    """transformers' plan of the layers, by the names of modules and parameters. The embedding and the head stay whole:
+    busrl's own head reads the weight and not the module's output."""
+    known = {name: style for name, style in (getattr(model, "tp_plan", None) or {}).items() if _in_layers(name)}
+    if not known:
+        raise ModelNotLoaded(
+            f"{type(model).__name__}: transformers has no plan (tp_plan) to cut its layers; set "
+            "learner.parallel.tensor = 1"
+        )
+    if odd := sorted({style for name, style in known.items() if style not in TENSOR_STYLES and ".experts" not in name}):
+        raise ModelNotLoaded(
+            f"{type(model).__name__}: its plan cuts tensors as {', '.join(odd)}, whose parts no file of ranks can "
+            "hold; set learner.parallel.tensor = 1"
+        )
+    plan = _expanded(model, {name: style for name, style in known.items() if ".experts" not in name})
+    _require_heads(model.config, layout.tensor)
+    parameters = dict(model.named_parameters())
+    for name, style in plan.items():
+        if (one := parameters.get(name)) is not None and style in ("colwise", "rowwise"):
+            axis = 1 if style == "rowwise" and one.ndim > 1 else 0
+            rows = layout.fsdp * (1 if axis else layout.tensor)
+            if style == "colwise" or axis:
+                _require_even(name, one, axis, layout.tensor, "learner.parallel.tensor")
+            _require_even(name, one, 0, rows, "ranks / learner.parallel.replicate")
+    return plan
+
+
+def expert_plan(model: Any, layout: Layout) -> dict[str, str]:
+    """transformers' plan of the experts, by the names of modules and parameters."""
+    known = dict(getattr(model, "ep_plan", None) or {})
+    if not known or set(known.values()) - EXPERT_STYLES or EXPERTS not in known.values():
+        raise ModelNotLoaded(
+            f"{type(model).__name__}: transformers has no plan (ep_plan) that deals its experts out; set "
+            "learner.parallel.expert = 1"
+        )
+    plan, parameters = _expanded(model, known), dict(model.named_parameters())
+    own = [name for name in plan if name in parameters]
+    for name in own:
+        _require_even(name, parameters[name], 0, layout.expert, "learner.parallel.expert")
+        _require_even(name, parameters[name], 0, layout.fsdp * layout.tensor, "ranks / learner.parallel.replicate")
+    if not own:
+        raise ModelNotLoaded(f"{type(model).__name__} has no experts; set learner.parallel.expert = 1")
+    return plan
+
+
+def _dealt(model: Any) -> Iterator[nn.Module]:
+    """The modules of a model whose experts `_cut` has dealt out."""
+    return (module for module in model.modules() if getattr(module, "_is_expert_parallel", False))
+
+
+def _in_layers(name: str) -> bool:
+    return ".layers." in f".{name}"
+
+
+def _expanded(model: Any, plan: dict[str, str]) -> dict[str, str]:
+    found: dict[str, str] = model._expand_parallel_plan(plan)
+    return found
+
+
+def _require_heads(config: Any, tensor: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None) or 0
+        if count % tensor:
+            raise ModelNotLoaded(
+                f"the model has {name} = {count}, which learner.parallel.tensor = {tensor} does not divide; set a "
+                "divisor of it"
+            )
+
+
+def _require_even(name: str, tensor: Tensor, axis: int, over: int, key: str) -> None:
+    if tensor.shape[axis] % over:
+        raise ModelNotLoaded(
+            f"{name} is {list(tensor.shape)}: its {'columns' if axis else 'rows'} cannot be cut evenly into {over} "
+            f"parts; change {key}"
+        )
+
 
 # -- groups of processes -----------------------------------------------------------
 
@@ -43,14 +216,17 @@ def find_store(port: int, world: int, timeout_s: float) -> Any:
     return dist.TCPStore(HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join(store: Any, prefix: str, rank: int, world: int, device: torch.device, timeout_s: float) -> Any:
-    """The mesh of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
+def join(
+    store: Any, prefix: str, rank: int, world: int, device: torch.device, timeout_s: float,
+    layout: Layout | None = None,
+) -> Meshes:
+    """The meshes of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
     dist.init_process_group(
         backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
-    return dist.device_mesh.init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",))
+    return meshes(layout or Layout(world), device.type)
 
 
 def _backend(device: torch.device) -> str:
@@ -66,26 +242,34 @@ def leave() -> None:
 # -- the model ------------------------------------------------------------------------
 
 
-def shard(model: Any, mesh: Any, dtype: torch.dtype | None = None, reshard: bool = True) -> None:
-    """Spread a loaded model over the mesh in place, layer by layer. ModelNotLoaded for one without known layers.
+def shard(
+    model: Any, meshes: Meshes, dtype: torch.dtype | None = None, reshard: bool = True, offload: bool = False
+) -> None:
+    """Spread a model over the meshes in place, layer by layer. ModelNotLoaded for one without known layers, or without
+    a plan for an axis.
 
     `dtype`: what is gathered and computed with; None: as the parameters are. `reshard`: gathered weights are given up
-    between forward and backward (less memory, one more all-gather).
+    between forward and backward (less memory, one more all-gather). `offload`: shards and gradients are on the host.
     """
+    _cut(model, meshes)
     reduced = None if dtype is None else torch.float32
     # No cast of inputs: a model in one type casts where it must, and the plan of a packed row is to stay one object.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    pinned = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else OffloadPolicy()
+    spread: Any = functools.partial(fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
     embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _norm(model)
+    for experts in _dealt(model):
+        spread(experts, mesh=meshes.experts, reshard_after_forward=reshard)
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        spread(layer, reshard_after_forward=reshard)
     tail = [part for part in (norm, head) if part is not None]
     if head is not None and head.weight is embedding.weight:  # torch refuses a tied weight in two groups
         tail = [embedding, *tail]
     else:
-        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        spread(embedding, reshard_after_forward=reshard)
     if tail:
-        fully_shard(tail, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        spread(tail, reshard_after_forward=False)
+    spread(model, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
@@ -111,8 +295,10 @@ def _norm(model: Any) -> nn.Module | None:
 class Sharded(Forward):
     """Another way's scores of a model that `shard` has spread, its calls made where FSDP2 gathers the weights."""
 
-    def __init__(self, way: Forward) -> None:
+    def __init__(self, way: Forward, device: torch.device | None = None) -> None:
+        """`device`: where it computes, if the parameters are elsewhere."""
         super().__init__(way.model)
+        self.where = way.where = device
         self.way, self.name, self.together = way, f"sharded {way.name}", way.together
         if isinstance(way, PaddedRows):
             way.head = _through(way.model.get_output_embeddings(), way.head)
@@ -164,65 +350,88 @@ def local(tensor: Tensor) -> Tensor:
 
 def place(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """This process's rank among those that the tensors are spread over, and how many these are; 0 of 1 without."""
-    meshes = (tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh"))
-    mesh: Any = next(meshes, None)
-    return (0, 1) if mesh is None else (int(mesh.get_rank()), int(mesh.size()))
+    spread = any(hasattr(tensor, "device_mesh") for tensor in tensors)
+    return (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
 
 
-def part_of(name: str, tensor: Tensor, rank: int) -> Part | None:
-    """What this rank has to write of a tensor: its rows, or all of one that is not spread, on rank 0 alone."""
+def alike(tensors: Sequence[Any]) -> bool:
+    """Whether all are spread over the same mesh, so that one operation can be of all of them."""
+    return len({tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")}) < 2
+
+
+def counted(tensor: Any) -> float:
+    """What a number of this rank's part has to be multiplied by in a sum over all ranks: 1 over how many have it."""
     if not hasattr(tensor, "device_mesh"):
-        return None if rank else Part(name, tensor, 0, tuple(tensor.shape))
-    return Part(name, local(tensor), _first_row(tensor), tuple(tensor.shape))
+        return 1.0
+    sizes = (tensor.device_mesh.size(axis) for axis, cut in enumerate(tensor.placements) if not cut.is_replicate())
+    return float(math.prod(sizes) / dist.get_world_size())
 
 
-def region(tensor: Any) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor, a slice per dimension."""
-    if not hasattr(tensor, "device_mesh"):
-        return tuple(slice(0, size) for size in tensor.shape)
+def box(tensor: Any) -> tuple[int, ...]:
+    """Where this rank's part of a spread tensor begins, per axis; its size is that of the part."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    if tuple(shape) != tuple(local(tensor).shape):
+        raise BugError(f"a tensor of {list(tensor.shape)} is cut into parts that are no boxes: {tensor.placements}")
+    return tuple(int(one) for one in offset)
 
 
-def _first_row(tensor: Any) -> int:
-    rows, *others = region(tensor)
-    if any(one.stop - one.start != size for one, size in zip(others, tensor.shape[1:], strict=True)):
-        raise BugError(f"a tensor of {list(tensor.shape)} is cut along another axis than its rows")
-    return int(rows.start)
+def within(tensor: Any) -> tuple[slice, ...]:
+    """The same as slices of the whole tensor."""
+    if not hasattr(tensor, "device_mesh"):
+        return tuple(slice(0, size) for size in tensor.shape)
+    return tuple(slice(at, at + size) for at, size in zip(box(tensor), local(tensor).shape, strict=True))
+
+
+def part_of(name: str, tensor: Tensor, rank: int) -> Part | None:
+    """What this rank has to write of a tensor: its part, if no lower rank has the same one; all of one that is not
+    spread, on rank 0 alone."""
+    if not hasattr(tensor, "device_mesh"):
+        return None if rank else Part(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+    return Part(name, local(tensor), box(tensor), tuple(tensor.shape)) if _first_to_have(tensor) else None
+
+
+def _first_to_have(tensor: Any) -> bool:
+    mesh, where = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    copies = (at for at, cut in zip(where, tensor.placements, strict=True) if cut.is_replicate())
+    return bool((mesh.mesh == 0).any()) and not any(copies)
 
 
 def read_like(found: Shards, name: str, pattern: Any) -> Tensor:
     """This rank's part of a tensor of a checkpoint, spread as `pattern` is; whole where that is not spread."""
     if not hasattr(pattern, "device_mesh"):
         return found.whole(name)
+    own = local(pattern)
+    return _of_part(found.part(name, within(pattern)) if own.numel() else torch.empty_like(own), pattern)
+
+
+def _of_part(part: Tensor, pattern: Any) -> Tensor:
+    """What is spread as `pattern` is, of this rank's part."""
     from torch.distributed.tensor import DTensor
 
-    own = local(pattern)
-    part = found.rows(name, _first_row(pattern), len(own)) if own.numel() else torch.empty_like(own)
     made: Tensor = DTensor.from_local(
-        part.to(own.device), pattern.device_mesh, pattern.placements, shape=pattern.shape, stride=pattern.stride()
+        part.to(local(pattern).device), pattern.device_mesh, pattern.placements, run_check=False,
+        shape=pattern.shape, stride=pattern.stride(),
     )
     return made
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank: a collective if it is spread."""
+    """All of a tensor, on every rank and on the device of the ranks: a collective if it is spread."""
     gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+    if gather is None:
+        return tensor
+    there: Any = tensor
+    found: Tensor = there.to(there.device_mesh.device_type).full_tensor()
+    return found
 
 
 def spread_like(tensor: Tensor, pattern: Any) -> Tensor:
     """This rank's part of `tensor`, which every rank has whole, spread as `pattern` is; without communication."""
     if not hasattr(pattern, "device_mesh"):
         return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    spread: Tensor = distribute_tensor(
-        tensor.to(pattern.device), pattern.device_mesh, pattern.placements, src_data_rank=None
-    )
-    return spread
+    return _of_part(tensor[within(pattern)].clone(), pattern)
 
 
 class OverParts:

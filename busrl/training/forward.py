@@ -36,8 +36,16 @@ class Forward:
     name = "full"
     together = False  # computes a shared prompt once and pads nothing: a group should be in one micro-batch
 
+    where: torch.device | None = None  # it computes there, if the parameters are elsewhere
+
     def __init__(self, model: Any) -> None:
         self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        found: torch.device = self.where or self.model.device
+        return found
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, which is `samples`; of
@@ -82,7 +90,7 @@ class Forward:
 
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
         """The model's input without the last column, which predicts nothing; row and column of each wanted logit."""
-        ids, rows, columns = (part.to(self.model.device) for part in pad(samples))
+        ids, rows, columns = (part.to(self.device) for part in pad(samples))
         return ids[:, :-1], rows, columns
 
 
@@ -124,7 +132,7 @@ class PackedRows(PaddedRows):
         return super().on(model)
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
-        plan = packing.plan_of(samples, self.model.device)
+        plan = packing.plan_of(samples, self.device)
         found: Tensor = self.model.base_model(
             input_ids=plan.ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
         )[0]
@@ -138,7 +146,7 @@ class JoinedRows(PaddedRows):
     name, together = "joined", True
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
-        ids, positions, wanted = (part.to(self.model.device) for part in join(samples))
+        ids, positions, wanted = (part.to(self.device) for part in join(samples))
         found: Tensor = self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0]
         return found[0, wanted]
 

@@ -2,9 +2,9 @@
 
 Used by checkpoints and the ranks of a learner. Talks to files; knows nothing of optimisers, plans or steps.
 
-- A file is plain safetensors. Its header says of each tensor which rows of the whole it holds, so any number of ranks
-  reads what any number wrote, each its own rows alone. (The index of torch's own distributed checkpoints is a pickle,
-  which could run code, and is planned by collectives.)
+- A file is plain safetensors. Its header says of each tensor where its part begins in the whole, so any number of ranks
+  reads what any number wrote, however either cuts it, each its own part alone. (The index of torch's own distributed
+  checkpoints is a pickle, which could run code, and is planned by collectives.)
 - Tensors are written from where they are. `stage` copies those that are not on disk yet: whoever is about to change
   them calls it first, so a save takes at most one more copy of the state, and none if it was written by then.
 - Sizes and CRC-32 are those of the bytes that were handed to the kernel, not of what a second reading finds.
@@ -13,6 +13,7 @@ Used by checkpoints and the ranks of a learner. Talks to files; knows nothing of
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -45,11 +46,12 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class Part:
-    """Rows `first` and on of the tensor `name`, whose whole shape is `shape`; `tensor` may still be in use."""
+    """What begins at `first` (per axis) of the tensor `name`, whose whole shape is `shape`; `tensor` may still be in
+    use."""
 
     name: str
     tensor: Tensor
-    first: int
+    first: tuple[int, ...]
     shape: tuple[int, ...]
 
 
@@ -135,7 +137,7 @@ def _size(tensor: Tensor) -> int:
 
 def _head(parts: Sequence[Part], world: int) -> bytes:
     """A header of safetensors: its length, then JSON, padded so that the tensors are aligned."""
-    where = {part.name: [part.first, list(part.shape)] for part in parts}
+    where = {part.name: [list(part.first), list(part.shape)] for part in parts}
     described: dict[str, Any] = {"__metadata__": {"format": "pt", WORLD: str(world), PARTS: json.dumps(where)}}
     end = 0
     for part in parts:
@@ -223,14 +225,15 @@ class Shards:
         from safetensors import safe_open
 
         self.folder, self.shapes = checkpoint / FOLDER, dict[str, tuple[int, ...]]()
-        self._parts: dict[str, list[tuple[int, Any]]] = {}
+        self._parts: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
         worlds, paths = set(), sorted(self.folder.glob("rank-*.safetensors"))
         for path in paths:
             file: Any = safe_open(str(path), "pt")
             about = file.metadata()
             worlds.add(int(about[WORLD]))
             for name, (first, shape) in json.loads(about[PARTS]).items():
-                self._parts.setdefault(name, []).append((first, file))
+                begin = tuple(first) if isinstance(first, list) else (first, *(0,) * (len(shape) - 1))[:len(shape)]
+                self._parts.setdefault(name, []).append((begin, file))  # a number is of rows, in files of busrl 0.1
                 self.shapes[name] = tuple(shape)
         if worlds != {len(paths)}:
             raise FileCorrupt(f"{self.folder}: files of {len(paths)} ranks, written by {sorted(worlds)}; use another "
@@ -242,21 +245,39 @@ class Shards:
         return (name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix))
 
     def whole(self, name: str) -> Tensor:
-        shape = self.shapes[name]
-        return self.rows(name, 0, shape[0]) if shape else self._parts[name][0][1].get_tensor(name)
+        return self.part(name, tuple(slice(0, size) for size in self.shapes[name]))
 
-    def rows(self, name: str, first: int, count: int) -> Tensor:
-        """So many rows from one on, read from whichever files have them."""
-        pieces = []
-        for begin, file in sorted(self._parts[name], key=lambda part: part[0]):
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        """That part of a tensor, read from whichever files have pieces of it."""
+        if not place:
+            found: Tensor = self._parts[name][0][1].get_tensor(name)
+            return found
+        made: Tensor | None = None
+        missing = math.prod(one.stop - one.start for one in place)
+        for begin, file in self._parts[name]:
             piece = file.get_slice(name)
-            low, high = max(first, begin), min(first + count, begin + piece.get_shape()[0])
-            if low < high:
-                pieces.append(piece[low - begin: high - begin])
-        found = torch.cat(pieces) if len(pieces) != 1 else pieces[0]
-        if len(found) != count:
-            raise FileCorrupt(f"{self.folder}: {name} has {len(found)} of the rows {first} to {first + count - 1}")
-        return found
+            shared = [_shared(*one) for one in zip(place, begin, piece.get_shape(), strict=True)]
+            if any(one.start >= one.stop for one in shared):
+                continue
+            read: Tensor = piece[_from(shared, begin)]
+            if missing == read.numel() and made is None:
+                return read
+            made = read.new_empty([one.stop - one.start for one in place]) if made is None else made
+            made[_from(shared, [one.start for one in place])] = read
+            missing -= read.numel()
+        if made is None or missing:
+            raise FileCorrupt(f"{self.folder}: {missing} values of {name} are in none of the files")
+        return made
+
+
+def _from(place: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
+    """The same place, counted from there."""
+    return tuple(slice(one.start - at, one.stop - at) for one, at in zip(place, begin, strict=True))
+
+
+def _shared(wanted: slice, begin: int, size: int) -> slice:
+    """What of a wanted range a piece has."""
+    return slice(max(wanted.start, begin), min(wanted.stop, begin + size))
 
 
 def require_same(found: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor], where: str, model: str) -> None:

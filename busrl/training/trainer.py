@@ -121,7 +121,7 @@ class Trainer:
         self.loss = load_loss(settings.loss)
         self.forward, self._masters = _prepared(model, settings, forward)
         self.parameters = list(self.trained_tensors().values())
-        self._device = self.parameters[0].device
+        self._device = self.forward.where or self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
@@ -133,6 +133,7 @@ class Trainer:
         self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
         # A teacher's most probable tokens in the place of each generated one: ids and log-probabilities; no gradient.
         self.teacher: Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]] | None = None
+        self.copies = 1  # ranks that compute the same samples as this one, itself included
         self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self.saving: Writing | None = None  # of these tensors, by a thread
         self._clear()
@@ -140,7 +141,7 @@ class Trainer:
     def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
         """The optimiser: of the parameters, or of this rank's parts of them where it cannot take spread ones."""
         spread = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
-        if not spread or self.settings.optimizer == optimizers.ADAMW:
+        if not spread or (self.settings.optimizer == optimizers.ADAMW and distributed.alike(self.parameters)):
             return make(self.parameters)
         adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
         optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
@@ -398,7 +399,7 @@ class Trainer:
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        (tokens,) = distributed.added([self._tokens], self.parameters)
+        (tokens,) = distributed.added([self._tokens / self.copies], self.parameters)
         if not tokens:
             reason = "no trained token"
         else:
@@ -645,8 +646,9 @@ def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
     ranks together where the parameters are spread over some, which is a collective then."""
     gradients = _gradients(parameters)
     torch._foreach_div_(gradients, divisor)
-    norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(1)
-    return math.sqrt(distributed.added([float(norms.square().sum())], parameters)[0])
+    shares = torch.tensor([distributed.counted(one.grad) for one in parameters if one.grad is not None]).double()
+    norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(0)
+    return math.sqrt(distributed.added([float((norms.square() * shares.to(norms.device)).sum())], parameters)[0])
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:

@@ -120,7 +120,8 @@ INSIDE: dict[str, dict[str, str]] = {
     "training": {
         "head": "", "optimizers": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
         "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
-        "custom": "optimizers", "forward": "batch head model packing", "distributed": "batch forward shard_files",
+        "custom": "optimizers", "forward": "batch head model packing",
+        "distributed": "batch forward shard_files",
         "state": "checkpoint distributed optimizers shard_files",
         "trainer": "batch checkpoint custom distributed forward head model optimizers precision shard_files state "
                    "step_stats value_head",

@@ -172,6 +172,17 @@ def test_a_host_without_room_for_what_is_published_is_refused_where_the_device_h
     explain.require_cores_and_disk(t, here)
 
 
+def test_axes_and_offload_lower_what_a_rank_holds() -> None:
+    one = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4))
+    cut = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4, tensor=2))
+    twice = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=8, replicate=2))
+    host = learner_sum(SEVEN_BILLION, Work(4096, "bfloat16", True, kind="cuda", ranks=4, offload=True))
+    assert twice["weights"] == one["weights"] < cut["weights"] < 1.2 * one["weights"], "tables are whole"
+    assert cut["weights that are gathered"] < one["weights that are gathered"]
+    assert host["weights"] == host["gradient"] == host["optimiser (adamw)"] == 0
+    assert host["weights that are gathered"] == one["weights that are gathered"]
+
+
 def test_ranks_on_a_cpu_share_its_memory_and_on_devices_have_their_own(
     loaded: Loaded, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

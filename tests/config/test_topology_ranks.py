@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology
+from busrl.config import Topology, machine
+from busrl.errors import UserError
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -26,7 +29,22 @@ def test_each_rank_but_the_first_is_a_process_on_the_learners_device(loaded: Loa
         ((TWO, "learner.optimizer=adafactor"), "it updates a part of a matrix in another way"),
         ((TWO, 'process.learner.devices=["0"]', "model.device=cuda"), "1 items for 2 ranks"),
         (("process.rollout.ranks=2",), "a rollout trains none"),
+        ((TWO, "learner.parallel.tensor=3"), "1 x 3 does not divide 2"),
+        ((TWO, "learner.parallel.expert=2", "learner.parallel.replicate=2"), "a replica, which has 1 ranks"),
+        ((TWO, "learner.parallel.tensor=2", "learner.optimizer=adamw8bit"), "8-bit states were not tried"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(refused: Refused, settings: tuple[str, ...], said: str) -> None:
     assert any(said in problem for problem in refused("", *settings))
+
+
+def test_heads_and_experts_that_cannot_be_dealt_out_evenly_are_named(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 3}))
+    monkeypatch.setattr(machine, "model_at", lambda path: tmp_path)
+    machine.require_axes(loaded("", "process.learner.ranks=3", "learner.parallel.tensor=3"))
+    with pytest.raises(UserError, match=r"learner.parallel.tensor = 2: .* num_key_value_heads = 3"):
+        machine.require_axes(loaded("", TWO, "learner.parallel.tensor=2"))
+    with pytest.raises(UserError, match=r"num_experts = 0, .*; set 1"):
+        machine.require_axes(loaded("", TWO, "learner.parallel.expert=2"))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from busrl.training import optimizers
+from busrl.training.distributed import Layout
 from busrl.training.model import LoraSettings
 from busrl.training.ranks.follower import Follower
 from busrl.training.ranks.parts import TeamSettings, facts
@@ -37,7 +38,8 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
         Trainer.micro_batch = fail  # type: ignore[method-assign]
     team = TeamSettings(ranks, file, known, torch.device("cpu"), start_s=60, collective_s=collective_s,
                         lora=LoraSettings(**more["lora"]) if more["lora"] else None, refers=more["refers"],
-                        reference=Path(more["reference"]) if more["reference"] else None)
+                        reference=Path(more["reference"]) if more["reference"] else None,
+                        layout=Layout(ranks, tensor=more["tensor"]))
     follower = Follower(team, settings, rank)
     while True:
         message = follower.hear(60)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl.training import distributed
+from busrl.training import distributed, state
 from busrl.training.batch import Sample
+from busrl.training.distributed import Layout, meshes
 from busrl.training.model import Adapter, LoraSettings
 from busrl.training.ranks.parts import Parts, TeamSettings
 from busrl.training.step_stats import RankStats, stats_of
@@ -93,6 +94,15 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
 }
 
 
+def axes_of(kind: str, world: int) -> tuple[str, Layout, bool]:
+    """Of a kind as `again@tensor=2,offload=1`: the kind, how the ranks share the model, and whether parts are on the
+    host."""
+    kind, _, axes = kind.partition("@")
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in axes.split(",") if axis)}
+    offload = bool(sizes.pop("offload", 0))
+    return kind, Layout(world, **sizes), offload
+
+
 def lora_of(kind: str) -> LoraSettings | None:
     return LoraSettings(4, 2.0, ("q_proj", "v_proj"), seed=3) if kind.startswith("lora") else None
 
@@ -106,10 +116,11 @@ def alone(family: str, steps: int, kind: str) -> dict[str, Any]:
     return result(trainer, train(trainer, 0, 1, steps))
 
 
-def parts(mesh: Any, world: int, kind: str) -> Parts:
+def parts(world: int, kind: str) -> Parts:
     """What a trainer of a shard is made with; no socket is opened for it."""
-    team = TeamSettings(world, Path(), {}, torch.device("cpu"), lora=lora_of(kind))
-    return Parts(replace(SETTINGS, **KINDS[kind]), team, mesh)
+    kind, layout, offload = axes_of(kind, world)
+    team = TeamSettings(world, Path(), {}, torch.device("cpu"), lora=lora_of(kind), layout=layout, offload=offload)
+    return Parts(replace(SETTINGS, **KINDS[kind]), team, meshes(layout, "cpu"))
 
 
 def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
@@ -124,22 +135,43 @@ def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
 
 def main(rank: int, world: int, port: int, folder: Path, steps: int, families: list[str]) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    mesh = distributed.join(distributed.find_store(port, world, 60), "tests", rank, world, device, 60)
+    distributed.join(distributed.find_store(port, world, 60), "tests", rank, world, torch.device("cpu"), 60)
     for family in families:
-        name, _, kind = family.partition(":")
-        made = parts(mesh, world, kind)
-        trainer = made.trainer(folder / name, Trainer)
-        model = trainer.model
-        held = sum(distributed.local(one).nbytes for one in model.parameters())
-        whole = sum(one.nbytes for one in model.parameters())
-        found = result(trainer, train(trainer, rank, world, steps))
-        found["bytes"] = {"whole": whole, "held": held, "read": made.read, "largest": made.largest}
-        weights = found.pop("weights")
-        if not rank:
-            np.savez(folder / f"{family}.npz", **weights)
-        (folder / f"{family}.{rank}.json").write_text(json.dumps(found))
+        one_family(rank, world, folder, steps, family)
     distributed.leave()
+
+
+def one_family(rank: int, world: int, folder: Path, steps: int, family: str) -> None:
+    name, _, kind = family.partition(":")
+    made = parts(world, kind)
+    trainer = made.trainer(folder / name, Trainer)
+    layout, model = made.mesh.layout, trainer.model
+    held = sum(distributed.local(one).nbytes for one in model.parameters())
+    whole = sum(one.nbytes for one in model.parameters())
+    found = result(trainer, train(trainer, rank // layout.tensor, layout.shares, steps))
+    found["bytes"] = {"whole": whole, "held": held, "read": made.read, "largest": made.largest}
+    found["counts"] = rank % layout.tensor == 0  # the others computed the same
+    weights = found.pop("weights")
+    if not rank:
+        np.savez(folder / f"{family}.npz", **weights)
+    if "@" in kind:  # which changes the weights
+        found["again"] = saved_and_restored(rank, world, folder, family, trainer)
+    (folder / f"{family}.{rank}.json").write_text(json.dumps(found))
+
+
+def saved_and_restored(rank: int, world: int, folder: Path, family: str, trainer: Trainer) -> list[Any]:
+    """Saves; one step further, and the same of ranks of one axis that restored what was saved: both norms."""
+    name, kept = family.partition(":")[0], folder / f"saved-{family}"
+    kept.mkdir(exist_ok=True)
+    saving = trainer.save(kept)
+    saving.entries()
+    torch.distributed.barrier()
+    layout = axes_of(family.partition(":")[2], world)[1]
+    after = train(trainer, rank // layout.tensor, layout.shares, 1)
+    other = parts(world, family.partition(":")[2].partition("@")[0]).trainer(folder / name, Trainer)
+    state.restore(other, kept)
+    again = train(other, rank, world, 1)
+    return [after[0].norm, again[0].norm]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from busrl.training import distributed
+from busrl.training.distributed import Layout
 from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)
@@ -45,8 +46,12 @@ def of_all(folder: Path, family: str, world: int) -> dict[str, Any]:
     """What all ranks computed together."""
     found = [json.loads((folder / f"{family}.{rank}.json").read_text()) for rank in range(world)]
     assert len({json.dumps(one["norms"]) for one in found}) == 1, "the ranks disagree about the norm"
-    sums = np.sum([one["losses"] for one in found], axis=0)
-    tokens = np.sum([one["tokens"] for one in found], axis=0)
+    for one in found:
+        if again := one.get("again"):
+            assert again[0] == pytest.approx(again[1], rel=1e-5), "ranks of one axis continue what others saved"
+    counted = [one for one in found if one["counts"]]
+    sums = np.sum([one["losses"] for one in counted], axis=0)
+    tokens = np.sum([one["tokens"] for one in counted], axis=0)
     return {
         "way": found[0]["way"], "losses": sums, "norms": found[0]["norms"], "tokens": tokens,
         "weights": dict(np.load(folder / f"{family}.npz")), "bytes": [one["bytes"] for one in found],
@@ -79,6 +84,7 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
         name, _, kind = family.partition(":")
         found = of_all(folder, family, world)
         assert found["way"] == "sharded packed", family
+        kind, layout, _ = rank_program.axes_of(kind, world)
         expected = rank_program.alone(name, steps, "" if kind == "again" else kind)  # which keeps what it computed
         if kind in ("bfloat16", "lora16"):
             assert all(one.dtype == np.float32 for one in found["weights"].values()), "trained in float32"
@@ -86,11 +92,18 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
             np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
         else:
             assert_equal(found, expected)
-        if not kind.startswith("lora"):
+        if not kind.startswith("lora") and layout == Layout(world):
             assert_in_parts(found["bytes"])
 
 
-SOME = ["qwen2:layers", "qwen3moe:again", "qwen3:lora16"]
+SOME = [
+    "qwen2:layers", "qwen3moe:again", "qwen3:lora16",
+    "qwen2:@tensor=2", "qwen3moe:@expert=2", "llama:@replicate=2,offload=1",
+]
+AXES = [
+    "llama:@tensor=2", "qwen2:again@tensor=2", "qwen3:@tensor=2,offload=1", "qwen3:@replicate=2,tensor=2",
+    "qwen3moe:@tensor=2", "qwen3moe:again@expert=4", "qwen3moe:@tensor=2,expert=2", "qwen3moe:@replicate=2,expert=2",
+]
 KINDS = {
     "": list(rank_program.FAMILIES), "again": [f"{family}:again" for family in rank_program.FAMILIES],
     "lora": [f"{family}:lora" for family in rank_program.FAMILIES],
@@ -100,6 +113,13 @@ KINDS = {
 
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
     as_one_rank(tmp_path, 2, 3, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_ranks_along_two_axes_train_as_one_does(tmp_path: Path) -> None:
+    """And ranks of one axis go on from what they saved."""
+    as_one_rank(tmp_path, 4, 5, AXES)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def test_what_is_on_disk_is_what_was_there_when_it_began_and_is_copied_once(tmp_
     tensors = {f"t{i}": torch.full((1 << 22,), float(i)) for i in range(6)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     writing = Writing(tmp_path / "shards" / "rank-0.safetensors",
-                      [Part(name, tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()], 1)
+                      [Part(name, one, (0,) * one.ndim, tuple(one.shape)) for name, one in tensors.items()], 1)
     writing.stage()
     for tensor in tensors.values():
         tensor.fill_(-1.0)
@@ -59,45 +60,54 @@ def test_what_is_on_disk_is_what_was_there_when_it_began_and_is_copied_once(tmp_
 
 
 def test_what_is_on_disk_already_is_not_copied(tmp_path: Path) -> None:
-    writing = Writing(tmp_path / "a" / "rank-0.safetensors", [Part("t", torch.ones(8, 2), 0, (8, 2))], 1)
+    writing = Writing(tmp_path / "a" / "rank-0.safetensors", [Part("t", torch.ones(8, 2), (0, 0), (8, 2))], 1)
     writing.entry()
     writing.stage()
     assert writing.copied == 0 and writing.ended
 
 
+GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 3))  # ranks along rows, and along columns
+
+
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 13), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
-def test_any_number_of_ranks_reads_what_any_number_wrote(rows: int, width: int, wrote: int, reads: int) -> None:
+@given(st.integers(0, 13), st.integers(1, 5), GRIDS, GRIDS)
+def test_any_number_of_ranks_reads_what_any_number_wrote(
+    rows: int, width: int, wrote: tuple[int, int], reads: tuple[int, int]
+) -> None:
+    """However either cuts it."""
     whole, number = torch.arange(rows * width, dtype=torch.bfloat16).view(rows, width), torch.tensor(7.0)
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(wrote):
+        for rank in range(math.prod(wrote)):
             parts = [Part("w", piece, first, (rows, width)) for first, piece in cut(whole, wrote, rank)]
-            parts += [Part("n", number, 0, ())] if rank == 0 else []
-            Writing(Path(folder) / shard_files.file_of(rank), parts, wrote).entry()
+            parts += [Part("n", number, (), ())] if rank == 0 else []
+            Writing(Path(folder) / shard_files.file_of(rank), parts, math.prod(wrote)).entry()
         (Path(folder) / shard_files.FOLDER / shard_files.REST).write_text("{}")
         found = Shards(Path(folder))
         assert torch.equal(found.whole("n"), number)
-        for rank in range(reads) if rows else ():
+        for rank in range(math.prod(reads)) if rows else ():
             for first, piece in cut(whole, reads, rank):
-                assert torch.equal(found.rows("w", first, len(piece)), piece)
+                place = tuple(slice(at, at + size) for at, size in zip(first, piece.shape, strict=True))
+                assert torch.equal(found.part("w", place), piece)
 
 
-def cut(tensor: torch.Tensor, ranks: int, rank: int) -> list[tuple[int, torch.Tensor]]:
-    """As FSDP2 cuts: the first row of this rank, and its rows; none where there are fewer."""
-    size = -(-len(tensor) // ranks)
-    return [(rank * size, piece)] if len(piece := tensor[rank * size: (rank + 1) * size]) else []
+def cut(tensor: torch.Tensor, grid: tuple[int, int], rank: int) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """As FSDP2 cuts rows, and a tensor axis columns: where the part of this rank begins, and it; none of no values."""
+    sizes = [-(-size // ranks) for size, ranks in zip(tensor.shape, grid, strict=True)]
+    row, column = (at * size for at, size in zip(divmod(rank, grid[1]), sizes, strict=True))
+    piece = tensor[row: row + sizes[0], column: column + sizes[1]]
+    return [((row, column), piece)] if piece.numel() else []
 
 
 def test_a_disk_without_space_is_named_with_the_bytes_that_were_needed(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "rank-0.safetensors").symlink_to("/dev/full")
-    writing = Writing(tmp_path / shard_files.file_of(0), [Part("t", torch.ones(64), 0, (64,))], 1)
+    writing = Writing(tmp_path / shard_files.file_of(0), [Part("t", torch.ones(64), (0,), (64,))], 1)
     with pytest.raises(DiskFull, match="no space for 256 bytes"):
         writing.entry()
 
 
 def test_the_file_of_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
-    Writing(tmp_path / shard_files.file_of(0), [Part("t", torch.ones(4), 0, (8,))], 2).entry()
+    Writing(tmp_path / shard_files.file_of(0), [Part("t", torch.ones(4), (0,), (8,))], 2).entry()
     with pytest.raises(FileCorrupt, match=r"files of 1 ranks, written by \[2\]"):
         Shards(tmp_path)
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from busrl.errors import RankLost
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
-from busrl.training.distributed import local
+from busrl.training.distributed import Layout, local
 from busrl.training.model import LoraSettings, load
 from busrl.training.ranks.leader import Leader, Team
 from busrl.training.ranks.parts import TeamSettings, facts
@@ -81,12 +81,13 @@ def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
 @contextlib.contextmanager
 def team_of(
     folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", lora: LoraSettings | None = None,
-    refers: bool = False, reference: Path | None = None, **settings: Any,
+    refers: bool = False, reference: Path | None = None, tensor: int = 1, **settings: Any,
 ) -> Iterator[Any]:
     """A team of this process and others; its followers' processes are in `processes`."""
     file, values = folder / "team.sock", {**SETTINGS, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WRONG": wrong}
-    more = json.dumps({"lora": lora and asdict(lora), "refers": refers, "reference": reference and str(reference)})
+    more = json.dumps({"lora": lora and asdict(lora), "refers": refers, "reference": reference and str(reference),
+                       "tensor": tensor})
     program = [sys.executable, follower_program.__file__]
     processes = [
         subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), json.dumps(values), more],
@@ -94,7 +95,7 @@ def team_of(
         for rank in range(1, ranks)
     ]
     known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s,
-                         lora=lora, refers=refers, reference=reference)
+                         lora=lora, refers=refers, reference=reference, layout=Layout(ranks, tensor=tensor))
     team = None
     try:
         team = Team.gathered(known)
@@ -162,6 +163,35 @@ def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, tea
     alone = Trainer(load(saved.model), TrainerSettings(**SETTINGS))
     alone.restore(saved)
     assert_same_steps([a_step(alone, lab, seed) for seed in range(4, 7)], after)
+
+
+@pytest.mark.slow
+def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_one_rank_is(
+    lab: Any, tmp_path: Path
+) -> None:
+    with team_of(tmp_path, tensor=2, refers=True, kl="k3", kl_coef=0.1) as team:
+        settings = {**SETTINGS, "kl": "k3", "kl_coef": 0.1}
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
+        one = lab.trainer("qwen3", double=False, **SETTINGS)
+        probe = lab.samples(seed=9)
+        for mine, other, third in zip(trainer.score(probe), one.score(probe), trainer.refer(probe), strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-5)
+            np.testing.assert_allclose(mine, third, atol=1e-6)
+        first = a_step(trainer, lab, 0, 4)
+        expected = a_step(one, lab, 0, 4)
+        assert (first.tokens, first.sequences) == (expected.tokens, expected.sequences)
+        assert first.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), "the KL to itself has no gradient yet"
+        assert_same_weights(trainer.named_weights(), one.named_weights())
+        samples = lab.samples()
+        worth = lab.advantages(len(samples))
+        worth[3] = float("nan")
+        trainer.accumulate(samples, worth)
+        assert trainer.step(1e-2).culprits == ("sample 3",)
+        (process,) = team.processes
+        process.kill()
+        process.wait()
+        with pytest.raises(RankLost, match=rf"rank 1 \(pid {process.pid}\)"):
+            a_step(trainer, lab, 1)
 
 
 def test_a_checkpoint_in_shards_is_read_by_any_number_of_ranks(lab: Any, team: Any, tmp_path: Path) -> None:

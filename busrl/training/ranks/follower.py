@@ -73,7 +73,7 @@ class Follower:
         if join.refused:
             raise RanksDiffer(join.refused)
         store = distributed.find_store(join.port, join.world, limit)
-        mesh = distributed.join(store, join.prefix, rank, join.world, settings.device, limit)
+        mesh = distributed.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
         self._parts = Parts(training, settings, mesh)
 
     def _connect(self, waits: Callable[[], object]) -> Stream:

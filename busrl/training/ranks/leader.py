@@ -17,9 +17,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ from busrl.training.shard_files import Saving
 from busrl.training.state import TeamSaving
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
+
+T = TypeVar("T")
 
 # -- the team ---------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class Team:
         self.store, prefix = distributed.open_store(ranks, limit), secrets.token_hex(8)
         self.tell([Join(world=ranks, port=self.store.port, prefix=prefix) for _ in self.followers])
         with self.together("join"):
-            self.mesh = distributed.join(self.store, prefix, 0, ranks, self.settings.device, limit)
+            self.mesh = distributed.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
 
     def tell(self, messages: Sequence[ControlMessage]) -> None:
         """To each follower its own."""
@@ -129,6 +131,10 @@ class Team:
         for stream, message in zip(self.followers, messages, strict=True):
             message.seq = self.seq
             stream.send(message, self.settings.collective_s)
+
+    def each(self, shares: Sequence[T]) -> list[T]:
+        """What each follower has of the shares: ranks of one tensor group have the same."""
+        return [shares[rank // self.settings.axes.tensor] for rank in range(1, self.settings.ranks)]
 
     def answers(self, limit_s: float = 0.0) -> list[Any]:
         """One of each follower to what was told last."""
@@ -232,17 +238,17 @@ class Leader(Trainer):
     """A trainer whose calls run on all ranks; this one is rank 0."""
 
     def __init__(self, team: Team, model: Any, settings: TrainerSettings, **more: Any) -> None:
-        self.team, self._planned = team, [0] * team.settings.ranks
+        self.team, self._planned = team, [0] * team.settings.axes.shares
         self._cost = _quadratic(model)
         super().__init__(model, settings, **more)
 
     def _clear(self) -> None:
         super()._clear()
-        self._planned = [0] * self.team.settings.ranks
+        self._planned = [0] * self.team.settings.axes.shares
 
     def _rounds(self, samples: Sequence[Sample]) -> list[Round]:
         lengths = [sample.length for sample in samples]
-        return rounds_of(lengths, self.team.settings.ranks, self.settings.micro_batch_tokens, self._cost)
+        return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
 
     def accumulate(
         self, samples: Sequence[Sample], given: Given | Sequence[float], version: int | None = None
@@ -253,10 +259,10 @@ class Leader(Trainer):
         self._check(samples, given)
         for shares in self._rounds(samples):
             parts: list[Any] = []
-            for rank, share in enumerate(shares):
+            for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], given.of(share), version))
-                self._planned[rank] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
-            self.team.tell([Micro(work=work_of(self, *part)) for part in parts[1:]])
+                self._planned[number] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
+            self.team.tell([Micro(work=work_of(self, *part)) for part in self.team.each(parts)])
             with self.team.together("a micro-batch", parts[0][0]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
@@ -265,12 +271,12 @@ class Leader(Trainer):
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
         self.team.tell([
-            Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale) for tokens in self._planned[1:]
+            Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale) for tokens in self.team.each(self._planned)
         ])
         with self.team.together("the update"):
             own = self.update(lr, denominator, scale)
-        others = [RankStats(**_tuples(answer.stats)) for answer in self.team.answers()]
-        return stats_of([own, *others], lr, denominator, scale)
+        every = [own, *(RankStats(**_tuples(answer.stats)) for answer in self.team.answers())]
+        return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
     def _score_reference_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
         for part, found, _ in self._on_all(samples, True, lambda own: (self.score_reference_at_once(own),) * 2):
@@ -285,11 +291,12 @@ class Leader(Trainer):
         """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            self.team.tell([Score(work=work_of(self, part), reference=reference) for part in chosen[1:]])
+            self.team.tell([Score(work=work_of(self, part), reference=reference) for part in self.team.each(chosen)])
             with self.team.together("scoring"):
                 own = compute(chosen[0])
             yield shares[0], *own
-            for share, answer in zip(shares[1:], self.team.answers(), strict=True):
+            first = self.team.settings.axes.tensor  # those in between computed the same
+            for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
                 yield share, self._placed(answer.logprobs), self._placed(answer.entropies)
             self.on_progress()
 
@@ -364,6 +371,13 @@ def _quadratic(model: Any) -> float:
     layers, width = (getattr(model.config, name, 0) or 0 for name in ("num_hidden_layers", "hidden_size"))
     count: int = sum(parameter.numel() for parameter in model.parameters())
     return float(layers * width) / (3 * max(1, count))
+
+
+def _one_of_each(every: Sequence[RankStats], tensor: int) -> list[RankStats]:
+    """One rank's numbers of each share, with the culprits that any rank of it found."""
+    groups = (every[at : at + tensor] for at in range(0, len(every), tensor))
+    return [replace(group[0], culprits=tuple(dict.fromkeys(name for one in group for name in one.culprits)))
+            for group in groups]
 
 
 def _tuples(stats: dict[str, Any]) -> dict[str, Any]:

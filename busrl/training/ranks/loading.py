@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded
-from busrl.training.distributed import local, region
+from busrl.training import distributed
 from busrl.training.model import load_empty
 
 # In the order in which transformers looks for them: a file, or the list of several.
@@ -164,22 +164,22 @@ def _sources(model: Any, keys: Sequence[str]) -> dict[str, _Source]:
 # -- filling a model ------------------------------------------------------------------
 
 
-def fill(model: Any, files: WeightFiles, device: torch.device) -> None:
+def fill(model: Any, files: WeightFiles, device: torch.device, buffers_on: torch.device | None = None) -> None:
     """Memory for every parameter that is on `meta`, and the values of the files in it: of one that is spread over ranks
     this rank's part. Other parameters stay as they are."""
     absent = {name for name, one in model.named_parameters() if one.device.type == "meta"}
-    _give_memory(model, device)
+    _give_memory(model, device, buffers_on or device)
     kept = model.state_dict().keys()
     buffers = {name: one for name, one in model.named_buffers() if name in kept}
     parameters = {name: one for name, one in model.named_parameters() if name in absent}
     with torch.no_grad():
         for name, tensor in (parameters | buffers).items():
-            own, place = local(tensor), region(tensor)
+            own = distributed.local(tensor)
             if own.numel():
-                own.copy_(files.part(name.replace(".base_layer.", "."), place))
+                own.copy_(files.part(name.replace(".base_layer.", "."), distributed.within(tensor)))
 
 
-def _give_memory(model: Any, device: torch.device) -> None:
+def _give_memory(model: Any, device: torch.device, buffers_on: torch.device) -> None:
     """Every parameter on `meta` has some afterwards; what was one parameter of several modules is one still."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -188,7 +188,8 @@ def _give_memory(model: Any, device: torch.device) -> None:
                 made.setdefault(one, nn.Parameter(torch.empty_like(one, device=device), one.requires_grad))
                 setattr(module, name, made[one])
     # What holds the shards of a parameter notices this call, and none that sets attributes.
-    model._apply(lambda one: torch.empty_like(one, device=device) if one.device.type == "meta" else one)
+    model._apply(lambda one: one if one.device.type != "meta" else torch.empty_like(
+        one, device=device if isinstance(one, nn.Parameter) else buffers_on))
 
 
 @contextlib.contextmanager

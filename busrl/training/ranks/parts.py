@@ -21,7 +21,8 @@ from torch import Tensor
 
 from busrl import device
 from busrl.training import distributed
-from busrl.training.forward import AUTO, checkpoint_layers, compute_again
+from busrl.training.distributed import Layout, Meshes
+from busrl.training.forward import AUTO, Forward, checkpoint_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only
 from busrl.training.ranks.loading import WeightFiles, fill, first_layers, standing_in
 from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
@@ -38,6 +39,8 @@ class TeamSettings:
     facts: Mapping[str, str]
     device: torch.device
     reshard: bool = True
+    layout: Layout | None = None  # None: one axis
+    offload: bool = False  # parts, gradients and optimiser are in the host's memory
     start_s: float = 300.0
     collective_s: float = 120.0
     lora: LoraSettings | None = None
@@ -49,10 +52,15 @@ class TeamSettings:
         """From a topology's [[process]] and [learner.parallel]."""
         own = topology.learner.parallel
         return cls(
-            topology.ranks, file, facts(topology.to_json()), device, own.reshard, topology.limits.ready_s,
-            own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
+            topology.ranks, file, facts(topology.to_json()), device, own.reshard,
+            Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
+            topology.limits.ready_s, own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
             Path(topology.model.reference) if topology.model.reference else None,
         )
+
+    @property
+    def axes(self) -> Layout:
+        return self.layout or Layout(self.ranks)
 
 
 def facts(topology: str) -> dict[str, str]:
@@ -83,7 +91,7 @@ class Parts:
 
     settings: TrainerSettings
     team: TeamSettings
-    mesh: Any
+    mesh: Meshes
     read: int = 0  # bytes of files, so far
     largest: int = 0  # of them at once
     _first: Path | None = None  # folder of the first model
@@ -93,10 +101,14 @@ class Parts:
         """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
         self._first = self._first or folder
         model, way, adapter = self._spread(folder, self.team.lora)
-        forward = distributed.Sharded(way)
+        forward = self._sharded(way)
         made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
+        made.copies = self.mesh.layout.tensor
         made.adapter, made.reference = adapter, self._refer(forward, adapter, model)
         return made
+
+    def _sharded(self, way: Forward) -> distributed.Sharded:
+        return distributed.Sharded(way, self.team.device if self.team.offload else None)
 
     def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
         """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
@@ -119,8 +131,9 @@ class Parts:
         elif lora is None:
             train_only(model, settings.train_layers)
         device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
-        distributed.shard(model, self.mesh, rounded, self.team.reshard)
-        fill(model, files, self.team.device)
+        distributed.shard(model, self.mesh, rounded, self.team.reshard, self.team.offload)
+        host = torch.device("cpu") if self.team.offload else self.team.device
+        fill(model, files, host, self.team.device)
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
         return model, way, adapter
 
@@ -134,6 +147,6 @@ class Parts:
             assert self._first is not None
             found, way, _ = self._spread(self.team.reference or self._first, None, frozen=True)
             require_vocabulary(self.team.reference or self._first, found, model)
-            self._reference = distributed.Sharded(way)
+            self._reference = self._sharded(way)
         second = self._reference
         return lambda samples, flat: second.score(samples, flat)[0]
