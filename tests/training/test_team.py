@@ -174,7 +174,8 @@ def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_o
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
         one = lab.trainer("qwen3", double=False, **SETTINGS)
         probe = lab.samples(seed=9)
-        for mine, other, third in zip(trainer.score(probe), one.score(probe), trainer.score_reference(probe), strict=True):
+        found = (trainer.score(probe), one.score(probe), trainer.score_reference(probe))
+        for mine, other, third in zip(*found, strict=True):
             np.testing.assert_allclose(mine, other, atol=1e-5)
             np.testing.assert_allclose(mine, third, atol=1e-6)
         first = a_step(trainer, lab, 0, 4)
