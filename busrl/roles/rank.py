@@ -30,7 +30,7 @@ class Rank(Actor):
         with self.activity("waits for the learner", self.topology.limits.ready_s):
             rank = int(self.name.partition("/")[2])
             self.follower = Follower(team, TrainerSettings.of(self.topology), rank, lambda: self.stopping)
-        self.follower.moved = self.ring.progress
+        self.follower.on_progress = self.ring.progress
 
     def subscriptions(self) -> list[str]:
         return []

@@ -43,13 +43,13 @@ TEMPORARY = ".tmp-"
 
 
 @contextlib.contextmanager
-def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> Iterator[Path]:
+def whole_directory(final: Path, on_progress: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A temporary directory to fill; it becomes `final`, in place of one that is there, when the block ends well.
 
     Every file and folder in it is synced before it is renamed, and its parent after. A writer that dies on the way
     leaves a temporary directory, which the next writer removes, never half of a real one. A directory that is replaced
     has a name meanwhile from which `finish_replacements` restores it. One writer per parent at a time: the caller
-    holds the lock. `moved` is called after each file that was synced.
+    holds the lock. `on_progress` is called after each file that was synced.
     """
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def whole_directory(final: Path, moved: Callable[[], None] = lambda: None) -> It
     temporary.mkdir()
     try:
         yield temporary
-        sync_tree(temporary, moved)
+        sync_tree(temporary, on_progress)
         _take_the_place(temporary, final)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -96,12 +96,12 @@ def remove_leftovers(parent: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def sync_tree(root: Path, moved: Callable[[], None] = lambda: None) -> None:
+def sync_tree(root: Path, on_progress: Callable[[], None] = lambda: None) -> None:
     """Every file below, then every directory, so that names are not on disk before what they name."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             sync(Path(folder) / name)
-            moved()
+            on_progress()
         sync(Path(folder))
 
 
@@ -155,26 +155,26 @@ def save(
     root: Path, step: int, *, model: Any, optimizer_state: Mapping[str, Any], meta: Mapping[str, Any],
     named: Mapping[str, Any] | None = None, source: Path | None = None,
     extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2,
-    moved: Callable[[], None] = lambda: None, where: torch.device | None = None,
+    on_progress: Callable[[], None] = lambda: None, where: torch.device | None = None,
 ) -> Checkpoint:
     """Writes checkpoint `step` under `root` and removes old ones.
 
     `named` are the weights where they are not the model's own. `source` is the folder the model came from: its
-    tokenizer goes along. `extras(directory)` writes the caller's own files, `moved` is called after each part. `where`:
-    the device that trains. DiskFull leaves what was there before as it was.
+    tokenizer goes along. `extras(directory)` writes the caller's own files, `on_progress` is called after each part.
+    `where`: the device that trains. DiskFull leaves what was there before as it was.
     """
     final = root / f"global_step_{step}"
-    with whole_directory(final, moved) as directory:
+    with whole_directory(final, on_progress) as directory:
         export(model, directory / MODEL, source, named)
-        moved()
+        on_progress()
         buffer = io.BytesIO()
         torch.save(dict(optimizer_state), buffer)
-        moved()
+        on_progress()
         (directory / OPTIMIZER).write_bytes(buffer.getbuffer())
-        moved()
+        on_progress()
         _describe(directory, step, meta, where)
         extras(directory)
-        (directory / FILES).write_text(json.dumps(_listing(directory, moved), indent=1))
+        (directory / FILES).write_text(json.dumps(_listing(directory, on_progress), indent=1))
     _thin_out(root, keep_last)
     return Checkpoint(final, step, {**meta, "step": step})
 
@@ -198,12 +198,12 @@ class Pending:
 
     def __init__(
         self, root: Path, step: int, *, trainer: Any, meta: Mapping[str, Any], source: Path | None,
-        extras: Callable[[Path], None], keep_last: int, moved: Callable[[], None], where: torch.device | None,
+        extras: Callable[[Path], None], keep_last: int, on_progress: Callable[[], None], where: torch.device | None,
     ) -> None:
         self.step, self._meta, self._final = step, dict(meta), root / f"global_step_{step}"
-        self._keep_last, self._moved = keep_last, moved
+        self._keep_last, self._on_progress = keep_last, on_progress
         with contextlib.ExitStack() as stack:
-            self.directory = stack.enter_context(whole_directory(self._final, moved))
+            self.directory = stack.enter_context(whole_directory(self._final, on_progress))
             _write_shell(trainer.model, self.directory / MODEL, source)
             _describe(self.directory, step, meta, where)
             extras(self.directory)
@@ -220,12 +220,12 @@ class Pending:
         RankLost if one takes longer than the limit."""
         with self._stack:
             try:
-                wait(self.saving, limit_s, self._moved)
+                wait(self.saving, limit_s, self._on_progress)
                 shards = self.saving.entries()
             except BaseException:
                 self.saving.leave()
                 raise
-            rest = _listing(self.directory, self._moved, shards)
+            rest = _listing(self.directory, self._on_progress, shards)
             (self.directory / FILES).write_text(json.dumps({**rest, **shards}, indent=1))
         _thin_out(self._final.parent, self._keep_last)
         return Checkpoint(self._final, self.step, {**self._meta, "step": self.step})
@@ -368,14 +368,14 @@ def buffers(model: Any) -> dict[str, Any]:
 
 
 def _listing(
-    directory: Path, moved: Callable[[], None], known: Mapping[str, Any] = MappingProxyType({})
+    directory: Path, on_progress: Callable[[], None], known: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, list[int]]:
     """Of all files but those that are known."""
     listed: dict[str, list[int]] = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILES):
         if str(path.relative_to(directory)) not in known:
             listed.update(listing(directory, [path]))
-        moved()
+        on_progress()
     return listed
 
 

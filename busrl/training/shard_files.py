@@ -174,13 +174,13 @@ class Saving:
         self.own.leave()
 
 
-def wait(saving: Saving, limit_s: float, moved: Callable[[], None]) -> None:
+def wait(saving: Saving, limit_s: float, on_progress: Callable[[], None]) -> None:
     """Until it is ready; RankLost if a rank takes longer, named."""
     deadline = time.monotonic() + limit_s
     while not saving.ready():
         if time.monotonic() > deadline:
             raise RankLost(f"{saving.whose()} has not written its shard within {limit_s:g} s; is the disk stuck?")
-        moved()
+        on_progress()
         time.sleep(WAIT_S)  # for a disk, which rings no bell
 
 

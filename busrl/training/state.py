@@ -123,7 +123,7 @@ def restore(trainer: Trainer, path: Path, optimizer: bool = True) -> list[str]:
     for name, tensor in own.items():
         read = distributed.read_like(found, f"{WEIGHTS}{name}", tensor)
         distributed.local(tensor).copy_(distributed.local(read))
-        trainer.moved()
+        trainer.on_progress()
     changed = trainer.take(_state(trainer, found)) if optimizer else []
     trainer.reset()
     return changed

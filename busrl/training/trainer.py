@@ -93,11 +93,11 @@ Versions = NDArray[np.uint32]
 class Given:
     """What the samples of a call are trained with: a number or a row for each; None where the default holds."""
 
-    advantages: Sequence[float]
-    weights: Sequence[float] | None = None
-    proximal: Sequence[Floats] | None = None
-    chosen: Sequence[NDArray[np.bool_]] | None = None
-    valued: Sequence[Valued] | None = None  # a row per token, in the place of the advantages of the samples
+    advantages: Sequence[float]  # not read where `valued` has those of each token
+    weights: Sequence[float] | None = None  # of the loss of a sample's tokens; 1
+    proximal: Sequence[Floats] | None = None  # log-probabilities by `score` as the step began; those of the forward
+    chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
+    valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
 
     def rows(self) -> list[Sequence[Any]]:
         """Those that are given."""
@@ -127,7 +127,7 @@ class Trainer:
         adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
         self.optimizer: Any = self._made(lambda own: optimizers.make(settings.optimizer, own, adam, settings.options))
         self.value_head = None if settings.value is None else ValueHead.of(model, settings.value, self._dtype)
-        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
+        self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
         self.adapter: Adapter | None = None  # of a team; a trainer alone has it as what `named` gives
         self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
@@ -160,18 +160,14 @@ class Trainer:
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
 
     def accumulate(
-        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
-        version: int | None = None, *, weights: Sequence[float] | None = None,
-        chosen: Sequence[NDArray[np.bool_]] | None = None, valued: Sequence[Valued] | None = None,
+        self, samples: Sequence[Sample], given: Given | Sequence[float], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, added to the step under way.
 
-        `proximal` are the log-probabilities of `score` at the start of the step (left out: those of this forward);
-        `version` is the policy version of the weights being trained, for the mismatch between engine and trainer.
-        `weights` multiply the loss of each sample's tokens (left out: 1); `chosen` marks tokens for a loss that
-        chooses; `valued` are rows of a trainer with a value head.
+        `given` without anything else than advantages may be these alone; `version` is the policy version of the weights
+        being trained, for the mismatch between engine and trainer.
         """
-        given = Given(advantages, weights, proximal, chosen, valued)
+        given = given if isinstance(given, Given) else Given(given)
         self._check(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], given.of(part), version)
@@ -205,7 +201,7 @@ class Trainer:
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
         self._count(samples, flat, inputs, loss.detach(), marks, of_values)
-        self.moved()
+        self.on_progress()
 
     def _of_values(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:
         """The value loss per token, 0 where masked, and what it was made of."""
@@ -221,10 +217,10 @@ class Trainer:
     def idle(self) -> None:
         """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
         flat = batch.flatten([NOTHING], self._dtype, self._device)
-        self._referred([NOTHING], flat)
+        self._reference_logprobs([NOTHING], flat)
         logprobs, _ = self._logprobs([NOTHING], flat)
         (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
-        self.moved()
+        self.on_progress()
 
     def _trained(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
         """What the loss sees: a ratio of exactly 1 for all tokens (pois), or for those of the present weights. The
@@ -259,7 +255,7 @@ class Trainer:
         self, samples: Sequence[Sample], flat: Flat, given: Given
     ) -> tuple[losses.LossInputs, Tensor, Tensor | None]:
         """What the loss gets, the entropy, and the values of a value head, of one forward of each model."""
-        referred = self._referred(samples, flat)  # first: what it gathers is given up before the graph is there
+        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
         if self.teacher is None:
             (logprobs, entropy), values = self._scores_and_values(samples, flat)
             return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), entropy, values
@@ -272,7 +268,7 @@ class Trainer:
         return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), entropy, values
 
     @torch.no_grad()
-    def _referred(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
+    def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
         """Log-probabilities under the reference, where there is one."""
         return None if self.reference is None else self.reference(samples, flat)
 
@@ -291,12 +287,12 @@ class Trainer:
         """The value before each generated token under the present weights, in the order of `samples`."""
         assert self.value_head is not None
         parts = batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together)
-        return self._rows(samples, ((part, self._valued([samples[i] for i in part])) for part in parts))
+        return self._rows(samples, ((part, self._values_at_once([samples[i] for i in part])) for part in parts))
 
-    def _valued(self, samples: Sequence[Sample]) -> Tensor:
+    def _values_at_once(self, samples: Sequence[Sample]) -> Tensor:
         assert self.value_head is not None
         found = self.value_head(self.forward.states(samples))
-        self.moved()
+        self.on_progress()
         return found
 
     def _count(
@@ -327,28 +323,28 @@ class Trainer:
         return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
 
     @torch.no_grad()
-    def refer(self, samples: Sequence[Sample]) -> list[Floats]:
+    def score_reference(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the reference, in the order of `samples`."""
-        return self._rows(samples, self._referred_parts(samples))
+        return self._rows(samples, self._score_reference_parts(samples))
 
-    def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+    def _score_reference_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             chosen = [samples[i] for i in part]
-            yield part, self.referred(chosen)
-            self.moved()
+            yield part, self.score_reference_at_once(chosen)
+            self.on_progress()
 
     @torch.no_grad()
-    def referred(self, samples: Sequence[Sample]) -> Any:
-        """What `refer` gives of these samples, computed at once; of none for a rank without work."""
+    def score_reference_at_once(self, samples: Sequence[Sample]) -> Any:
+        """What `score_reference` gives of these samples, computed at once; of none for a rank without work."""
         chosen = list(samples) or [NOTHING]
-        found = self._referred(chosen, batch.flatten(chosen, self._dtype, self._device))
+        found = self._reference_logprobs(chosen, batch.flatten(chosen, self._dtype, self._device))
         assert found is not None, "no reference"
         return found if samples else found[:0]
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
-        return self._rows(samples, ((part, logprobs) for part, logprobs, _ in self._scored(samples)))
+        return self._rows(samples, ((part, logprobs) for part, logprobs, _ in self._score_parts(samples)))
 
     def _rows(self, samples: Sequence[Sample], parts: Iterable[tuple[list[int], Any]]) -> list[Floats]:
         """The values of all tokens as a row per sample."""
@@ -365,18 +361,18 @@ class Trainer:
     def entropy(self, samples: Sequence[Sample]) -> float:
         """Mean entropy in nats, full softmax at the sampling temperature, over the generated tokens of `samples`."""
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        for _, _, entropy in self._scored(samples):
+        for _, _, entropy in self._score_parts(samples):
             total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(entropy)
         return float(total) / max(tokens, 1)
 
-    def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    def _score_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            yield part, *self.scored([samples[i] for i in part])
-            self.moved()
+            yield part, *self.score_at_once([samples[i] for i in part])
+            self.on_progress()
 
     @torch.no_grad()
-    def scored(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    def score_at_once(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the generated tokens of these samples, computed at once; of none, where a
         rank without work has to make a forward like the others."""
         chosen = list(samples) or [NOTHING]
@@ -509,7 +505,7 @@ class Trainer:
             state[name] = _whole(state.get(name, {}), keep)
         if not self.rounded:
             del state[MASTER]
-        self.moved()
+        self.on_progress()
         return state if keep else {}
 
     @property

@@ -453,7 +453,7 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert stats.old_tokens == stats.context_tokens == len(batch[0].versions) // 4
     masked = _training(stats)["masked"]
     assert masked == {"earlier_segments": 0, "too_old": stats.old_tokens, "mastered": 0}
-    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], None, 5)
+    other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)
 
@@ -483,7 +483,7 @@ def test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s
     kept = [place for place in range(8) if place != 3]
     advantages = other._advantages(batch)
     samples = [to_sample(batch[place]) for place in kept]
-    other.trainer.accumulate(samples, [advantages[place] for place in kept], None, 5)
+    other.trainer.accumulate(samples, [advantages[place] for place in kept], 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7) and step.finish(0).cut_tokens == 0
 
@@ -694,7 +694,7 @@ def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_al
     assert second.grad_norm > 1e-3 and second.diagnostics.kl is not None and second.diagnostics.kl > 1e-8
     samples = [to_sample(one) for one in batch]
     base = TrainingStep(topology).trainer.score(samples)
-    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.refer(samples), base, strict=True))
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score_reference(samples), base, strict=True))
     assert not all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score(samples), base, strict=True))
     plain = TrainingStep(with_lora(with_keys(topology, lr=1e-2)))
     assert plain.train(batch, 4, version=0).grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
@@ -874,7 +874,7 @@ def test_with_a_kl_in_the_reward_each_token_of_a_value_head_s_step_pays_its_own(
     chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
     step, batch = Valuing(chosen), varied(1)
     found = step._valued(batch)
-    referred = step.trainer.refer(step._samples(batch))
+    referred = step.trainer.score_reference(step._samples(batch))
     for one, record, row in zip(found, batch, referred, strict=True):
         own = -0.3 * (record.logprob_array().astype(np.float64) - row)
         own[-1] += record.reward

@@ -17,7 +17,7 @@ from busrl.training.batch import Sample
 from busrl.training.forward import Forward, PackedRows, PaddedRows
 from busrl.training.model import load
 from busrl.training.step_stats import StepStats
-from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.training.trainer import Given, Trainer, TrainerSettings
 
 VOCABULARY = 23
 WAYS = {"full": Forward, "padded": PaddedRows, "packed": PackedRows}
@@ -101,10 +101,10 @@ class Lab:
         return np.random.default_rng(seed).normal(size=count).tolist()
 
     def step(self, trainer: Trainer, batches: Sequence[tuple[Sequence[Sample], Sequence[float]]],
-             **extra: Any) -> tuple[dict[str, Tensor], StepStats]:
+             version: int | None = None, **extra: Any) -> tuple[dict[str, Tensor], StepStats]:
         """The gradient as the optimiser gets it, and what the step says; the weights stay as they are."""
         for samples, advantages in batches:
-            trainer.accumulate(samples, advantages, **extra)
+            trainer.accumulate(samples, Given(advantages, **extra), version)
         seen: dict[str, Tensor] = {}
 
         def keep() -> None:

@@ -114,7 +114,7 @@ def test_settings_of_the_optimiser_are_those_of_now_and_a_change_is_told(lab: An
 
 def test_each_part_and_each_file_of_a_checkpoint_is_told_of_while_it_is_written(lab: Any, tmp_path: Path) -> None:
     trainer, told = lab.trainer("qwen3", double=False), []
-    found = save(tmp_path, 1, trainer, moved=lambda: told.append(len(list(tmp_path.rglob("*")))))
+    found = save(tmp_path, 1, trainer, on_progress=lambda: told.append(len(list(tmp_path.rglob("*")))))
     files = [path for path in found.path.rglob("*") if path.is_file()]
     assert len(told) >= 2 * len(files) and told == sorted(told)
 

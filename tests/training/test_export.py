@@ -115,7 +115,7 @@ def test_a_checkpoint_in_shards_becomes_the_same_folder(lab: Any, tmp_path: Path
     trainer = Trainer(load(source), TrainerSettings(compute_dtype="bfloat16"))
     saved = checkpoint.Pending(
         tmp_path, 1, trainer=trainer, meta={"dtype": "bfloat16"}, source=source, extras=lambda folder: None,
-        keep_last=1, moved=lambda: None, where=None,
+        keep_last=1, on_progress=lambda: None, where=None,
     ).commit()
     assert not list(saved.model.glob("*.safetensors")) and (saved.model / "tokenizer.json").exists()
     for dtype in ("", "float32"):

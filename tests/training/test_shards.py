@@ -30,7 +30,7 @@ from busrl.training.trainer import Trainer, TrainerSettings
 
 def begin(root: Path, step: int, trainer: Any, **extra: Any) -> checkpoint.Pending:
     values: dict[str, Any] = {"meta": {}, "source": None, "extras": lambda folder: None, "keep_last": 2,
-                              "moved": lambda: None, "where": None, **extra}
+                              "on_progress": lambda: None, "where": None, **extra}
     return checkpoint.Pending(root, step, trainer=trainer, **values)
 
 
@@ -222,7 +222,7 @@ WRITER = """
                 tensor.fill_(float(step))
         pending = checkpoint.Pending(
             Path(sys.argv[2]), step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=2,
-            moved=lambda: None, where=None)
+            on_progress=lambda: None, where=None)
         trainer.saving.stage()
         pending.commit()
         print(step, flush=True)

@@ -123,9 +123,8 @@ def a_step(trainer: Trainer, lab: Any, seed: int, version: int | None = None) ->
     worth = lab.advantages(len(samples), seed)
     half = len(samples) // 2  # as they arrive
     for part in (slice(0, half), slice(half, None)):
-        trainer.accumulate(
-            samples[part], worth[part], None, version, weights=[1 / len(one.token_ids) for one in samples[part]]
-        )
+        weights = [1 / len(one.token_ids) for one in samples[part]]
+        trainer.accumulate(samples[part], Given(worth[part], weights), version)
     return trainer.step(1e-2, denominator=len(samples), scale=1.5)
 
 
@@ -175,7 +174,8 @@ def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_o
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
         one = lab.trainer("qwen3", double=False, **SETTINGS)
         probe = lab.samples(seed=9)
-        for mine, other, third in zip(trainer.score(probe), one.score(probe), trainer.refer(probe), strict=True):
+        found = (trainer.score(probe), one.score(probe), trainer.score_reference(probe))
+        for mine, other, third in zip(*found, strict=True):
             np.testing.assert_allclose(mine, other, atol=1e-5)
             np.testing.assert_allclose(mine, third, atol=1e-6)
         first = a_step(trainer, lab, 0, 4)
@@ -220,7 +220,7 @@ def in_shards(trainer: Any, root: Path, step: int) -> checkpoint.Checkpoint:
     """A checkpoint in shards, of which nothing is there before its commit."""
     pending = checkpoint.Pending(
         root, step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=1,
-        moved=lambda: None, where=None,
+        on_progress=lambda: None, where=None,
     )
     assert checkpoint.latest(root) is None
     found = pending.commit(60)
@@ -269,9 +269,9 @@ def test_an_update_with_the_old_log_probabilities_is_that_of_one_rank(lab: Any, 
     one = lab.trainer("qwen3", double=False, **SETTINGS)
     for each in (team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS)), one):
         before = each.score(samples)
-        each.accumulate(samples, worth, before, 4)
+        each.accumulate(samples, Given(worth, proximal=before), 4)
         each.step(1e-2)
-        each.accumulate(samples, worth, before, None)
+        each.accumulate(samples, Given(worth, proximal=before))
         stats.append(each.step(1e-2))
     assert_same_steps(stats[:1], stats[1:])
 

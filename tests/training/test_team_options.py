@@ -123,9 +123,9 @@ def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: 
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
         if one.reference is not None:
             probe = lab.samples(seed=9)
-            for mine, other in zip(trainer.refer(probe), one.refer(probe), strict=True):
+            for mine, other in zip(trainer.score_reference(probe), one.score_reference(probe), strict=True):
                 np.testing.assert_allclose(mine, other, atol=1e-5)
-            assert len(trainer.refer(single)) == 1
+            assert len(trainer.score_reference(single)) == 1
         if lora is None:
             return
         own = dict(trainer.adapter_weights(trainer.adapter))

@@ -25,7 +25,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def test_every_micro_batch_is_told_of_whatever_it_is_for(lab: Any) -> None:
     trainer, told = lab.trainer("qwen3", micro_batch_tokens=12), []
-    trainer.moved = lambda: told.append(1)
+    trainer.on_progress = lambda: told.append(1)
     samples = lab.samples()
     trainer.accumulate(samples, lab.advantages(len(samples)))
     stats = trainer.step(1e-3)

@@ -101,7 +101,7 @@ def stall_once(way: str, width: int, layers: int, words: int, folder: str) -> di
     with Peak() as peak:
         pending = Pending(
             Path(folder), 1, trainer=trainer, meta={}, source=None, extras=lambda directory: None, keep_last=1,
-            moved=lambda: None, where=None,
+            on_progress=lambda: None, where=None,
         )
         stood, writing = time.perf_counter() - begun, trainer.saving
         if way == "step":

@@ -80,7 +80,7 @@ class Learner(Actor):
         # A micro-batch of another kind than the probe's may be compiled at any time.
         least_s = self.work_s if self.config.memory.compile else self.topology.limits.progress_s
         self.deadline = WorkDeadline(least_s + waits_s, self.work_s + waits_s)
-        self.training.moved = self._moved
+        self.training.on_progress = self._on_progress
         if self.topology.mock.learner_s_per_token:
             self.training.pace = self._take_as_long
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
@@ -302,9 +302,9 @@ class Learner(Actor):
         end = begun + self.topology.mock.learner_s_per_token * tokens
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, PACE_SLICE_S))
-            self._moved()
+            self._on_progress()
 
-    def _moved(self) -> None:
+    def _on_progress(self) -> None:
         """A micro-batch, an update or a part of a checkpoint is done."""
         self.deadline.ended()
         self.ring.progress()

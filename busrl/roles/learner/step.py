@@ -142,7 +142,7 @@ class TrainingStep:
         # An adapter is small, and its checkpoint a folder that peft loads.
         self.in_shards = not topology.lora.on and (team is not None or self.config.checkpoint_mode == "async")
         self.from_elsewhere = False  # whether it has begun with weights that are not those of model.path
-        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch and each part of a checkpoint
+        self.on_progress: Callable[[], None] = lambda: None  # after each micro-batch and part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
         self.pace: Callable[[float, int], None] | None = None  # called with the begin and the tokens of an accumulation
         self.shared = weights.transport == ONE_COPY
@@ -220,7 +220,7 @@ class TrainingStep:
     def _use(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.reference, trainer.teacher = self._refer(trainer), self._teach(trainer)
-        trainer.moved = lambda: self.moved()
+        trainer.on_progress = lambda: self.on_progress()
         trainer.ages_of = self.stale.ages
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
@@ -286,10 +286,8 @@ class TrainingStep:
         )
         self._denominator += denominator
         plain = self.config.aggregation in UNWEIGHTED
-        self.trainer.accumulate(
-            samples, own.advantages, own.proximal, version, weights=None if plain else weights,
-            chosen=self._chosen(samples, own, number), valued=own.valued,
-        )
+        own = replace(own, weights=None if plain else weights, chosen=self._chosen(samples, own, number))
+        self.trainer.accumulate(samples, own, version)
         if self.pace is not None:
             self.pace(begun, sum(record.tokens for record in records))
 
@@ -373,7 +371,7 @@ class TrainingStep:
         if self.config.kl == "none" or self.config.kl_in == "loss":
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
-        referred = self.trainer.refer(self._samples(records))
+        referred = self.trainer.score_reference(self._samples(records))
         drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
         return [
             coefficient * estimator(own, torch.from_numpy(row.astype(np.float64))).numpy()
@@ -389,7 +387,7 @@ class TrainingStep:
         scale = formulas.batch_scale(self._centred) if self._centred else 1.0
         stats = self.trainer.step(rate, self._denominator, scale)
         self._denominator, self._centred = 0.0, []
-        self.moved()
+        self.on_progress()
         return stats
 
     def _ended(self, updates: Sequence[StepStats], groups: int) -> StepStats:
@@ -524,7 +522,7 @@ class TrainingStep:
 
         both: dict[str, Any] = {
             "meta": {**meta, **more}, "source": self.source, "extras": files, "keep_last": self.config.keep_last,
-            "moved": self.moved, "where": self.device,
+            "on_progress": self.on_progress, "where": self.device,
         }
         if self.in_shards:
             return Pending(root, step, trainer=self.trainer, **both)

@@ -61,7 +61,7 @@ class Follower:
         """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
         `waits` is called while rank 0 is waited for, and ends that if it is true."""
         self.settings, self.rank = settings, rank
-        self.moved: Callable[[], None] = lambda: None  # called after each micro-batch
+        self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch
         self.stream = self._connect(waits)
         self.trainer: Trainer | None = None
         self._saving: Saving | None = None
@@ -122,7 +122,7 @@ class Follower:
                 if self.settings.lora is not None:  # dropout of the adapter
                     torch.manual_seed(self.settings.lora.seed + self.rank)
                 self.trainer = self._parts.trainer(Path(message.folder), Trainer)
-                self.trainer.moved = lambda: self.moved()
+                self.trainer.on_progress = lambda: self.on_progress()
                 return Done(digest=digest(self.trainer))
             case Leave():
                 distributed.leave()
@@ -150,9 +150,9 @@ def _answer(trainer: Trainer, message: ControlMessage) -> ControlMessage | None:
     match message:
         case Micro(work=work):
             _micro(trainer, work)
-        case Score(work=work, refer=refer):
+        case Score(work=work, reference=reference):
             samples = samples_of(work)
-            found = (trainer.referred(samples),) * 2 if refer else trainer.scored(samples)
+            found = (trainer.score_reference_at_once(samples),) * 2 if reference else trainer.score_at_once(samples)
             logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
             return Scored(logprobs=logprobs, entropies=entropies)
         case Step():

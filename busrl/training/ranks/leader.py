@@ -23,10 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.algorithms.gae import Valued
 from busrl.errors import RankFailed, RankLost, RanksDiffer, cause
 from busrl.training import distributed
 from busrl.training.batch import Round, Sample, rounds_of
@@ -57,7 +55,7 @@ from busrl.training.ranks.wire import (
 from busrl.training.shard_files import Saving
 from busrl.training.state import TeamSaving
 from busrl.training.step_stats import RankStats, StepStats, stats_of
-from busrl.training.trainer import Floats, Given, Trainer, TrainerSettings
+from busrl.training.trainer import Given, Trainer, TrainerSettings
 
 T = TypeVar("T")
 
@@ -253,13 +251,11 @@ class Leader(Trainer):
         return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
 
     def accumulate(
-        self, samples: Sequence[Sample], advantages: Sequence[float], proximal: Sequence[Floats] | None = None,
-        version: int | None = None, *, weights: Sequence[float] | None = None,
-        chosen: Sequence[NDArray[np.bool_]] | None = None, valued: Sequence[Valued] | None = None,
+        self, samples: Sequence[Sample], given: Given | Sequence[float], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        assert valued is None, "a value head is trained by one process"
-        given = Given(advantages, weights, proximal, chosen)
+        given = given if isinstance(given, Given) else Given(given)
+        assert given.valued is None, "a value head is trained by one process"
         self._check(samples, given)
         for shares in self._rounds(samples):
             parts: list[Any] = []
@@ -282,27 +278,27 @@ class Leader(Trainer):
         every = [own, *(RankStats(**_tuples(answer.stats)) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
-    def _referred_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
-        for part, found, _ in self._on_all(samples, True, lambda own: (self.referred(own),) * 2):
+    def _score_reference_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part, found, _ in self._on_all(samples, True, lambda own: (self.score_reference_at_once(own),) * 2):
             yield part, found
 
-    def _scored(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        yield from self._on_all(samples, False, self.scored)
+    def _score_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        yield from self._on_all(samples, False, self.score_at_once)
 
     def _on_all(
-        self, samples: Sequence[Sample], refer: bool, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
+        self, samples: Sequence[Sample], reference: bool, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            self.team.tell([Score(work=work_of(self, part), refer=refer) for part in self.team.each(chosen)])
+            self.team.tell([Score(work=work_of(self, part), reference=reference) for part in self.team.each(chosen)])
             with self.team.together("scoring"):
                 own = compute(chosen[0])
             yield shares[0], *own
             first = self.team.settings.axes.tensor  # those in between computed the same
             for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
                 yield share, self._placed(answer.logprobs), self._placed(answer.entropies)
-            self.moved()
+            self.on_progress()
 
     def _placed(self, data: bytes) -> Tensor:
         return torch.from_numpy(np.frombuffer(bytearray(data), np.float32)).to(self._device)
@@ -322,7 +318,7 @@ class Leader(Trainer):
         self.team.tell([Gather(what=what, name=name) for _ in self.team.followers])
         with self.team.together("publication"):
             found = gather()
-        self.moved()
+        self.on_progress()
         return found
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:

@@ -88,10 +88,10 @@ class Micro(ControlMessage):
 
 
 class Score(ControlMessage):
-    """Forward of the work, or of nothing, without gradient, by the reference if it says so; answered by Scored."""
+    """Forward of the work, or of nothing, without gradient, by the reference if `reference`; answered by Scored."""
 
     work: Work
-    refer: bool = False
+    reference: bool = False
 
 
 class Step(ControlMessage):
