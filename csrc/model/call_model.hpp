@@ -234,8 +234,8 @@ class CallModel {
         if (p.pc == READING) q.call = s.slot[j].call;
         n.slot[j].answer = p.pc == READING ? kNothing : p.call;
         q.pc = uint8_t(p.pc + 1);
-        out(n, {p.pc == READING ? "engine %d begins to write in slot %d" : "engine %d has written in slot %d", i + 1,
-                j});
+        out(n,
+            {p.pc == READING ? "engine %d begins to write in slot %d" : "engine %d has written in slot %d", i + 1, j});
         if (p.stale) return;
         n = s;
         move(n, j, S::QUEUED);
