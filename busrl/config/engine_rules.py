@@ -17,7 +17,6 @@ from dataclasses import fields
 from importlib import metadata
 from typing import Any
 
-from busrl.algorithms import catalog
 from busrl.config import schema
 from busrl.config.rules import Check, Clash, Finding, clashes
 from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS, Process, Topology
@@ -449,12 +448,8 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
                        "from device to device only one rank was ever tried", 'backend = "gloo"')
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
                        "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
-    yield from refused("model.teacher", catalog.taught(t.learner), "a teacher is computed by one process so far",
-                       "no teacher")
     yield from refused("learner.memory.compile", t.learner.memory.compile,
                        "layers were never compiled on several ranks", "compile = false")
-    yield from refused("learner.advantage", t.learner.advantage == catalog.GAE,
-                       "a value head is trained by one process so far", 'advantage = "group_std"')
     yield from refused("learner.optimizer", t.learner.optimizer == "adafactor",
                        "it updates a part of a matrix in another way than the whole", 'optimizer = "adamw"')
     yield from _axes(t, at, entry.ranks)

@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -40,9 +40,11 @@ from torch.distributed.fsdp import (
 from busrl.errors import BugError, ModelNotLoaded
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
+from busrl.training.head import Head
 from busrl.training.shard_files import Part, Shards
 
 dist: Any = torch.distributed  # its stub exports neither the stores nor the groups of a mesh
+T = TypeVar("T")
 HOST = "127.0.0.1"  # the only one that is served
 
 # -- axes ----------------------------------------------------------------------
@@ -301,14 +303,27 @@ class Sharded(Forward):
         self.where = way.where = device
         self.way, self.name, self.together = way, f"sharded {way.name}", way.together
         if isinstance(way, PaddedRows):
-            way.head = _through(way.model.get_output_embeddings(), way.head)
-            way.model.busrl_score = types.MethodType(_scored, way.model)
-            register_fsdp_forward_method(way.model, "busrl_score")
+            way.head = _Gathered(way.model.get_output_embeddings(), way.head)
+            way.model.busrl_forward = types.MethodType(_called, way.model)
+            register_fsdp_forward_method(way.model, "busrl_forward")
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
-        if not isinstance(self.way, PaddedRows):
-            return self.way.score(samples, flat)
-        found: Scores = self.model.busrl_score(self.way, samples, flat)
+        return self._forward(lambda: self.way.score(samples, flat))
+
+    @torch.no_grad()
+    def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
+        return self._forward(lambda: self.way.best(samples, flat, count, limit))
+
+    def states(self, samples: Sequence[Sample]) -> Tensor:
+        return self._forward(lambda: self.way.states(samples))
+
+    def with_states(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor]:
+        return self._forward(lambda: self.way.with_states(samples, flat))
+
+    def _forward(self, compute: Callable[[], T]) -> T:
+        if not isinstance(self.way, PaddedRows):  # it calls the root module itself
+            return compute()
+        found: T = self.model.busrl_forward(compute)
         if not torch.is_grad_enabled():  # no backward will give up what was gathered, and it would be used when stale
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
@@ -319,24 +334,34 @@ class Sharded(Forward):
         return self.way.size(samples)
 
 
-def _scored(_: Any, way: Forward, samples: Sequence[Sample], flat: Flat) -> Scores:
+def _called(_: Any, compute: Callable[[], T]) -> T:
     """A method of the root module."""
-    return way.score(samples, flat)
+    return compute()
 
 
-def _through(head: Any, pieces: Callable[..., Scores]) -> Callable[..., Scores]:
-    """`pieces`, called by the module of the head with its gathered weight; the module's own call stays as it was."""
-    plain = head.forward
+class _Gathered:
+    """A head in pieces whose calls are made by the module of the head, with its gathered weight; the module's own call
+    stays as it was."""
 
-    def forward(hidden: Tensor, *more: Any, of_tokens: bool = False) -> Any:
-        return pieces(hidden, head.weight, *more, head.bias) if of_tokens else plain(hidden)
+    def __init__(self, head: Any, pieces: Head) -> None:
+        self.head, self.pieces, plain = head, pieces, head.forward
 
-    def call(hidden: Tensor, _: Tensor, *more: Any) -> Scores:
-        found: Scores = head(hidden, *more[:-1], of_tokens=True)  # the last is the bias
+        def forward(hidden: Tensor, compute: Callable[..., Any] | None = None) -> Any:
+            return plain(hidden) if compute is None else compute(hidden, head.weight, head.bias)
+
+        head.forward = forward
+
+    def __call__(self, hidden: Tensor, _: Tensor, targets: Tensor, temperature: Tensor | None, __: Any) -> Scores:
+        found: Scores = self.head(hidden, lambda own, weight, bias: self.pieces(
+            own, weight, targets, temperature, bias))
         return found
 
-    head.forward = forward
-    return call
+    def best(
+        self, hidden: Tensor, _: Tensor, count: int, limit: int, temperature: Tensor | None, __: Any
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.head(hidden, lambda own, weight, bias: self.pieces.best(
+            own, weight, count, limit, temperature, bias))
+        return found
 
 
 # -- tensors --------------------------------------------------------------------------
@@ -521,6 +546,16 @@ def added(values: Sequence[float], parameters: Sequence[Tensor]) -> list[float]:
     found = torch.tensor(values, dtype=torch.float64, device=local(parameters[0]).device)
     dist.all_reduce(found)
     return found.tolist()
+
+
+def add_gradients(own: Sequence[Tensor], copies: int, parameters: Sequence[Tensor]) -> None:
+    """Sums the gradients of tensors that every rank has whole over the ranks that `parameters` are spread over, in
+    place. `copies`: how many ranks compute the same samples."""
+    if not any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        return
+    for one in own:
+        one.grad = torch.zeros_like(one) if one.grad is None else one.grad.div_(copies)
+        dist.all_reduce(one.grad)
 
 
 def gathered(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,11 @@ class Forward:
         """`score` of states that are there."""
         raise ModelNotLoaded(f"{type(self.model).__name__} was loaded in a way that has no hidden states")
 
+    def with_states(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor]:
+        """`score` and `states` of one forward."""
+        hidden = self.states(samples)
+        return self.of_states(hidden, flat), hidden
+
     def on(self, model: Any) -> Forward:
         """This way for another model of the same architecture."""
         found = copy.copy(self)
@@ -101,20 +106,23 @@ class PaddedRows(Forward):
 
     def __init__(self, model: Any, head: Head | None = None) -> None:
         super().__init__(model)
-        self.head: Callable[..., Scores] = head or Head.of(model.config)
+        self.head: Any = head or Head.of(model.config)  # a Head, or what calls one
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         return self.of_states(self.states(samples), flat)
 
     def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
         head: nn.Linear = self.model.get_output_embeddings()
-        return self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias)
+        found: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias)
+        return found
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         found: nn.Linear = self.model.get_output_embeddings()
-        ways: Head = self.head  # type: ignore[assignment]
-        return ways.best(self.states(samples), found.weight, count, limit, flat.temperature, found.bias)
+        chosen: tuple[Tensor, Tensor] = self.head.best(
+            self.states(samples), found.weight, count, limit, flat.temperature, found.bias
+        )
+        return chosen
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         ids, rows, columns = self._padded(samples)

@@ -126,7 +126,8 @@ class Trainer:
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
         self.optimizer: Any = self._made(lambda own: optimizers.make(settings.optimizer, own, adam, settings.options))
-        self.value_head = None if settings.value is None else ValueHead.of(model, settings.value, self._dtype)
+        value = settings.value
+        self.value_head = None if value is None else ValueHead.of(model, value, self._dtype, self._device)
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
         self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
         self.adapter: Adapter | None = None  # of a team; a trainer alone has it as what `named` gives
@@ -218,6 +219,8 @@ class Trainer:
         """A micro-batch of nothing: the forward and backward of a rank without work, whose gradient is 0."""
         flat = batch.flatten([NOTHING], self._dtype, self._device)
         self._reference_logprobs([NOTHING], flat)
+        if self.teacher is not None:
+            self.teacher([NOTHING], flat)
         logprobs, _ = self._logprobs([NOTHING], flat)
         (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
         self.on_progress()
@@ -279,21 +282,26 @@ class Trainer:
         """Of one forward."""
         if self.value_head is None:
             return self._logprobs(samples, flat), None
-        hidden = self.forward.states(samples)
-        return self.forward.of_states(hidden, flat), self.value_head(hidden)
+        scores, hidden = self.forward.with_states(samples, flat)
+        return scores, self.value_head(hidden)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """The value before each generated token under the present weights, in the order of `samples`."""
         assert self.value_head is not None
-        parts = batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together)
-        return self._rows(samples, ((part, self._values_at_once([samples[i] for i in part])) for part in parts))
+        return self._rows(samples, self._value_parts(samples))
 
-    def _values_at_once(self, samples: Sequence[Sample]) -> Tensor:
+    def _value_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
+            yield part, self.values_at_once([samples[i] for i in part])
+            self.on_progress()
+
+    @torch.no_grad()
+    def values_at_once(self, samples: Sequence[Sample]) -> Tensor:
+        """What `values` gives of these samples, computed at once; of none for a rank without work."""
         assert self.value_head is not None
-        found = self.value_head(self.forward.states(samples))
-        self.on_progress()
-        return found
+        found = self.value_head(self.forward.states(list(samples) or [NOTHING]))
+        return found if samples else found[:0]
 
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
@@ -405,7 +413,7 @@ class Trainer:
         else:
             divisor = (denominator or tokens) * scale
             norm = normalised_norm(self.parameters, divisor)
-            of_head = 0.0 if self.value_head is None else self.value_head.divide(divisor)
+            of_head = self._value_norm(divisor)
             if np.isfinite(norm) and not np.isfinite(of_head):
                 reason, culprits = f"the gradient norm of the value head is {of_head}", self._culprits()
             elif np.isfinite(norm):
@@ -423,6 +431,13 @@ class Trainer:
         stats = self._rank_stats(norm, reason, culprits, started)
         self._clear()
         return stats
+
+    def _value_norm(self, divisor: float) -> float:
+        """Norm of the value head's gradient of all ranks, divided."""
+        if self.value_head is None:
+            return 0.0
+        distributed.add_gradients(self.value_head.parameters, self.copies, self.parameters)
+        return self.value_head.divide(divisor)
 
     def _culprits(self) -> tuple[str, ...]:
         bad = [f"sample {uid}" for uids, sums in self._blame

@@ -5,6 +5,7 @@ part of the model: it is in no published weights and in no exported folder.
 
 - Weight and bias begin at 0 and are float32 (float64 with a float64 model): every value of a new head is 0.
 - What the value loss does to the model itself is scaled by `coef`; the head gets its gradient whole.
+- Over ranks each has all of it: its gradient is their sum, so all make the same update.
 - Its gradient is divided and clipped as that of the model is, by itself: neither changes the other's norm.
 """
 
@@ -36,15 +37,15 @@ class ValueHead:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0)
 
     @classmethod
-    def of(cls, model: Any, settings: ValueSettings, dtype: torch.dtype) -> ValueHead:
-        """For that model's hidden states, on its device."""
+    def of(cls, model: Any, settings: ValueSettings, dtype: torch.dtype, device: torch.device) -> ValueHead:
+        """For that model's hidden states, computed on that device."""
         found = model.get_output_embeddings()
         if not isinstance(found, nn.Linear):
             raise ModelNotLoaded(
                 f"{type(model).__name__}: its last hidden states cannot be reached, so it can have no value head; set "
                 'learner.advantage to another than "gae"'
             )
-        return cls(found.in_features, settings, dtype, found.weight.device)
+        return cls(found.in_features, settings, dtype, device)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The value of each row, [n, width] -> [n]."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from busrl.algorithms.gae import ValueSettings
 from busrl.training import optimizers
 from busrl.training.distributed import Layout
 from busrl.training.model import LoraSettings
@@ -22,6 +23,7 @@ from busrl.training.ranks.follower import Follower
 from busrl.training.ranks.parts import TeamSettings, facts
 from busrl.training.trainer import Trainer, TrainerSettings
 
+TEACHER_K = 3
 WRONG = os.environ.get("WRONG", "")
 
 
@@ -39,7 +41,8 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
     team = TeamSettings(ranks, file, known, torch.device("cpu"), start_s=60, collective_s=collective_s,
                         lora=LoraSettings(**more["lora"]) if more["lora"] else None, refers=more["refers"],
                         reference=Path(more["reference"]) if more["reference"] else None,
-                        layout=Layout(ranks, tensor=more["tensor"]))
+                        layout=Layout(ranks, tensor=more["tensor"]),
+                        teacher=Path(more["teacher"]) if more["teacher"] else None, teacher_k=TEACHER_K)
     follower = Follower(team, settings, rank)
     while True:
         message = follower.hear(60)
@@ -49,5 +52,7 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
 
 if __name__ == "__main__":
     rank, ranks, file, collective_s, settings, more = sys.argv[1:]
-    own = TrainerSettings(**json.loads(settings))
+    given = json.loads(settings)
+    value = {"value": ValueSettings(**given.pop("value"))} if given.get("value") else {}
+    own = TrainerSettings(**given, **value)
     main(int(rank), int(ranks), Path(file), float(collective_s), own, json.loads(more))

@@ -36,6 +36,7 @@ from tests.training import follower_program
 SETTINGS: dict[str, Any] = {
     "micro_batch_tokens": 40, "max_grad_norm": 1.0, "weight_decay": 0.01, "loss": "decoupled",
 }
+TEACHER_K = follower_program.TEACHER_K
 LENGTHS = st.lists(st.integers(2, 60), max_size=40)
 
 
@@ -81,21 +82,23 @@ def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
 @contextlib.contextmanager
 def team_of(
     folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", lora: LoraSettings | None = None,
-    refers: bool = False, reference: Path | None = None, tensor: int = 1, **settings: Any,
+    refers: bool = False, reference: Path | None = None, tensor: int = 1,
+    teacher: Path | None = None, **settings: Any,
 ) -> Iterator[Any]:
     """A team of this process and others; its followers' processes are in `processes`."""
     file, values = folder / "team.sock", {**SETTINGS, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WRONG": wrong}
     more = json.dumps({"lora": lora and asdict(lora), "refers": refers, "reference": reference and str(reference),
-                       "tensor": tensor})
-    program = [sys.executable, follower_program.__file__]
+                       "tensor": tensor, "teacher": teacher and str(teacher)})
+    program, given = [sys.executable, follower_program.__file__], json.dumps(values, default=asdict)
     processes = [
-        subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), json.dumps(values), more],
+        subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), given, more],
                          env=environment, stderr=subprocess.PIPE)
         for rank in range(1, ranks)
     ]
     known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s,
-                         lora=lora, refers=refers, reference=reference, layout=Layout(ranks, tensor=tensor))
+                         lora=lora, refers=refers, reference=reference, layout=Layout(ranks, tensor=tensor), teacher=teacher,
+                         teacher_k=TEACHER_K)
     team = None
     try:
         team = Team.gathered(known)

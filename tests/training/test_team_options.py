@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from busrl.algorithms import gae
 from busrl.errors import FunctionRefused, UserError
 from busrl.training import checkpoint, optimizers
 from busrl.training.forward import choose_forward
-from busrl.training.model import Adapter, LoraSettings, load
-from busrl.training.trainer import Trainer, TrainerSettings
-from tests.training.test_team import SETTINGS, a_step, assert_same_steps, assert_same_weights, team_of
+from busrl.training.model import Adapter, LoraSettings, load, vocabulary
+from busrl.training.trainer import Given, Trainer, TrainerSettings
+from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_steps, assert_same_weights, team_of
 
 
 @pytest.mark.slow
@@ -152,3 +153,60 @@ def test_a_reference_with_another_vocabulary_is_refused_by_every_rank(lab: Any, 
     made = team_of(tmp_path, refers=True, reference=tmp_path / "other", **more)
     with made as team, pytest.raises(UserError, match=said):
         team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
+
+
+def a_step_with_values(trainer: Any, lab: Any, seed: int) -> Any:
+    samples = lab.samples(groups=2 + seed % 2, seed=seed)
+    before = [row.astype(np.float64) for row in trainer.values(samples)]
+    rewards = [np.append(np.zeros(len(row) - 1), float(i % 2)) for i, row in enumerate(before)]
+    valued = gae.estimated(rewards, before, 1.0, 0.95, 1.0)
+    for part in (slice(0, 3), slice(3, None)):
+        trainer.accumulate(samples[part], Given([0.0] * len(samples[part]), valued=valued[part]), 4)
+    return trainer.step(1e-2)
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_value_head_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path: Path) -> None:
+    more = {**SETTINGS, "loss": "ppo_clip", "value": gae.ValueSettings(coef=0.5)}
+    one, settings = lab.trainer("qwen3", double=False, **more), TrainerSettings(**more)
+    with team_of(tmp_path, tensor=tensor, **more) as team:
+        trainer = team.trainer(lab.folder("qwen3"), settings)
+        assert_same_steps([a_step_with_values(trainer, lab, seed) for seed in range(3)],
+                          [a_step_with_values(one, lab, seed) for seed in range(3)])
+        single = lab.samples(groups=1, members=1)  # one rank has nothing to do
+        for samples in (single, lab.samples(seed=9)):
+            for mine, other in zip(trainer.values(samples), one.values(samples), strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-5)
+        assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
+        heads = [dict(each.value_head.line.named_parameters()) for each in (trainer, one)]
+        assert_same_weights(*heads)
+        assert all(bool(parameter.ne(0).any()) for parameter in heads[0].values())
+        found = checkpoint.save(
+            tmp_path / "saved", 3, model=trainer.model, optimizer_state=trainer.optimizer_state(), meta={},
+            named=trainer.named_weights(), source=lab.folder("qwen3"),
+            extras=lambda folder: trainer.value_head.write(folder / "value"),
+        )
+        again = team.trainer(found.model, settings)
+        assert again.restore(found) == []
+        again.value_head.load(found.path / "value")  # the other ranks have theirs from `restore`
+        assert_same_steps([a_step_with_values(each, lab, 5) for each in (again,)], [a_step_with_values(one, lab, 5)])
+        assert_same_weights(again.named_weights(), dict(one.named_weights()))
+        assert_same_weights(dict(again.value_head.line.named_parameters()), heads[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_teacher_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path: Path) -> None:
+    teacher, more = changed(lab, tmp_path / "teacher"), {**SETTINGS, "loss": "topk_kl"}
+    one = lab.trainer("qwen3", double=False, **more)
+    second, words = choose_forward(load(teacher)), vocabulary(one.model)
+    one.teacher = lambda samples, flat: second.best(samples, flat, TEACHER_K, words)
+    with team_of(tmp_path, tensor=tensor, teacher=teacher, **more) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
+        assert_same_steps([a_step(trainer, lab, seed, 4) for seed in range(3)],
+                          [a_step(one, lab, seed, 4) for seed in range(3)])
+        single = lab.samples(groups=1, members=1)  # one rank has nothing to do
+        for each in (trainer, one):
+            each.accumulate(single, [1.0])
+        assert_same_steps([trainer.step(1e-2)], [one.step(1e-2)])
+        assert_same_weights(trainer.named_weights(), dict(one.named_weights()))

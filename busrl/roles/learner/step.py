@@ -192,6 +192,8 @@ class TrainingStep:
             return None
         if self.teacher is None:
             raise UserError(f'learner.loss = "{self.config.loss}": it needs a teacher; set model.teacher to its folder')
+        if self.team is not None:  # its trainer has it
+            return trainer.teacher
         forward, words = self._other(self.teacher), vocabulary(trainer.model)
         return lambda samples, flat: forward.best(samples, flat, self.config.teacher_k, words)
 

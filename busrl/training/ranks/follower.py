@@ -13,15 +13,18 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from busrl.algorithms.gae import Valued
 from busrl.errors import DiskFull, RankLost, RanksDiffer, WriteFailed, cause
-from busrl.training import distributed
+from busrl.training import distributed, value_head
+from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.ranks.parts import Parts, TeamSettings, digest
 from busrl.training.ranks.wire import (
@@ -150,9 +153,8 @@ def _answer(trainer: Trainer, message: ControlMessage) -> ControlMessage | None:
     match message:
         case Micro(work=work):
             _micro(trainer, work)
-        case Score(work=work, reference=reference):
-            samples = samples_of(work)
-            found = (trainer.score_reference_at_once(samples),) * 2 if reference else trainer.score_at_once(samples)
+        case Score(work=work, by=by):
+            found = _scores(trainer, samples_of(work), by)
             logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
             return Scored(logprobs=logprobs, entropies=entropies)
         case Step():
@@ -172,8 +174,16 @@ def _answer(trainer: Trainer, message: ControlMessage) -> ControlMessage | None:
             trainer.gather_state(keep=False)
         case Restore(path=path, optimizer=optimizer):
             trainer.restore(Checkpoint(Path(path), 0, {}), optimizer)
+            if trainer.value_head is not None and (head := Path(path) / value_head.FOLDER).is_dir():
+                trainer.value_head.load(head, optimizer)
             return Done()
     return None
+
+
+def _scores(trainer: Trainer, samples: Sequence[Sample], by: str) -> tuple[Tensor, Tensor]:
+    if not by:
+        return trainer.score_at_once(samples)
+    return (trainer.score_reference_at_once(samples) if by == "reference" else trainer.values_at_once(samples),) * 2
 
 
 def _micro(trainer: Trainer, work: Work) -> None:
@@ -184,4 +194,7 @@ def _micro(trainer: Trainer, work: Work) -> None:
     trainer.ages_of = lambda versions: np.array([work.ages[one] for one in versions.tolist()], np.int64)
     before = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
     chosen = None if work.chosen is None else [np.frombuffer(row, np.bool_) for row in work.chosen]
-    trainer.micro_batch(samples_of(work), Given(work.advantages, work.weights, before, chosen), work.version)
+    valued = None if work.valued is None else [
+        Valued(*(np.frombuffer(field, np.float64) for field in row)) for row in work.valued
+    ]
+    trainer.micro_batch(samples_of(work), Given(work.advantages, work.weights, before, chosen, valued), work.version)

@@ -255,7 +255,6 @@ class Leader(Trainer):
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
         given = given if isinstance(given, Given) else Given(given)
-        assert given.valued is None, "a value head is trained by one process"
         self._check(samples, given)
         for shares in self._rounds(samples):
             parts: list[Any] = []
@@ -279,19 +278,23 @@ class Leader(Trainer):
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
     def _score_reference_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
-        for part, found, _ in self._on_all(samples, True, lambda own: (self.score_reference_at_once(own),) * 2):
+        for part, found, _ in self._on_all(samples, "reference", lambda own: (self.score_reference_at_once(own),) * 2):
+            yield part, found
+
+    def _value_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
+        for part, found, _ in self._on_all(samples, "value", lambda own: (self.values_at_once(own),) * 2):
             yield part, found
 
     def _score_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        yield from self._on_all(samples, False, self.score_at_once)
+        yield from self._on_all(samples, "", self.score_at_once)
 
     def _on_all(
-        self, samples: Sequence[Sample], reference: bool, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
+        self, samples: Sequence[Sample], by: str, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            self.team.tell([Score(work=work_of(self, part), reference=reference) for part in self.team.each(chosen)])
+            self.team.tell([Score(work=work_of(self, part), by=by) for part in self.team.each(chosen)])
             with self.team.together("scoring"):
                 own = compute(chosen[0])
             yield shares[0], *own

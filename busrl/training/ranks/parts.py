@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from busrl import device
+from busrl.algorithms import catalog
 from busrl.training import distributed
 from busrl.training.distributed import Layout, Meshes
 from busrl.training.forward import AUTO, Forward, checkpoint_layers, compute_again
-from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only
+from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
 from busrl.training.ranks.loading import WeightFiles, fill, first_layers, standing_in
 from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
 
@@ -46,16 +47,20 @@ class TeamSettings:
     lora: LoraSettings | None = None
     refers: bool = False  # to a reference, for a KL term
     reference: Path | None = None  # its folder; None: the model as the run began with it
+    teacher: Path | None = None  # its folder
+    teacher_k: int = 0  # its most probable tokens that are read
 
     @classmethod
     def of(cls, topology: Any, file: Path, device: torch.device) -> TeamSettings:
         """From a topology's [[process]] and [learner.parallel]."""
-        own = topology.learner.parallel
+        own, learner = topology.learner.parallel, topology.learner
+        taught = catalog.taught(learner) or learner.loss not in catalog.LOSSES  # a loss of the user's may read one
         return cls(
             topology.ranks, file, facts(topology.to_json()), device, own.reshard,
             Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
             topology.limits.ready_s, own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
             Path(topology.model.reference) if topology.model.reference else None,
+            Path(topology.model.teacher) if taught and topology.model.teacher else None, learner.teacher_k,
         )
 
     @property
@@ -95,7 +100,7 @@ class Parts:
     read: int = 0  # bytes of files, so far
     largest: int = 0  # of them at once
     _first: Path | None = None  # folder of the first model
-    _reference: Any = None  # the forward of a second model
+    _others: dict[Path, distributed.Sharded] = field(default_factory=dict)  # models that are read and not trained
 
     def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
         """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
@@ -105,6 +110,7 @@ class Parts:
         made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
         made.copies = self.mesh.layout.tensor
         made.adapter, made.reference = adapter, self._refer(forward, adapter, model)
+        made.teacher = self._teach(model)
         return made
 
     def _sharded(self, way: Forward) -> distributed.Sharded:
@@ -143,10 +149,21 @@ class Parts:
             return None
         if adapter is not None and self.team.reference is None:
             return adapter.base_alone(forward.score)
-        if self._reference is None:
-            assert self._first is not None
-            found, way, _ = self._spread(self.team.reference or self._first, None, frozen=True)
-            require_vocabulary(self.team.reference or self._first, found, model)
-            self._reference = self._sharded(way)
-        second = self._reference
+        folder = self.team.reference or self._first
+        assert folder is not None
+        second = self._other(folder)
+        require_vocabulary(folder, second.model, model)
         return lambda samples, flat: second.score(samples, flat)[0]
+
+    def _teach(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """What gives a teacher's most probable tokens, of those that the model has."""
+        if self.team.teacher is None:
+            return None
+        second, words, count = self._other(self.team.teacher), vocabulary(model), self.team.teacher_k
+        return lambda samples, flat: second.best(samples, flat, count, words)
+
+    def _other(self, folder: Path) -> distributed.Sharded:
+        if folder not in self._others:
+            _, way, _ = self._spread(folder, None, frozen=True)
+            self._others[folder] = self._sharded(way)
+        return self._others[folder]

@@ -76,6 +76,7 @@ class Work(msgspec.Struct, array_like=True):
     weights: list[float] | None
     proximal: list[bytes] | None  # float32
     chosen: list[bytes] | None  # a byte per token
+    valued: list[tuple[bytes, bytes, bytes]] | None  # float64, the fields of Valued
     version: int | None
     ages: dict[int, int]  # steps since each of the samples' versions was made
     skip_mastered: bool
@@ -88,10 +89,11 @@ class Micro(ControlMessage):
 
 
 class Score(ControlMessage):
-    """Forward of the work, or of nothing, without gradient, by the reference if `reference`; answered by Scored."""
+    """Forward of the work, or of nothing, without gradient; answered by Scored. `by`: the trained model, the
+    "reference", or the "value" head, which gives one number per token, twice."""
 
     work: Work
-    reference: bool = False
+    by: str = ""
 
 
 class Step(ControlMessage):
@@ -222,7 +224,7 @@ LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
 # -- the work of a micro-batch ----------------------------------------------------------
 
 NOTHING_GIVEN = Given(())
-NO_WORK = Work([], [], [], None, None, None, None, {}, False)
+NO_WORK = Work([], [], [], None, None, None, None, None, {}, False)
 
 
 def work_of(
@@ -241,8 +243,12 @@ def work_of(
     before, chosen = (
         None if values is None else [row.tobytes() for row in values] for values in (given.proximal, given.chosen)
     )
+    valued = None if given.valued is None else [
+        (one.advantages.tobytes(), one.returns.tobytes(), one.values.tobytes()) for one in given.valued
+    ]
     return Work(
-        list(prompts), rows, list(given.advantages), weights, before, chosen, version, ages, trainer.skip_mastered
+        list(prompts), rows, list(given.advantages), weights, before, chosen, valued, version, ages,
+        trainer.skip_mastered,
     )
 
 
