@@ -364,6 +364,18 @@ class _Gathered:
         return found
 
 
+# -- failures --------------------------------------------------------------------------
+
+TRANSPORTS = ("gloo", "nccl", "hccl")  # one of them stands in an error that another rank is the cause of
+
+
+def of_a_peer(problem: BaseException) -> bool:
+    """Whether a collective failed because of another rank, not this one's own computation."""
+    text = str(problem).lower()
+    of_torch = isinstance(problem, RuntimeError) and any(name in text for name in TRANSPORTS)
+    return of_torch or isinstance(problem, dist.DistError)
+
+
 # -- tensors --------------------------------------------------------------------------
 
 

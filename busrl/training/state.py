@@ -1,11 +1,12 @@
 """What a trainer has to go on from: its weights and its optimiser, saved in shards and restored, whatever number of
 ranks did the one and does the other.
 
-Used by the learner and its ranks. Talks to the trainer, to `shard_files` and `distributed`; knows nothing of steps,
-plans or which checkpoint is the newest.
+Used by the learner and its ranks. Talks to the trainer, to `shard_files`, to `distributed` and, for a team, to the other
+ranks' control streams; knows nothing of steps, plans or which checkpoint is the newest.
 
 - What the optimiser holds is saved by the names of its parameters: their order may be another in the next run.
-- Of a tensor that is spread each rank writes and reads its own rows; all others are whole, written by rank 0.
+- Of a tensor that is spread each rank reads its own part, and the first rank that has a part writes it; all others are
+  whole, written by rank 0.
 - A checkpoint of another model or another optimiser is refused with both values before anything is changed.
 """
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from busrl.errors import DiskFull, RankLost, WriteFailed
+from busrl.errors import DiskFull, RankFailed, WriteFailed
 from busrl.training import distributed, optimizers
 from busrl.training.checkpoint import WEIGHTS
 from busrl.training.shard_files import (
@@ -80,7 +81,7 @@ class TeamSaving(Saving):
         self.streams, self.seq = streams, seq
 
     def ready(self) -> bool:
-        """RankLost if a rank is gone meanwhile."""
+        """RankFailed if a rank says why it ends, RankLost if it is gone."""
         return not self._missing() and super().ready()
 
     def whose(self) -> str:
@@ -92,7 +93,8 @@ class TeamSaving(Saving):
         missing = []
         for stream in self.streams:
             if (stream.saved is None or stream.saved.seq < self.seq) and (words := stream.receive(0)) is not None:
-                raise RankLost(f"{stream.name} failed: {getattr(words, 'text', words)}")
+                text = f"{stream.name} failed: {getattr(words, 'text', words)}"
+                raise RankFailed(text, getattr(words, "uids", ()))
             if stream.saved is None or stream.saved.seq < self.seq:
                 missing.append(stream)
         return missing

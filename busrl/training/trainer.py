@@ -392,6 +392,11 @@ class Trainer:
         """Trained tokens of the step under way."""
         return self._tokens
 
+    @property
+    def step_uids(self) -> list[int]:
+        """The samples of the step under way."""
+        return [uid for uids, _ in self._blame for uid in uids]
+
     # -- the update ------------------------------------------------------------------------------------------------
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:

@@ -2,7 +2,7 @@
 
 `SMALL` in the environment is the size below which adamw8bit keeps float32 states, `WRONG=count` in it lets it count one
 token too many, `WRONG=facts` another version than rank 0's.
-`WRONG=fails`: it fails with any samples.
+`WRONG=fails`: it fails with any samples; `WRONG=updates`: in any update.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
     known = facts("other" if WRONG == "facts" else "one")
     if WRONG == "count":
         Trainer.counted = property(lambda self: self._tokens + 1)  # type: ignore[method-assign, assignment]
-    if WRONG == "fails":
+    if WRONG in ("fails", "updates"):
         def fail(*_: object) -> None:
-            raise MemoryError("no memory for a forward")
+            raise MemoryError(f"no memory for what {WRONG}")
 
-        Trainer.micro_batch = fail  # type: ignore[method-assign]
+        setattr(Trainer, "micro_batch" if WRONG == "fails" else "update", fail)
     team = TeamSettings(ranks, file, known, torch.device("cpu"), start_s=60, collective_s=collective_s,
                         lora=LoraSettings(**more["lora"]) if more["lora"] else None, refers=more["refers"],
                         reference=Path(more["reference"]) if more["reference"] else None,
                         layout=Layout(ranks, tensor=more["tensor"]),
+                        taught=bool(more["teacher"]),
                         teacher=Path(more["teacher"]) if more["teacher"] else None, teacher_k=TEACHER_K)
     follower = Follower(team, settings, rank)
     while True:

@@ -97,8 +97,9 @@ def team_of(
         for rank in range(1, ranks)
     ]
     known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s,
-                         lora=lora, refers=refers, reference=reference, layout=Layout(ranks, tensor=tensor), teacher=teacher,
-                         teacher_k=TEACHER_K)
+                         lora=lora, refers=refers, reference=reference, teacher=teacher,
+                         taught=teacher is not None, teacher_k=TEACHER_K,
+                         layout=Layout(ranks, tensor=tensor))
     team = None
     try:
         team = Team.gathered(known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,25 @@ def test_memory_that_rank_0_does_not_get_is_its_own_failure(
         with pytest.raises(RankFailed, match=r"rank 0 failed: .*can't allocate memory") as told:
             a_step(trainer, lab, 0)
         assert told.value.uids and "rank 1" not in str(told.value)
+
+
+def test_samples_of_a_rank_that_fails_because_another_was_killed_are_no_suspects(lab: Any, tmp_path: Path) -> None:
+    with team_of(tmp_path, ranks=3, collective_s=20) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
+        a_step(trainer, lab, 0)
+        first, _ = team.processes
+        first.send_signal(signal.SIGSTOP)  # the others are in a collective when it is killed
+        threading.Timer(2, first.kill).start()
+        said = r"rank 1 \(pid \d+\) (has ended|is gone).*rank 2 \(pid \d+\) failed: "
+        with pytest.raises(RankLost, match=said) as told:
+            a_step(trainer, lab, 1)
+        assert not getattr(told.value, "uids", ()), "rank 2 is well"
+
+
+def test_a_rank_that_fails_in_the_update_names_the_samples_of_its_step(lab: Any, tmp_path: Path) -> None:
+    with team_of(tmp_path, wrong="updates", collective_s=20) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
+        with pytest.raises(RankFailed, match=r"rank 1 \(pid \d+\) failed: MemoryError: no memory") as told:
+            a_step(trainer, lab, 0)
+        given = {sample.uid for sample in lab.samples(groups=2, seed=0)}
+        assert told.value.uids and set(told.value.uids) < given

@@ -262,6 +262,8 @@ class History:
     def failed(self, problem: RankFailed) -> None:
         """A rank failed with these samples, which is kept for the next life; CannotTrain if one did before with some of
         them: it would again. That is kept too: this process may be ended before it could say so."""
+        if not problem.uids:  # nothing is suspect, and what was stays so
+            return
         before = next(iter(json_lines(self.paths.failed_work)), {})
         ends = ""
         if again := sorted({*problem.uids} & {*before.get("uids", ())}):

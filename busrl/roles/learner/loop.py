@@ -411,7 +411,8 @@ class Learner(Actor):
     def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
         if self.plan.streaming:
             self._accumulate()
-            return self.training.finish(groups)
+            with self._blamed():
+                return self.training.finish(groups)
         self.pending = []
         with self._blamed():
             return self.training.train(samples, groups, self._present_version())

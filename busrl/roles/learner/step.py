@@ -188,12 +188,12 @@ class TrainingStep:
 
     def _teach(self, trainer: Trainer) -> Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]] | None:
         """What gives a teacher's most probable tokens, of those that the model has."""
+        if self.team is not None:  # its trainer has it
+            return trainer.teacher
         if not catalog.taught(self.config) and not self._loss_reads("teacher", trainer):
             return None
         if self.teacher is None:
             raise UserError(f'learner.loss = "{self.config.loss}": it needs a teacher; set model.teacher to its folder')
-        if self.team is not None:  # its trainer has it
-            return trainer.teacher
         forward, words = self._other(self.teacher), vocabulary(trainer.model)
         return lambda samples, flat: forward.best(samples, flat, self.config.teacher_k, words)
 

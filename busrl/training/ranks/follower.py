@@ -3,7 +3,8 @@
 Driven by the role `rank`. Talks to rank 0 over a control stream (`wire`) and, inside of the trainer, over the process
 group of `distributed`. Knows nothing of rings, logs, groups or other followers.
 
-- What goes wrong is told to rank 0, with the samples that were computed, before it is raised.
+- What goes wrong is told to rank 0 before it is raised; with the samples that were computed, unless another rank is the
+  cause: these samples are no suspects.
 - A shard of a checkpoint is written meanwhile: the answer to a Save comes when it is on disk.
 """
 
@@ -111,13 +112,19 @@ class Follower:
             answer = self._done(message)
         except Exception as problem:
             with contextlib.suppress(RankLost):
-                uids = [sample[0] for sample in getattr(message, "work", NO_WORK).samples]
+                uids = [] if distributed.of_a_peer(problem) else self._under_way(message)
                 self.stream.send(Failed(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
             raise
         if answer is not None:
             answer.seq = message.seq
             self.stream.send(answer, self.settings.collective_s)
         return not isinstance(message, Leave)
+
+    def _under_way(self, message: ControlMessage) -> list[int]:
+        """The samples of the message, or of an update those of its step."""
+        if isinstance(message, Step) and self.trainer is not None:
+            return self.trainer.step_uids
+        return [sample[0] for sample in getattr(message, "work", NO_WORK).samples]
 
     def _done(self, message: ControlMessage) -> ControlMessage | None:
         match message:

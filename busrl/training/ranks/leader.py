@@ -61,16 +61,6 @@ T = TypeVar("T")
 
 # -- the team ---------------------------------------------------------------------------
 
-TRANSPORTS = ("gloo", "nccl", "hccl")  # one of them stands in an error that another rank is the cause of
-
-
-def _of_a_peer(problem: RuntimeError) -> bool:
-    """Whether a collective failed because of another rank, not this one's own computation."""
-    text = str(problem).lower()
-    distributed: Any = torch.distributed
-    return isinstance(problem, distributed.DistError) or any(name in text for name in TRANSPORTS)
-
-
 @dataclass
 class Team:
     """The followers of rank 0, and its process group with them."""
@@ -151,16 +141,16 @@ class Team:
         return found
 
     @contextlib.contextmanager
-    def together(self, what: str, own: Sequence[Sample] = ()) -> Iterator[None]:
+    def together(self, what: str, own: Sequence[int] = ()) -> Iterator[None]:
         """A collective. If it fails, the rank that is the cause is named: it said why, has ended, or is silent; or it
-        is this one, with its `own` samples."""
+        is this one, with its `own` samples, by uid."""
         begun = time.monotonic()
         try:
             yield
         except RuntimeError as problem:
             took, words, uids = time.monotonic() - begun, list[str](), list[int]()
-            if not _of_a_peer(problem):
-                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", [one.uid for one in own]) from problem
+            if not distributed.of_a_peer(problem):
+                raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", own) from problem
             for text, samples in self._last_words():
                 words.append(text)
                 uids += samples
@@ -262,7 +252,7 @@ class Leader(Trainer):
                 parts.append(([samples[i] for i in share], given.of(share), version))
                 self._planned[number] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
             self.team.tell([Micro(work=work_of(self, *part)) for part in self.team.each(parts)])
-            with self.team.together("a micro-batch", parts[0][0]):
+            with self.team.together("a micro-batch", [one.uid for one in parts[0][0]]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
                 else:
@@ -272,7 +262,7 @@ class Leader(Trainer):
         self.team.tell([
             Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale) for tokens in self.team.each(self._planned)
         ])
-        with self.team.together("the update"):
+        with self.team.together("the update", self.step_uids):
             own = self.update(lr, denominator, scale)
         every = [own, *(RankStats(**_tuples(answer.stats)) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from busrl import device
 from busrl.algorithms import catalog
+from busrl.errors import UserError
 from busrl.training import distributed
+from busrl.training.custom import OwnLoss
 from busrl.training.distributed import Layout, Meshes
 from busrl.training.forward import AUTO, Forward, checkpoint_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
@@ -45,22 +47,22 @@ class TeamSettings:
     start_s: float = 300.0
     collective_s: float = 120.0
     lora: LoraSettings | None = None
-    refers: bool = False  # to a reference, for a KL term
+    refers: bool = False  # to a reference, for a KL term; a loss of the user's may read one all the same
     reference: Path | None = None  # its folder; None: the model as the run began with it
+    taught: bool = False  # by a teacher; as with `refers`
     teacher: Path | None = None  # its folder
     teacher_k: int = 0  # its most probable tokens that are read
 
     @classmethod
     def of(cls, topology: Any, file: Path, device: torch.device) -> TeamSettings:
         """From a topology's [[process]] and [learner.parallel]."""
-        own, learner = topology.learner.parallel, topology.learner
-        taught = catalog.taught(learner) or learner.loss not in catalog.LOSSES  # a loss of the user's may read one
+        own, learner, model = topology.learner.parallel, topology.learner, topology.model
         return cls(
             topology.ranks, file, facts(topology.to_json()), device, own.reshard,
             Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
-            topology.limits.ready_s, own.collective_timeout_s, LoraSettings.of(topology), topology.learner.kl != "none",
-            Path(topology.model.reference) if topology.model.reference else None,
-            Path(topology.model.teacher) if taught and topology.model.teacher else None, learner.teacher_k,
+            topology.limits.ready_s, own.collective_timeout_s, LoraSettings.of(topology), learner.kl != "none",
+            Path(model.reference) if model.reference else None, catalog.taught(learner),
+            Path(model.teacher) if model.teacher else None, learner.teacher_k,
         )
 
     @property
@@ -109,8 +111,12 @@ class Parts:
         forward = self._sharded(way)
         made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
         made.copies = self.mesh.layout.tensor
-        made.adapter, made.reference = adapter, self._refer(forward, adapter, model)
-        made.teacher = self._teach(model)
+        reads = made.loss.reads if isinstance(made.loss, OwnLoss) else lambda _: False
+        made.adapter = adapter
+        if self.team.refers or reads("reference"):
+            made.reference = self._refer(forward, adapter, model)
+        if self.team.taught or reads("teacher"):
+            made.teacher = self._teach(model)
         return made
 
     def _sharded(self, way: Forward) -> distributed.Sharded:
@@ -143,10 +149,8 @@ class Parts:
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
         return model, way, adapter
 
-    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor] | None:
+    def _refer(self, forward: Any, adapter: Adapter | None, model: Any) -> Callable[..., Tensor]:
         """What gives log-probabilities under the reference: the base without its adapter, or a second model."""
-        if not self.team.refers:
-            return None
         if adapter is not None and self.team.reference is None:
             return adapter.base_alone(forward.score)
         folder = self.team.reference or self._first
@@ -155,10 +159,11 @@ class Parts:
         require_vocabulary(folder, second.model, model)
         return lambda samples, flat: second.score(samples, flat)[0]
 
-    def _teach(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    def _teach(self, model: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         """What gives a teacher's most probable tokens, of those that the model has."""
         if self.team.teacher is None:
-            return None
+            rule = "it needs a teacher; set model.teacher to its folder"
+            raise UserError(f'learner.loss = "{self.settings.loss}": {rule}')
         second, words, count = self._other(self.team.teacher), vocabulary(model), self.team.teacher_k
         return lambda samples, flat: second.best(samples, flat, count, words)
 
