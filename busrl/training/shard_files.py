@@ -191,25 +191,29 @@ TENSOR = "$tensor"
 
 def flattened(tree: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     """The tree as JSON, and its tensors by names that begin with `name`. UserError for what is neither."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) and tree.dtype in TYPES:
         return {TENSOR: name}, {name: tree}
+    if isinstance(tree, dict) and (odd := [key for key in tree if not isinstance(key, str)]):
+        raise _unfit(f"{name} of the optimiser has the key {odd[0]!r}: a file of tensors has strings as keys alone")
     if isinstance(tree, (dict, list, tuple)):
         items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
         found = [(key, *flattened(one, f"{name}.{key}")) for key, one in items]
         tensors = {name: tensor for _, _, own in found for name, tensor in own.items()}
         if isinstance(tree, dict):
-            return {str(key): one for key, one, _ in found}, tensors
+            return {key: one for key, one, _ in found}, tensors
         return [one for _, one, _ in found], tensors
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree, {}
-    raise UserError(
-        f"{name} of the optimiser is a {type(tree).__name__}, which no file of tensors can hold; set "
-        'learner.checkpoint_mode = "sync" with one rank'
-    )
+    kind = f"tensor of {tree.dtype}" if isinstance(tree, Tensor) else type(tree).__name__
+    raise _unfit(f"{name} of the optimiser is a {kind}, which no file of tensors can hold")
+
+
+def _unfit(what: str) -> UserError:
+    return UserError(f'{what}; set learner.checkpoint_mode = "sync" with one rank')
 
 
 def built(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The counterpart; tuples are lists now."""
+    """The tree that `flattened` was given, with the tensors that `tensor` has by their names; tuples are lists now."""
     if isinstance(tree, dict):
         return tensor(tree[TENSOR]) if TENSOR in tree else {key: built(one, tensor) for key, one in tree.items()}
     return [built(one, tensor) for one in tree] if isinstance(tree, list) else tree

@@ -1,8 +1,8 @@
 """What a trainer has to go on from: its weights and its optimiser, saved in shards and restored, whatever number of
 ranks did the one and does the other.
 
-Used by the learner and its ranks. Talks to the trainer, to `shard_files`, to `distributed` and, for a team, to the other
-ranks' control streams; knows nothing of steps, plans or which checkpoint is the newest.
+Used by the learner and its ranks. Talks to the trainer, to `shard_files`, to `distributed` and, for a team, to the
+other ranks' control streams; knows nothing of steps, plans or which checkpoint is the newest.
 
 - What the optimiser holds is saved by the names of its parameters: their order may be another in the next run.
 - Of a tensor that is spread each rank reads its own part, and the first rank that has a part writes it; all others are
@@ -117,7 +117,8 @@ class TeamSaving(Saving):
 def restore(trainer: Trainer, path: Path, optimizer: bool = True) -> list[str]:
     """Continue with the weights of the checkpoint in shards at `path`, and with its optimiser. Returns, as text, which
     settings of the optimiser differ from those of the checkpoint."""
-    found, own = Shards(path), trainer.kept_tensors()
+    found = Shards(path)
+    own = {name: tensor for name, tensor in trainer.kept_tensors().items() if tensor.numel()}  # no file has empty ones
     shapes = {name: found.shapes[f"{WEIGHTS}{name}"] for name in found.names(WEIGHTS)}
     require_same(shapes, own, str(path), "this run's")
     if optimizer:

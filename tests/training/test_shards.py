@@ -263,3 +263,13 @@ def test_the_state_names_its_optimiser_without_torch(lab: Any, tmp_path: Path) -
     found = begin(tmp_path, 1, lab.trainer("qwen3", double=False)).commit()
     rest = json.loads((found.path / "shards" / "optimizer.json").read_text())
     assert rest["optimizer"] == "adamw" and set(rest) == {"state", "param_groups", "optimizer", "train_layers"}
+
+
+@pytest.mark.parametrize("state, said", [
+    ({1: 2.0}, "has the key 1: a file of tensors has strings as keys alone"),
+    ({"at": torch.zeros(2, dtype=torch.complex64)}, "is a tensor of torch.complex64, which no file"),
+    ({"at": object()}, "is a object, which"),
+])
+def test_a_state_of_an_optimiser_that_no_file_can_hold_is_refused_with_its_place(state: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        shard_files.flattened({"state": {"layer.weight": state}}, "optimizer")
