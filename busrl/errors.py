@@ -71,7 +71,8 @@ class AgentNotLoaded(UserError):
 
 class CallRefused(UserError):
     """A model call of an agent that gets no answer: its messages cannot be used, or a budget of its episode is used
-    up. `code`: invalid, unsupported or context_length_exceeded, as clients know them; `param`: the field."""
+    up. `code`: invalid, unsupported or context_length_exceeded, as clients know them, or ended: the
+    episode is over; `param`: the field."""
 
     def __init__(self, code: str, text: str, param: str = "") -> None:
         self.code, self.param = code, param

@@ -169,6 +169,8 @@ class Renderer:
             return self._prompt(tree, history, tools, dict(arguments or {}))
         except RecursionError:
             raise CallRefused("invalid", "a message is nested too deeply", "messages") from None
+        except UnicodeError as problem:
+            raise CallRefused("invalid", f"a message holds half of a character: {problem}", "messages") from None
 
     def _prompt(self, tree: Tree, history: History, tools: Any, arguments: dict[str, Any]) -> Prompted:
         parent, count = tree.match(history)
@@ -185,9 +187,11 @@ class Renderer:
         """What the template writes; CallRefused says why it refuses."""
         try:
             prompt: Prompt = {"messages": list(messages), "tools": list(tools or []), "arguments": dict(arguments)}
-            return self._text.text(prompt, generation)
+            text = self._text.text(prompt, generation)
         except DataError as problem:
             raise CallRefused("invalid", str(problem), "messages") from None
+        text.encode()  # UnicodeError: half a character has no ids
+        return text
 
     def said(self, ids: Sequence[int] | Ids) -> tuple[str, str]:
         """The text of sampled ids without the id that ended them, and the text of that."""

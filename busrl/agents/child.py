@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -26,9 +27,10 @@ import msgspec
 from busrl import imports
 from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
 from busrl.errors import AgentNotLoaded, cause
-from busrl.rewards.child import OWN_PID, PRINTED_BYTES, Requests, die_with_parent, printed, private_pipes
+from busrl.rewards.child import OWN_PID, PRINTED_BYTES, Requests, die_with_parent, line_of, printed, private_pipes
 
 BEAT_S = 0.5
+MOST_THREADS = 1 << 14  # as many as there are episodes: one that had to wait for a thread would pass for hung
 STANDS_S = 2.0  # without a step the loop is said to stand still
 
 
@@ -112,6 +114,8 @@ class Process:
         self._main = threading.get_ident()
         self._function: Callable[..., Any] = lambda task, llm: 0.0
         self._close: Callable[[], Any] | None = None
+        self._threads = ThreadPoolExecutor(MOST_THREADS, "episode")
+        self._package = ""  # of the user's module, where it has a name of its own
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
@@ -136,6 +140,8 @@ class Process:
 
     async def _load(self, setup: Setup) -> None:
         """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
+        module = setup.function.rpartition(":")[0]
+        self._package = "" if module.endswith(".py") else module.rpartition(".")[0] or module
         found: Any = imports.load("function", setup.function, AgentNotLoaded, setup.base_dir)
         if not inspect.isclass(found):
             self._function = found
@@ -167,9 +173,12 @@ class Process:
 
     def _write(self, frame: FromChild) -> None:
         """One line, complete; from any thread."""
+        self._put(line_of(frame))
+
+    def _put(self, line: bytes) -> None:
         if os.getpid() != OWN_PID:
             os._exit(0)
-        data = memoryview(msgspec.json.encode(frame) + b"\n")
+        data = memoryview(line)
         with self._lock:
             try:
                 while data:
@@ -193,15 +202,21 @@ class Process:
         async def ask(request: Request) -> Response:
             self._calls += 1
             call, future = self._calls, asyncio.get_running_loop().create_future()
+            line = msgspec.json.encode(Asked(begin.key, call, request)) + b"\n"  # raises what no frame can hold
             self._waiting[call] = future
-            self._write(Asked(begin.key, call, request))
-            return await future  # type: ignore[no-any-return]
+            try:
+                self._put(line)
+                return await future  # type: ignore[no-any-return]
+            finally:
+                self._waiting.pop(call, None)
 
         try:
             task = msgspec.json.decode(begin.task)
-            ended = await play(self._function, task, Llm(ask, task))
+            ended = await play(self._function, task, Llm(ask, task), self._threads)
         except asyncio.CancelledError:
             ended = Ended("raised", text="cancelled")
+        except BaseException as problem:  # of an exception, say, whose own text raises another
+            ended = Ended("raised", text=f"its end could not be told: {type(problem).__name__}")
         del self._episodes[begin.key]
         printed.left = PRINTED_BYTES
         self._write(Over(begin.key, ended))
@@ -222,13 +237,19 @@ class Process:
         """The innermost line of user code on the loop's stack."""
         frame, found = sys._current_frames().get(self._main), ""
         while frame is not None:
-            name = frame.f_code.co_filename
-            if "busrl_user_" in frame.f_globals.get("__name__", "") or not found:
-                found = f"{os.path.basename(name)}:{frame.f_lineno}, in {frame.f_code.co_name}"
-            if "busrl_user_" in frame.f_globals.get("__name__", ""):
+            users = self._is_users(frame.f_globals.get("__name__") or "")
+            if users or not found:
+                name = os.path.basename(frame.f_code.co_filename)
+                found = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+            if users:
                 break
             frame = frame.f_back
         return found
+
+    def _is_users(self, module: str) -> bool:
+        """Whether it is a file of the user's, or of the package that the function is in."""
+        own = self._package
+        return module.startswith("busrl_user_") or (bool(own) and f"{module}.".startswith(f"{own}."))
 
 
 async def _awaited(value: Any) -> None:

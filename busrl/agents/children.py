@@ -97,11 +97,6 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def playing(self) -> int:
-        """Episodes in it now."""
-        return len(self._episodes)
-
     def trouble(self) -> str:
         """What user code does to this process, "" if nothing: for people."""
         silent = time.monotonic() - self._heard
@@ -126,8 +121,7 @@ class Child:
                 await asyncio.wait({over}, timeout=max(0.02, left))
             return over.result()
         finally:
-            self._episodes.pop(key, None)
-            if not over.done():  # the caller was cancelled
+            if self._episodes.pop(key, None):  # it goes on: the caller was cancelled, or an engine failed
                 self._send(Cancel(key))
 
     async def _overdue(self, key: int, over: asyncio.Future[Ended], episode_s: float) -> Ended:
@@ -213,22 +207,22 @@ class Child:
             self._ready.set_result(None)
 
     async def _answer(self, asked: Asked) -> None:
-        known = self._episodes.get(asked.key)
-        if known is None:
+        """Every request is answered, so that no code waits for ever: where the episode is over, with that."""
+        known, answered = self._episodes.get(asked.key), None
+        if known is not None:
+            try:
+                answered = await known[0].answer(asked.request)
+            except asyncio.CancelledError:  # of its calls
+                pass
+            except Exception as problem:  # the engine's: it is not the episode that failed
+                if not known[1].done():
+                    known[1].set_exception(problem)
+        if answered is None or asked.key not in self._episodes:
             self._send(Answered(asked.call, Refusal("ended", "this episode is over")))
             return
-        episode, over = known
-        try:
-            given, response = await episode.answer(asked.request)
-        except asyncio.CancelledError:
-            return
-        except Exception as problem:  # the engine's: it is not the episode that failed
-            if not over.done():
-                over.set_exception(problem)
-            return
-        if asked.key in self._episodes:
-            self._send(Answered(asked.call, response))
-            given.delivered()
+        given, response = answered
+        self._send(Answered(asked.call, response))
+        given.delivered()
 
 
 class Children:
@@ -243,8 +237,13 @@ class Children:
 
     async def start(self) -> None:
         """Start all; AgentNotLoaded if the function cannot be had."""
-        for _ in range(self._count):
-            await self._least()
+        async with self._starting:
+            made = await asyncio.gather(*(self._started() for _ in range(self._count)), return_exceptions=True)
+            self._shared = [one for one in made if isinstance(one, Child)]
+        for one in made:
+            if isinstance(one, BaseException):
+                await self.close()
+                raise one
 
     @property
     def all(self) -> list[Child]:

@@ -13,9 +13,11 @@ serves them (`busrl.agents.desk`, in this process or in another). Knows nothing 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Literal
 
 import msgspec
@@ -142,7 +144,7 @@ class Llm:
 
     async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0) -> Any:
         """What follows a text or token ids, a `Completion`; with `n` above 1 a list of them."""
-        given = prompt if isinstance(prompt, str) else [int(one) for one in prompt]
+        given = _text(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
         found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained))
         made = [Completion(one.text, one.ids, one.finish_reason, one.turn, one.version) for one in found]
         return made if n > 1 else made[0]
@@ -167,12 +169,25 @@ class Llm:
 
 
 def _json(value: Any, param: str) -> msgspec.Raw:
-    """Objects of clients' libraries are written as their `model_dump` has them."""
-    dump = getattr(value, "model_dump", None)
+    """Objects of clients' libraries, nested ones too, are written as their `model_dump` has them."""
     try:
-        return msgspec.Raw(msgspec.json.encode(dump(exclude_none=True) if dump else value))
+        return msgspec.Raw(msgspec.json.encode(value, enc_hook=_dumped))
     except (TypeError, ValueError, OverflowError, RecursionError) as problem:
         raise CallRefused("invalid", f"{param} can not be written as JSON: {problem}", param) from None
+
+
+def _dumped(value: Any) -> Any:
+    if dump := getattr(value, "model_dump", None):
+        return dump(exclude_none=True)
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
+
+
+def _text(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as problem:
+        raise CallRefused("invalid", f"prompt holds half of a character: {problem}", "prompt") from None
+    return prompt
 
 
 def _reply(choice: Choice) -> Reply:
@@ -197,12 +212,15 @@ class Ended(msgspec.Struct):
     text: str = ""
 
 
-async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm) -> Ended:
-    """Run an episode to its end. One that is no coroutine runs in a thread, where `llm` is a `Blocking`. Cancelling
-    this cancels the episode; whatever else it raises, SystemExit included, is its end."""
+async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, threads: Executor | None = None) -> Ended:
+    """Run an episode to its end. One that is no coroutine runs in one of the `threads` (None: the loop's own, which
+    are few), where `llm` is a `Blocking`. Cancelling this cancels the episode; whatever else it raises, SystemExit
+    included, is its end."""
     try:
         if blocking(function):
-            result = await asyncio.to_thread(function, task, Blocking(llm, asyncio.get_running_loop()))
+            loop = asyncio.get_running_loop()
+            run = contextvars.copy_context().run
+            result = await loop.run_in_executor(threads, run, function, task, Blocking(llm, loop))
         else:
             result = await function(task, llm)
         return Ended("returned", *settle(result))

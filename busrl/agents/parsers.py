@@ -4,6 +4,7 @@ Talks to nothing, except to the file of a parser of the user's own. Knows nothin
 
 - What is no call of the format stays in the text, as it is, and is counted: the model has to learn from its mistakes.
 - Names that no tool has are passed on. Arguments come out as JSON of an object, with the model's own order of keys.
+- What the model wrote is read once: the time of a parser grows with the length of the text, whatever stands in it.
 - A parser never raises, whatever the model wrote; one of the user's that does leaves the text alone, and is counted.
 - Calls are looked for where tools were offered, and nowhere else.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,33 +60,66 @@ def _named(value: object, *keys: str) -> tuple[str, str] | None:
     found: Any = next((value[key] for key in keys if key in value), {})
     if isinstance(found, str):
         found = _object(found)
-    return (value["name"], _spelt(found)) if isinstance(found, dict) else None
+    return _made(value["name"], found) if isinstance(found, dict) else None
 
 
-def _spelt(arguments: dict[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
-    return text if _can_be_sent(text) else json.dumps(arguments)
+def _made(name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+    """A call, None where it has a number or half of a character in it that JSON can name but nobody can send."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # 1e999 is read as infinite; deep values can be read but not written
+        return None
+    return (name, text) if _can_be_sent(name) and _can_be_sent(text) else None
 
 
 def _can_be_sent(text: str) -> bool:
-    """Not empty, and no half of a character, which JSON can name but nobody can encode."""
+    """Not empty, and no half of a character."""
     try:
         return bool(text.encode())
     except UnicodeEncodeError:
         return False
 
 
-def _blocks(text: str, block: re.Pattern[str], opening: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_SPACE = re.compile(r"\s*")
+
+
+def _blocks(text: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
     """Calls that stand in blocks of their own: those that can be read are taken out of the text."""
     calls: list[tuple[str, str]] = []
-    rest, last = "", 0
-    for match in block.finditer(text):
-        call = read(match.group(1))
+    parts, last = [], 0
+    for begin, end, body in _between(text, _OPENING, _CLOSING):
+        call = read(body)
         if call is not None:
             calls.append(call)
-            rest, last = rest + text[last : match.start()], match.end()
-    rest += text[last:]
-    return Parsed(rest.strip("\n") if calls else text, calls, rest.count(opening))
+            parts.append(text[last:begin])
+            last = end
+    rest = "".join([*parts, text[last:]])
+    return Parsed(rest.strip("\n") if calls else text, calls, rest.count(_OPENING))
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
+    """Where each block begins and ends, and what stands between its marks."""
+    end = 0
+    while (begin := text.find(opening, end)) >= 0:
+        inner = begin + len(opening)
+        close = text.find(closing, inner)
+        if close < 0:
+            return
+        end = close + len(closing)
+        yield begin, end, text[inner:close]
+
+
+def _block_at(text: str, place: int, opening: str, closing: str) -> tuple[str, int] | None:
+    """What stands between the marks of a block that begins there, after space, and where the block ends."""
+    begin = _after_space(text, place)
+    close = text.find(closing, begin) if text.startswith(opening, begin) else -1
+    return (text[begin + len(opening) : close], close + len(closing)) if close >= 0 else None
+
+
+def _after_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return match.end() if match else place
 
 
 def _types(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -112,16 +146,12 @@ def _typed(text: str, declared: object) -> Any:
 
 # -- the formats ------------------------------------------
 
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.S)
-
-
 def hermes(text: str, tools: Tools) -> Parsed:
     """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Qwen 2.5, Qwen 3, Hermes."""
-    return _blocks(text, _TOOL_CALL, "<tool_call>", lambda body: _named(_object(body), "arguments", "parameters"))
+    return _blocks(text, lambda body: _named(_object(body), "arguments", "parameters"))
 
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.S)
 
 
 def qwen_xml(text: str, tools: Tools) -> Parsed:
@@ -130,17 +160,25 @@ def qwen_xml(text: str, tools: Tools) -> Parsed:
 
     def read(body: str) -> tuple[str, str] | None:
         match = _FUNCTION.fullmatch(body)
-        if match is None or _PARAMETER.sub("", match.group(2)).strip():
+        found = _parameters(match.group(2)) if match else None
+        if match is None or found is None:
             return None
-        name, types = match.group(1).strip(), _types(tools, match.group(1).strip())
-        found = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in
-                 _PARAMETER.findall(match.group(2))}
-        return name, _spelt({key: _typed(value, types.get(key)) for key, value in found.items()})
+        name = match.group(1).strip()
+        types = _types(tools, name)
+        return _made(name, {key: _typed(value, types.get(key)) for key, value in found.items()})
 
-    return _blocks(text, _TOOL_CALL, "<tool_call>", read)
+    return _blocks(text, read)
 
 
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
+def _parameters(text: str) -> dict[str, str] | None:
+    """`<parameter=key>value</parameter>`, any number of them and nothing else."""
+    found, place = {}, 0
+    while block := _block_at(text, place, "<parameter=", "</parameter>"):
+        (key, closed, value), place = block[0].partition(">"), block[1]
+        if not key or not closed or "\n" in key:
+            return None
+        found[key.strip()] = value.removeprefix("\n").removesuffix("\n")
+    return found if _after_space(text, place) == len(text) else None
 
 
 def glm(text: str, tools: Tools) -> Parsed:
@@ -148,17 +186,28 @@ def glm(text: str, tools: Tools) -> Parsed:
 
     def read(body: str) -> tuple[str, str] | None:
         name, mark, rest = body.partition("<arg_key>")
-        name, rest = name.strip(), mark + rest
-        if not name or re.search(r"[\s<>{}]", name) or _ARGUMENT.sub("", rest).strip():
+        name, found = name.strip(), _arguments(mark + rest)
+        if not name or re.search(r"[\s<>{}]", name) or found is None:
             return None
         types = _types(tools, name)
-        return name, _spelt({key.strip(): _typed(value, types.get(key.strip())) for key, value in
-                             _ARGUMENT.findall(rest)})
+        return _made(name, {key: _typed(value, types.get(key)) for key, value in found.items()})
 
-    return _blocks(text, _TOOL_CALL, "<tool_call>", read)
+    return _blocks(text, read)
+
+
+def _arguments(text: str) -> dict[str, str] | None:
+    """Keys and their values, any number of them and nothing else."""
+    found, place = {}, 0
+    while key := _block_at(text, place, "<arg_key>", "</arg_key>"):
+        value = _block_at(text, key[1], "<arg_value>", "</arg_value>")
+        if value is None:
+            return None
+        found[key[0].strip()], place = value
+    return found if _after_space(text, place) == len(text) else None
 
 
 _PYTHON_TAG = "<|python_tag|>"
+_SEPARATORS = re.compile(r"[ \t\r\n;]*")
 _LOOKS_LIKE_A_CALL = re.compile(r'\{\s*"(name|function|type)"\s*:.*"(parameters|arguments)"', re.S)
 
 
@@ -174,7 +223,7 @@ def llama3(text: str, tools: Tools) -> Parsed:
             tried = _PYTHON_TAG in text or _LOOKS_LIKE_A_CALL.match(body) is not None
             return Parsed(text, [], int(tried))
         calls.append(named)
-        place = len(body) - len(body[end:].lstrip(" \t\r\n;"))
+        place = end + len(_SEPARATORS.match(body, end)[0])  # type: ignore[index] # it matches nothing, too
     return Parsed("", calls) if calls else Parsed(text)
 
 
@@ -185,9 +234,6 @@ def _value_at(text: str, place: int) -> tuple[object, int]:
     except (ValueError, RecursionError):
         return None, place
     return value, end
-
-
-_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*(?=\{)")
 
 
 def mistral(text: str, tools: Tools) -> Parsed:
@@ -207,9 +253,12 @@ def mistral(text: str, tools: Tools) -> Parsed:
 
 
 def _mistral_call(text: str) -> tuple[str, str] | None:
-    match = _MISTRAL_NAME.match(text)
-    arguments = _object(text[match.end():]) if match else None
-    return (match.group(1), _spelt(arguments)) if match and arguments is not None else None
+    head, mark, rest = text.partition("{")
+    name, _, identity = head.strip().removesuffix("[ARGS]").partition("[CALL_ID]")
+    arguments = _object(mark + rest)
+    if arguments is None or "[" in identity or re.search(r"[\s\[\]{}]", name.strip()):
+        return None
+    return _made(name.strip(), arguments)
 
 
 def none(text: str, tools: Tools) -> Parsed:
@@ -251,9 +300,11 @@ def _guarded(function: Callable[..., Any]) -> Parser:
     def parse(text: str, tools: Tools) -> Parsed:
         try:
             rest, calls = function(text, tools)
-            made = [(str(name), given if isinstance(given, str) else _spelt(dict(given))) for name, given in calls]
-            if all(_object(arguments) is not None for _, arguments in made):
-                return Parsed(str(rest), made)
+            given = [(str(name), _object(one) if isinstance(one, str) else dict(one)) for name, one in calls]
+            made = [None if arguments is None else _made(name, arguments) for name, arguments in given]
+            read = [one for one in made if one is not None]
+            if len(read) == len(made) and _can_be_sent(f"{rest}."):
+                return Parsed(str(rest), read)
         except Exception:  # it is foreign code
             pass
         return Parsed(text, [], 1)

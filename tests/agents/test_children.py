@@ -20,21 +20,33 @@ import numpy as np
 import pytest
 
 from busrl.agents.chat import Renderer
-from busrl.agents.child import Setup
+from busrl.agents.child import Process, Setup
 from busrl.agents.children import Children, Played
 from busrl.agents.desk import Answer, Call, Episode, Settings
 from busrl.agents.parsers import Reader, none
 from busrl.errors import AgentNotLoaded
+from busrl.rewards.child import Requests
 from busrl.states import Finish
 
 AGENT = """
-import asyncio, os, signal, subprocess, sys, time
+import asyncio, os, signal, subprocess, sys, threading, time
 from busrl.agents.llm import Again, Failed
 
 print("loaded, on stdout")
+ALL = threading.Barrier(40)
+
+class Wordless(Exception):
+    def __str__(self): raise OSError("no words")
 
 async def episode(task, llm):
     messages = [{"role": "user", "content": task["say"]}]
+    if task["do"] == "note":
+        try: await llm.chat(messages)
+        finally: open(task["file"], "w").close()
+    if task["do"] == "half": raise ValueError("\\ud800")
+    if task["do"] == "half part": return {"\\ud800": 1.0}
+    if task["do"] == "wordless": raise Wordless()
+    if task["do"] == "half prompt": await llm.complete("\\ud800")
     for number in range(task.get("turns", 2)):
         messages += [await llm.chat(messages), {"role": "user", "content": "Go on."}]
         if task["do"] == "die" or task["do"] == "once" and first(task): os._exit(7)
@@ -63,6 +75,10 @@ def first(task):
 
 def threaded(task, llm):
     if task["do"] == "hang": time.sleep(600)
+    if task["do"] == "together": return float(ALL.wait(60) >= 0)
+    if task["do"] == "note":
+        try: llm.chat([{"role": "user", "content": "A"}])
+        finally: open(task["file"], "w").close()
     return float(len(llm.chat([{"role": "user", "content": task["say"]}])["content"]) > 0)
 
 class Kept:
@@ -183,7 +199,7 @@ def test_processes_that_are_killed_again_and_again_lose_no_episode(chat: Rendere
         pending: set[Any] = set(under_way)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=chance.random() * 0.1)
-            busy = [child for child in children.all if child.playing]
+            busy = [child for child in children.all if not child.lost]
             if busy and kills < 12:
                 with contextlib.suppress(ProcessLookupError):  # it was killed a moment ago
                     os.kill(chance.choice(busy).pid, signal.SIGKILL)
@@ -285,6 +301,64 @@ def test_an_engine_that_fails_is_told_to_who_plays_the_episode(chat: Renderer, f
         assert (await desk.play(children, "well")).ended.how == "returned"
 
     run(work, chat, folder)
+
+
+@pytest.mark.parametrize("function", ["episode", "threaded"])
+def test_an_episode_whose_engine_fails_does_not_wait_for_ever(chat: Renderer, folder: Path, function: str) -> None:
+    async def work(children: Children, desk: Desk) -> None:
+        async def engine(call: Call) -> Answer:
+            raise ConnectionError("no engine")
+
+        file = folder / "left"
+        with pytest.raises(ConnectionError):
+            await children.play(lambda: Episode(1, engine, chat, Reader(none), Settings(100)),
+                                msgspec.json.encode({"do": "note", "say": "A", "file": str(file)}))
+        await asyncio.to_thread(wait_for, file.exists)
+
+    run(work, chat, folder, function)
+
+
+@pytest.mark.parametrize("do, how, said", [
+    ("half", "raised", r"ValueError: \ud800"), ("half part", "returned", ""),
+    ("wordless", "raised", "could not be told"), ("half prompt", "raised", "prompt holds half of a character"),
+])
+def test_an_end_whose_text_cannot_be_sent_is_an_end_all_the_same(
+    chat: Renderer, folder: Path, do: str, how: str, said: str
+) -> None:
+    async def work(children: Children, desk: Desk) -> None:
+        ended = (await desk.play(children, do)).ended
+        assert ended.how == how and said in ended.text
+        assert do != "half part" or ended.parts == {r"\ud800": 1.0}
+
+    run(work, chat, folder)
+
+
+def test_every_episode_that_does_not_await_has_a_thread(chat: Renderer, folder: Path) -> None:
+    """Forty that wait for each other, which is more than a loop's own threads on any machine."""
+    async def work(children: Children, desk: Desk) -> None:
+        found = await asyncio.gather(*(desk.play(children, "together") for _ in range(40)))
+        assert [one.ended.reward for one in found] == [1.0] * 40
+
+    run(work, chat, folder, "threaded")
+
+
+def test_as_many_children_start_as_were_asked_for(chat: Renderer, folder: Path) -> None:
+    async def work(children: Children, desk: Desk) -> None:
+        assert len({child.pid for child in children.all}) == 2
+
+    run(work, chat, folder, count=2)
+
+
+def test_the_place_where_code_of_a_package_blocks_is_named() -> None:
+    names: dict[str, Any] = {"__name__": "mine.deep"}
+    exec(compile("def episode(library):\n    return library()", "/at/deep.py", "exec"), names)
+
+    async def whole() -> str:
+        process = Process(Requests(0), 1)
+        process._package = "mine"
+        return str(names["episode"](lambda: process._where()))
+
+    assert asyncio.run(whole()) == "deep.py:2, in episode"
 
 
 PARENT = """

@@ -178,6 +178,9 @@ def test_ids_in_are_ids_behind_the_turn_that_they_begin_with(chat: Renderer) -> 
     (lambda llm: llm.chat([{"role": "user", "content": "A"}], max_tokens=-1), "must be at least 1"),
     (lambda llm: llm.chat([{"role": "user", "content": "A"}], tools=["add"]), "tools must be a list of objects"),
     (lambda llm: llm.chat([{"role": "user", "content": object()}]), "can not be written as JSON"),
+    (lambda llm: llm.complete("\ud800"), "half of a character"),
+    (lambda llm: llm.chat([{"role": "assistant", "content": "", "tool_calls": [{"function": {
+        "name": "add", "arguments": r'{"a": "\ud800"}'}}]}, {"role": "tool", "content": "3"}]), "half of a character"),
     (lambda llm: llm.complete([]), "no token"), (lambda llm: llm.complete([-1]), "from 0"),
     (lambda llm: llm.reward(1.0), "no such turn"),
 ])
@@ -190,6 +193,25 @@ def test_a_request_that_cannot_be_answered_is_refused_and_the_episode_goes_on(
             await ask(episode.llm({}))
         assert engine.calls == 0 and episode.tree.open == 0
         assert (await episode.llm({}).chat([{"role": "user", "content": "A"}]))["content"] == "Word 1."
+
+    asyncio.run(run())
+
+
+class Tool:
+    """As the libraries of clients have them."""
+
+    def model_dump(self, **how: Any) -> dict[str, Any]:
+        return ADD
+
+
+def test_objects_of_clients_libraries_may_stand_in_a_list(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, _ = of(chat)
+        user = [{"role": "user", "content": "A"}]
+        await episode.llm({}).chat(user, tools=[Tool()])
+        await episode.llm({}).chat(user, tools=[ADD])
+        first, second = episode.tree.turns
+        assert first.path_ids[: first.begin].tolist() == second.path_ids[: second.begin].tolist()
 
     asyncio.run(run())
 

@@ -77,6 +77,11 @@ def test_a_call_that_cannot_be_read_stays_in_the_text_beside_one_that_can() -> N
     ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "say", "arguments": {"text": "\\ud800"}}</tool_call>'),
+    ("glm", '<tool_call>say<arg_key>x</arg_key><arg_value>["\\udfff"]</arg_value></tool_call>'),
+    ("glm", "<tool_call>add<arg_key>a</arg_key>and<arg_value>1</arg_value></tool_call>"),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": -1e999}'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {'),
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {"[" * 100_000}</tool_call>'),
     ("qwen_xml", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
@@ -105,9 +110,20 @@ def test_values_without_quotes_have_the_type_that_the_tool_declares() -> None:
     assert read(glm(text, [])) == [("say", {"text": 12})], "without a declaration what is JSON is JSON"
 
 
-def test_half_of_a_character_in_an_argument_is_sent_as_json_can_name_it() -> None:
-    (_, arguments), = hermes('<tool_call>{"name": "say", "arguments": {"text": "\\ud800"}}</tool_call>', TOOLS).calls
-    assert arguments.encode() and json.loads(arguments) == {"text": "\ud800"}
+@pytest.mark.parametrize("kind, piece", [
+    ("hermes", "<tool_call>"), ("glm", "<tool_call>add<arg_key>"), ("qwen_xml", "<tool_call><function=add><parameter="),
+    ("glm", "<arg_key>"), ("glm", "<arg_key>a</arg_key>"), ("qwen_xml", "<parameter=a>"), ("qwen_xml", "<parameter="),
+    ("qwen_xml", "</function>"), ("llama3", '{"name": "add", "parameters": {}};'), ("mistral", "[TOOL_CALLS]a"),
+])
+def test_a_mark_that_a_model_repeats_without_end_is_read_once(kind: str, piece: str) -> None:
+    """In a time that grows with the square of the repeats none of these would end within the limit of a test."""
+    for around in ("{}", "<tool_call>add{}</tool_call>", "<tool_call><function=add>{}</function></tool_call>"):
+        PARSERS[kind](around.format(piece * 100_000), TOOLS)
+
+
+@pytest.mark.parametrize("text", ["a" + " " * 200_000, "a[CALL_ID]" + " " * 200_000, " " * 200_000])
+def test_the_spaces_of_a_call_are_read_once(text: str) -> None:
+    assert PARSERS["mistral"]("[TOOL_CALLS]" + text, TOOLS).unparsed == 1
 
 
 def test_calls_are_looked_for_only_where_tools_were_offered() -> None:
@@ -153,6 +169,7 @@ def test_a_parser_of_the_users_own_that_fails_leaves_the_text_alone(tmp_path: Pa
     parse = parser_of("mine.py:parse", "", str(tmp_path))
     assert parse("add!3", TOOLS) == Parsed("", [("add", '{"a": 3}')])
     assert parse("no call", TOOLS) == Parsed("no call", [], 1)
+    assert parse("\ud800!3", TOOLS) == Parsed("\ud800!3", [], 1), "a name that cannot be sent"
 
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:

@@ -42,6 +42,8 @@ def judge(record, completion, token_ids):
         with open(rest + ".new", "w") as file: file.write(str(child.pid))
         os.rename(rest + ".new", rest)
         while True: time.sleep(60)
+    if word == "half": raise ValueError("\\ud800")
+    if word == "halfpart": return {"\\ud800": 1.0}
     if word == "fork": os.fork()
     if word == "write":
         for number in range(3, 12):
@@ -122,6 +124,13 @@ def test_a_function_that_raises_costs_only_its_own_sample(make: MakePool, word: 
     assert found[3].error == "raised" and "judge.py" in found[3].text.split("\n")[0], "what was raised stands first"
     assert "Traceback" not in found[3].text.split("\n")[0] and "Traceback" in found[3].text
     assert pool.restarts == 0
+
+
+def test_half_a_character_in_an_error_or_a_name_is_sent_by_its_number(make: MakePool) -> None:
+    pool = make()
+    found = judge_all(pool, [item(0, "half"), item(1, "halfpart"), item(2)])
+    assert found[0].error == "raised" and r"ValueError: \ud800" in found[0].text and found[1].value == 1.0
+    assert found[2].error == "" and pool.restarts == 0
 
 
 def test_a_function_that_forks_is_answered_once(make: MakePool) -> None:
