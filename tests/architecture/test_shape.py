@@ -121,7 +121,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "head": "", "optimizers": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
         "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
         "custom": "optimizers", "forward": "batch head model packing",
-        "distributed": "batch forward shard_files",
+        "distributed": "batch forward head shard_files",
         "state": "checkpoint distributed optimizers shard_files",
         "trainer": "batch checkpoint custom distributed forward head model optimizers precision shard_files state "
                    "step_stats value_head",

@@ -147,7 +147,7 @@ def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() ->
     def accumulate(records: list[str], version: int) -> None:
         for _ in records:
             during.append((version, *learner.ring.said))
-            learner._moved()
+            learner._on_progress()
 
     learner.training = SimpleNamespace(stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate)
     learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
