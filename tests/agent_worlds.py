@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from busrl.agents.chat import Renderer
-from busrl.agents.parsers import Reader, parser_of
+from busrl.agents.parsers import MessageMaker, parser_of
+from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits, Tree, Turn
 from busrl.data.chat import LightTokenizer
 from busrl.states import Finish
@@ -158,7 +158,7 @@ class World:
     def __post_init__(self) -> None:
         self.tree = Tree(self.limits)
         source = self.chat._text.template()  # type: ignore[attr-defined]
-        self.reader = Reader(parser_of("auto", source))
+        self.maker = MessageMaker(parser_of("auto", source))
         self.streams: list[int] = []
 
     def ask(self, messages: Sequence[Any], tools: Any = None, wanted: int = 4096, arguments: Any = None) -> Any:
@@ -177,7 +177,7 @@ class World:
         ids = ids[: asked.room]
         scores = tuple(float(np.float32(-self.random.random())) for _ in ids)
         said, ended = self.chat.said(ids)
-        message, _ = self.reader.message(said, asked.text or "", tools, asked.number)
+        message, _ = self.maker.message(said, asked.text or "", tools, asked.number)
         version = len(self.log)
         turn = self.tree.answer(asked, ids, scores, [version] * len(ids), finish, message, said, ended)
         turn.delivered = deliver

@@ -1,6 +1,6 @@
 """The process in which the code of episodes runs: `python -m busrl.agents.child PARENT_PID`.
 
-Talks to its parent over stdin and stdout only, in lines of JSON (`busrl.agents.children` has the parent's side): first
+Talks to its parent over stdin and stdout only, in lines of JSON (`busrl.agents.pool` has the parent's side): first
 a Setup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. What user code prints goes to stderr.
 Knows nothing of ids, trees or slots.
 

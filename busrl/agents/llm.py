@@ -3,7 +3,7 @@
     async def episode(task: dict, llm: Llm) -> float | dict[str, float]: ...
 
 Requests and replies are plain structures, so that they may go over a pipe: `Llm` turns calls into requests for whoever
-serves them (`busrl.agents.desk`, in this process or in another). Knows nothing of ids, trees, slots or processes.
+serves them (`busrl.agents.episode`, in this process or in another). Knows nothing of ids, trees, slots or processes.
 
 - A reply is an OpenAI message, to be appended to the messages as it is.
 - A call that gets no answer raises `CallRefused`; what the episode does then is its own affair.
@@ -204,7 +204,7 @@ How = Literal["returned", "failed", "again", "used_up", "raised", "malformed", "
 
 class Ended(msgspec.Struct):
     """How an episode ended. `reward` and its `parts` where it judged itself (returned, failed); `text`: why else. Of
-    the last two `busrl.agents.children` knows: it took too long, or its process died."""
+    the last two `busrl.agents.pool` knows: it took too long, or its process died."""
 
     how: How
     reward: float = 0.0

@@ -332,7 +332,7 @@ def split_reasoning(text: str, prompt: str = "") -> tuple[str | None, str]:
 
 
 @dataclass(frozen=True)
-class Reader:
+class MessageMaker:
     """Turns of a model as messages: `reasoning` "split" moves what the model thinks to `reasoning_content`."""
 
     parse: Parser

@@ -361,14 +361,20 @@ class Tree:
 
     # -- calls -----
 
-    def room(self, parent: Turn | None, new: int, wanted: int) -> int:
-        """How many ids a call may sample that reads `new` ids behind `parent`: `wanted`, or fewer; below 1: none."""
+    def room(self, parent: Turn | None, new: int, wanted: int, n: int = 1) -> int:
+        """How many ids a call may sample that reads `new` ids behind `parent`: `wanted`, or fewer; below 1: none. Of
+        `n` calls beside each other: how many each may."""
         limits, begin = self.limits, (parent.end if parent else 0) + new
         more, sequences = self._adds(parent, begin)
-        if self._asked >= limits.turns or self._sequences + sequences > limits.sequences:
+        more, sequences = more + (n - 1) * begin, sequences + n - 1  # each but the first is a sequence of its own
+        if self._asked + n > limits.turns or self._sequences + sequences > limits.sequences:
             return 0
-        left = (limits.context - begin, limits.sampled - self._sampled, limits.tokens - self._tokens - more)
-        return min(wanted, *left)
+        left = ((limits.sampled - self._sampled) // n, (limits.tokens - self._tokens - more) // n)
+        return min(wanted, limits.context - begin, *left)
+
+    def used_up(self, parent: Turn | None, new: int) -> CallRefused:
+        """Why there is no room for a call."""
+        return CallRefused("context_length_exceeded", self._why((parent.end if parent else 0) + new), "messages")
 
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
             text: str | None = None, trained: bool = True) -> Asked:
@@ -377,7 +383,7 @@ class Tree:
         if not len(new):
             raise CallRefused("invalid", "the prompt has no token behind what the model wrote last", "messages")
         if room < 1:
-            raise CallRefused("context_length_exceeded", self._why(begin), "messages")
+            raise self.used_up(parent, len(new))
         more, sequences = self._adds(parent, begin)
         self._tokens, self._sequences = self._tokens + more + room, self._sequences + sequences
         self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
@@ -537,54 +543,3 @@ def shortened(value: Any, most: int) -> Any:
     if isinstance(value, dict):
         return {name: shortened(one, most) for name, one in value.items()}
     return value
-
-
-# -- requests that come twice -----------------------------
-
-
-@dataclass(eq=False)
-class Request:
-    """One request whose answer is made or kept: `value` is the caller's. `left`: its client has gone."""
-
-    value: Any
-    at: float
-    left: bool = False
-    delivered: bool = False
-
-
-class Retries:
-    """Which requests are copies of earlier ones: those whose client says that it asks again, with the same body."""
-
-    def __init__(self, keep_s: float = 600.0) -> None:
-        self._keep_s = keep_s
-        self._of: dict[bytes, list[Request]] = {}
-        self.joined = 0
-
-    def first(self, key: bytes, value: Any, now: float) -> Request:
-        """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
-        request = Request(value, now)
-        self._of.setdefault(key, []).append(request)
-        return request
-
-    def again(self, key: bytes, now: float) -> Request | None:
-        """The request that is asked for again: one whose client left, else one that has no answer yet, else the
-        newest; None if there is none within `keep_s`."""
-        self._forget(now)
-        known = self._of.get(key)
-        if not known:
-            return None
-        waiting = [one for one in known if not one.delivered]
-        found = next((one for one in known if one.left), waiting[0] if waiting else known[-1])
-        found.left = False
-        self.joined += 1
-        return found
-
-    def remove(self, key: bytes, request: Request) -> None:
-        """It came to nothing: a copy is asked anew."""
-        left = [one for one in self._of.pop(key, []) if one is not request]
-        if left:
-            self._of[key] = left
-
-    def _forget(self, now: float) -> None:
-        for key in [key for key, known in self._of.items() if now - known[-1].at > self._keep_s]:
-            del self._of[key]

@@ -120,6 +120,10 @@ class LightTokenizer:
         return {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
                 if token.special}
 
+    def vocabulary(self) -> int:
+        """One more than the highest id that stands for a text."""
+        return max(self._core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
     def template(self, tools: bool = False) -> str:
         """The source of the chat template, "" without one."""
         return self._templates[tools]

@@ -17,7 +17,7 @@ from agent_worlds import ADD, World, calling, dumped, rebuilt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.agents.chat import Renderer
+from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Turn
 
 WORDS = [

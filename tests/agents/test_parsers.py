@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from busrl.agents.parsers import (
     PARSERS,
+    MessageMaker,
     Parsed,
-    Reader,
     call_id,
     glm,
     hermes,
@@ -128,8 +128,8 @@ def test_the_spaces_of_a_call_are_read_once(text: str) -> None:
 
 def test_calls_are_looked_for_only_where_tools_were_offered() -> None:
     text = worlds.calling("qwen3", (1, 2))
-    assert Reader(hermes).message(text, "", [], 0) == ({"role": "assistant", "content": text}, 0)
-    message, _ = Reader(hermes).message(text, "", TOOLS, 7)
+    assert MessageMaker(hermes).message(text, "", [], 0) == ({"role": "assistant", "content": text}, 0)
+    message, _ = MessageMaker(hermes).message(text, "", TOOLS, 7)
     assert message["content"] is None and message["tool_calls"][0]["id"] == call_id(7, 0)
 
 
@@ -150,7 +150,7 @@ def test_reasoning_is_split_off_also_where_the_prompt_has_opened_it(
 
 
 def test_reasoning_may_stay_in_the_text() -> None:
-    message, _ = Reader(none, reasoning="keep").message("<think>one</think>Two.", "", TOOLS, 0)
+    message, _ = MessageMaker(none, reasoning="keep").message("<think>one</think>Two.", "", TOOLS, 0)
     assert message == {"role": "assistant", "content": "<think>one</think>Two."}
 
 

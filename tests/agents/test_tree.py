@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.agents.tree import Limits, Retries, Tree, Turn, canonical
+from busrl.agents.tree import Limits, Tree, Turn, canonical
 from busrl.errors import CallRefused
 from busrl.states import Finish
 
@@ -234,24 +234,3 @@ def test_a_transcript_is_cut_to_its_limit_and_stays_json() -> None:
         assert len(cut) <= limit
         assert json.loads(cut) is not None
     assert json.loads(tree.transcript(1000))[0][0]["content"].endswith("characters left out)")
-
-
-# -- retries -----
-
-
-def test_a_copy_is_joined_to_the_request_whose_client_left_and_then_to_one_without_an_answer() -> None:
-    retries = Retries(keep_s=10)
-    assert retries.again(b"k", 0.0) is None
-    first, second = retries.first(b"k", 1, 0.0), retries.first(b"k", 2, 0.0)
-    second.left = True
-    assert retries.again(b"k", 1.0) is second and not second.left
-    assert retries.again(b"k", 1.0) is first
-    first.delivered = second.delivered = True
-    assert retries.again(b"k", 1.0) is second, "one that was answered is answered again"
-    assert retries.joined == 3 and retries.again(b"k", 11.0) is None
-
-
-def test_a_request_that_came_to_nothing_is_asked_anew() -> None:
-    retries = Retries()
-    retries.remove(b"k", retries.first(b"k", 1, 0.0))
-    assert retries.again(b"k", 0.0) is None

@@ -163,7 +163,7 @@ def test_busrl_imports_no_pickle_anywhere() -> None:
 LIGHT = [
     "busrl.cli", "busrl.launch", "busrl.launch.display", "busrl.roles.bus", "busrl.roles.keeper",
     "busrl.roles.scheduler", "busrl.roles.reward", "busrl.roles.validator", "busrl.config", "busrl.ledger.audit",
-    "busrl.monitor.screen", "busrl.cli.simulate", "busrl.agents.desk",
+    "busrl.monitor.screen", "busrl.cli.simulate", "busrl.agents.episode",
 ]
 
 

@@ -29,8 +29,8 @@ REASONS: dict[str, str] = {
 # package -> module or package in it -> the others of the package that it may import when it runs.
 INSIDE: dict[str, dict[str, str]] = {
     "agents": {
-        "parsers": "", "tree": "", "llm": "", "chat": "tree", "desk": "chat llm parsers tree", "child": "llm",
-        "children": "child desk llm",
+        "parsers": "", "tree": "", "llm": "", "renderer": "tree", "episode": "renderer llm parsers tree",
+        "child": "llm", "pool": "child episode llm",
     },
     "algorithms": {
         "advantages": "", "catalog": "", "distill": "", "gae": "", "selection": "", "losses": "distill",

@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from busrl.agents.chat import Renderer
-from busrl.agents.parsers import Reader, hermes
+from busrl.agents.parsers import MessageMaker, hermes
+from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Tree
 from busrl.data.chat import LightTokenizer
 
@@ -111,11 +111,11 @@ def main(argv: list[str]) -> None:
           f"{'suffix':^13}  {'parse':^13}")
     for ids in options.ids:
         one = Episode(chat, ids, options.turns)
-        history, reader = one.tree.read(one.raw), Reader(hermes)
+        history, maker = one.tree.read(one.raw), MessageMaker(hermes)
         columns = [
             measured(lambda one=one: one.by_tree(one.raw)), measured(lambda one=one: one.by_tree(one.messages)),
             measured(lambda one=one, history=history: chat.prompt(one.tree, history)),
-            measured(lambda reader=reader: reader.message(CALL, "", TOOLS, 3)),
+            measured(lambda maker=maker: maker.message(CALL, "", TOOLS, 3)),
         ]
         print(f"{one.parent.end:7}  " + "  ".join(columns))
 

@@ -11,7 +11,7 @@ import agent_worlds as worlds
 import pytest
 from agent_worlds import ADD, World
 
-from busrl.agents.chat import Renderer, for_template, report
+from busrl.agents.renderer import Renderer, for_template, report
 from busrl.agents.tree import Limits
 from busrl.data.chat import LightTokenizer
 from busrl.errors import CallRefused

@@ -42,6 +42,7 @@ class Text(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def special_ids(self) -> dict[str, int]: ...
+    def vocabulary(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ def behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
 class Renderer:
     """The prompts of calls, for the template and tokenizer of one model folder.
 
-    `end_ids`: those that end a turn of the model. `history` = "template" never extends: the model sees what the
+    `end_ids`: those that end a turn of the model. `vocabulary`: one more than the highest id.
+    `history` = "template" never extends: the model sees what the
     template makes of the history, and each turn that it rewrites costs a sequence. `counts`: calls by `How`;
     special tokens of contents that were encoded as text (`neutralised`), and renderings with some that could not be
     (`injected`).
@@ -152,7 +154,7 @@ class Renderer:
 
     def __init__(self, text: Text, end_ids: frozenset[int], history: Literal["extend", "template"] = "extend") -> None:
         self._text, self.end_ids, self.history = text, end_ids, history
-        self._special = text.special_ids()
+        self._special, self.vocabulary = text.special_ids(), text.vocabulary()
         self._marks = Marks([*self._special])
         self._stand_in = self._marks.base + "Turn"
         self._closings = lru_cache(CACHED)(self._closing_of)

@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from busrl.agents.chat import Renderer
 from busrl.agents.child import Process, Setup
-from busrl.agents.children import Children, Played
-from busrl.agents.desk import Answer, Call, Episode, Settings
-from busrl.agents.parsers import Reader, none
+from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.parsers import MessageMaker, none
+from busrl.agents.pool import Children, Played
+from busrl.agents.renderer import Renderer
 from busrl.errors import AgentNotLoaded
 from busrl.rewards.child import Requests
 from busrl.states import Finish
@@ -125,7 +125,7 @@ class Desk:
             world.log.append((tuple(call.prompt.tolist()), tuple(ids), tuple(map(float, scores))))
             return Answer(np.array(ids, np.int32), scores, np.full(len(ids), 3, np.uint32), Finish.EOS)
 
-        episode = Episode(1, engine, self.chat, Reader(none), Settings(100))
+        episode = Episode(1, engine, self.chat, MessageMaker(none), Settings(100))
         world.tree = episode.tree
         self.worlds[episode] = world
         return episode
@@ -296,7 +296,7 @@ def test_an_engine_that_fails_is_told_to_who_plays_the_episode(chat: Renderer, f
             raise ConnectionError("no engine")
 
         with pytest.raises(ConnectionError):
-            await children.play(lambda: Episode(1, engine, chat, Reader(none), Settings(100)),
+            await children.play(lambda: Episode(1, engine, chat, MessageMaker(none), Settings(100)),
                                 msgspec.json.encode({"do": "well", "say": "A"}))
         assert (await desk.play(children, "well")).ended.how == "returned"
 
@@ -311,7 +311,7 @@ def test_an_episode_whose_engine_fails_does_not_wait_for_ever(chat: Renderer, fo
 
         file = folder / "left"
         with pytest.raises(ConnectionError):
-            await children.play(lambda: Episode(1, engine, chat, Reader(none), Settings(100)),
+            await children.play(lambda: Episode(1, engine, chat, MessageMaker(none), Settings(100)),
                                 msgspec.json.encode({"do": "note", "say": "A", "file": str(file)}))
         await asyncio.to_thread(wait_for, file.exists)
 
@@ -364,7 +364,7 @@ def test_the_place_where_code_of_a_package_blocks_is_named() -> None:
 PARENT = """
 import asyncio, sys, msgspec
 from busrl.agents.child import Setup
-from busrl.agents.children import Children
+from busrl.agents.pool import Children
 
 async def main():
     children = Children(Setup("agent.py:episode", sys.argv[1]), 1, 60.0)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from agent_worlds import ADD, calling
 
-from busrl.agents.chat import Renderer
-from busrl.agents.desk import Answer, Call, Episode, Settings
+from busrl.agents.episode import Answer, Call, Episode, Retries, Settings
 from busrl.agents.llm import Again, Blocking, ChatRequest, Ended, Failed, Llm, Refusal, play
-from busrl.agents.parsers import Reader, hermes
+from busrl.agents.parsers import MessageMaker, hermes
+from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits
 from busrl.errors import CallRefused
 from busrl.states import Finish
@@ -70,7 +70,7 @@ def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how:
     engine = Engine(chat, iter(texts or []))
     settings = Settings(how.pop("max_new_tokens", 200), Limits(**how.pop("limits", {})), **how)
     more = {"clock": clock} if clock else {}
-    episode = Episode(5, engine, chat, Reader(hermes), settings, **more)
+    episode = Episode(5, engine, chat, MessageMaker(hermes), settings, **more)
     engine.world.tree = episode.tree
     return episode, engine
 
@@ -121,8 +121,8 @@ def test_a_call_waits_for_room_that_others_hold_and_is_refused_when_there_is_non
     async def run() -> None:
         episode, engine = of(chat, limits={"sampled": 90}, max_new_tokens=40)
         llm, user = episode.llm({}), [{"role": "user", "content": "A?"}]
-        replies = await llm.chat(user, n=4)
-        assert len(replies) == 4 and engine.most == 2, "two calls of 40 fit beside each other, the others have waited"
+        await asyncio.gather(*(llm.chat(user) for _ in range(4)))
+        assert len(episode.tree.turns) == 4 and engine.most == 2, "two calls of 40 fit, the others have waited"
         for _ in range(40):
             try:
                 await llm.chat(user)
@@ -133,6 +133,26 @@ def test_a_call_waits_for_room_that_others_hold_and_is_refused_when_there_is_non
             raise AssertionError("a budget of 90 tokens was never used up")
         assert sum(len(turn.ids) for turn in episode.tree.turns) == 90
         assert episode.tree.turns[-1].finish == Finish.LENGTH
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("limits", [{"turns": 2}, {"sequences": 2}, {"sampled": 2}, {"tokens": 33}])
+def test_several_answers_are_asked_for_only_where_all_have_room(chat: Renderer, limits: dict[str, int]) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, limits=limits, max_new_tokens=20)
+        with pytest.raises(CallRefused) as refused:
+            await episode.llm({}).chat([{"role": "user", "content": "A?"}], n=3)
+        assert refused.value.code == "context_length_exceeded" and engine.calls == 0
+
+    asyncio.run(run())
+
+
+def test_several_answers_share_the_room_that_is_left(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, _ = of(chat, limits={"sampled": 6}, max_new_tokens=20)
+        assert len(await episode.llm({}).chat([{"role": "user", "content": "A?"}], n=3)) == 3
+        assert [len(turn.ids) for turn in episode.tree.turns] == [2, 2, 2]
 
     asyncio.run(run())
 
@@ -181,7 +201,8 @@ def test_ids_in_are_ids_behind_the_turn_that_they_begin_with(chat: Renderer) -> 
     (lambda llm: llm.complete("\ud800"), "half of a character"),
     (lambda llm: llm.chat([{"role": "assistant", "content": "", "tool_calls": [{"function": {
         "name": "add", "arguments": r'{"a": "\ud800"}'}}]}, {"role": "tool", "content": "3"}]), "half of a character"),
-    (lambda llm: llm.complete([]), "no token"), (lambda llm: llm.complete([-1]), "from 0"),
+    (lambda llm: llm.complete([]), "no token"), (lambda llm: llm.complete([-1]), "-1 must be from 0 to"),
+    (lambda llm: llm.complete([1, 1 << 30]), f"token id {1 << 30} must be from 0 to"),
     (lambda llm: llm.reward(1.0), "no such turn"),
 ])
 def test_a_request_that_cannot_be_answered_is_refused_and_the_episode_goes_on(
@@ -238,7 +259,7 @@ def test_a_client_that_asks_again_gets_the_answer_of_the_first_and_others_get_th
         (given, _), (other, _) = await asyncio.gather(again, twin)
         late, _ = await episode.answer_once(b"body", True, request_of("A?"))
         assert engine.calls == 2 and given.turns != other.turns and late.turns in (given.turns, other.turns)
-        assert episode.retries_joined == 2
+        assert episode.counts["joined"] == 2
         given.delivered()
         assert engine.world.exact()[:3] == (0, 0, 0) and episode.tree.undelivered == 1
 
@@ -258,6 +279,89 @@ def test_the_call_of_a_client_that_went_away_is_cancelled_after_a_while(chat: Re
         engine.open.set()
         _, response = await episode.answer_once(b"body", True, request_of("A?"))
         assert not isinstance(response, Refusal) and engine.calls == 2
+
+    asyncio.run(run())
+
+
+def test_a_call_is_not_cancelled_while_a_copy_of_it_waits(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, linger_s=0.01)
+        engine.open.clear()
+        first, copy, third = (asyncio.ensure_future(episode.answer_once(b"body", retried, request_of("A?")))
+                              for retried in (False, True, True))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.sleep(0)
+        third.cancel()
+        await asyncio.sleep(0.1)
+        assert engine.running == 1 and not copy.done()
+        engine.open.set()
+        _, response = await copy
+        assert not isinstance(response, Refusal) and engine.calls == 1
+
+    asyncio.run(run())
+
+
+def test_who_comes_back_stops_the_end_of_a_call_that_has_no_other_client(chat: Renderer) -> None:
+    async def run() -> None:
+        episode, engine = of(chat, linger_s=0.05)
+        engine.open.clear()
+        for retried in (False, True, True):
+            gone = asyncio.ensure_future(episode.answer_once(b"body", retried, request_of("A?")))
+            await asyncio.sleep(0)
+            gone.cancel()
+            await asyncio.sleep(0)
+        (kept,), = episode._retries._of.values()
+        assert kept.giving_up and not kept.giving_up.cancelled()
+        back = asyncio.ensure_future(episode.answer_once(b"body", True, request_of("A?")))
+        await asyncio.sleep(0)
+        assert kept.giving_up.cancelled() and kept.waiting == 1
+        engine.open.set()
+        assert not isinstance((await back)[1], Refusal) and engine.calls == 1
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_kept_from_its_delivery_on_and_a_call_under_way_as_long_as_it_runs(chat: Renderer) -> None:
+    async def run() -> None:
+        now = [0.0]
+        episode, engine = of(chat, clock=lambda: now[0], retry_s=10)
+        engine.open.clear()
+        first = asyncio.ensure_future(episode.answer_once(b"body", False, request_of("A?")))
+        await asyncio.sleep(0)
+        now[0] = 500.0
+        copy = asyncio.ensure_future(episode.answer_once(b"body", True, request_of("A?")))
+        await asyncio.sleep(0)
+        engine.open.set()
+        await asyncio.gather(first, copy)
+        now[0] = 509.0
+        await episode.answer_once(b"body", True, request_of("A?"))
+        assert engine.calls == 1
+        now[0] = 520.0
+        await episode.answer_once(b"body", True, request_of("A?"))
+        assert engine.calls == 2
+
+    asyncio.run(run())
+
+
+def test_a_copy_is_joined_to_a_request_without_a_client_and_then_to_one_without_an_answer() -> None:
+    async def run() -> None:
+        def answer() -> asyncio.Future[Any]:
+            return asyncio.get_running_loop().create_future()
+
+        retries = Retries(keep_s=10)
+        assert retries.again(b"k", 0.0) is None
+        first, second = retries.first(b"k", answer()), retries.first(b"k", answer())
+        first.waiting = 1
+        assert retries.again(b"k", 1.0) is second
+        second.waiting = 1
+        assert retries.again(b"k", 1.0) is first
+        first.delivered_at = second.delivered_at = 1.0
+        assert retries.again(b"k", 1.0) is second, "one that was answered is answered again"
+        assert retries.again(b"k", 12.0) is None
+        failed = retries.first(b"k", answer())
+        failed.answer.set_exception(ConnectionError())
+        assert retries.again(b"k", 12.0) is None, "a request that came to nothing is asked anew"
 
     asyncio.run(run())
 
@@ -339,7 +443,7 @@ def test_a_fault_of_an_episode_names_its_place(chat: Renderer) -> None:
 
     episode, _ = asyncio.run(_made(chat))
     ended = asyncio.run(play(broken, TASK, episode.llm(TASK)))
-    assert ended.how == "raised" and ended.text.startswith("KeyError: 'missing' (") and "test_desk.py" in ended.text
+    assert ended.how == "raised" and ended.text.startswith("KeyError: 'missing' (") and "test_episode.py" in ended.text
 
 
 async def _made(chat: Renderer) -> tuple[Episode, Engine]:

@@ -1,7 +1,7 @@
 """Episodes in child processes, which may raise, hang, crash or be killed: the children, and what becomes of episodes.
 
-Talks to the operating system, to its children (`busrl.agents.child`) and, for their requests, to the desk. Knows
-nothing of slots, fates or engines.
+Talks to the operating system, to its children (`busrl.agents.child`) and, for requests, to the `Episode`. Knows nothing
+of slots, fates or engines.
 
 - An episode that is played ends once, with the tree of the attempt that ended: each attempt has a tree of its own.
 - A child that dies costs its episodes a new attempt, each alone in a child of its own; who is alone with a dying child
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, FromChild, Over, Ready, Setup, ToChild
-from busrl.agents.desk import Episode
+from busrl.agents.episode import Episode
 from busrl.agents.llm import Ended, Refusal
 from busrl.errors import AgentNotLoaded, MachineError
 

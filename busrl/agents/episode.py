@@ -6,8 +6,8 @@ nothing of slots, pipes or HTTP: a role wires it to them.
 - A call's parent is fixed when its request arrives. Calls of an episode run beside each other, at most `parallel`.
 - A call that could have more room when others have ended waits for them; one that has none then is refused.
 - A call that is cancelled, or whose engine fails, leaves nothing in the tree.
-- A request that is repeated by its client, as the same one, joins the first; one whose client goes away runs on for
-  `linger_s`, in case it comes back.
+- A request that is repeated by its client, as the same one, joins the first; one whose clients have all gone runs on
+  for `linger_s`, in case one comes back.
 - Own time is time in which no call of the episode waits or generates.
 """
 
@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.agents.chat import Renderer
 from busrl.agents.llm import (
     ChatRequest,
     Choice,
@@ -38,8 +37,9 @@ from busrl.agents.llm import (
     Response,
     RewardRequest,
 )
-from busrl.agents.parsers import Reader
-from busrl.agents.tree import Asked, History, Ids, Limits, Message, Retries, Tree, Turn
+from busrl.agents.parsers import MessageMaker
+from busrl.agents.renderer import Renderer
+from busrl.agents.tree import Asked, History, Ids, Limits, Message, Tree, Turn
 from busrl.errors import CallRefused
 from busrl.states import Finish
 
@@ -96,13 +96,71 @@ class Given:
             turn.delivered = True
 
 
-class Episode:
-    """The calls of one episode. `counts`: unparsed tool calls and refused requests."""
+# -- requests that come twice -----------------------------
 
-    def __init__(self, uid: int, engine: Engine, renderer: Renderer, reader: Reader, settings: Settings,
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and its answer, which is made or kept. `waiting`: clients that wait for it; `delivered_at`: when one
+    of them got it last, None before."""
+
+    answer: asyncio.Future[tuple[Given, Response]]
+    waiting: int = 0
+    delivered_at: float | None = None
+    giving_up: asyncio.TimerHandle | None = None  # since the last of its clients has gone
+
+
+class Retries:
+    """Which requests are copies of earlier ones: those whose client says that it asks again, with the same body. What
+    was delivered is kept for `keep_s`, what nobody
+    got is kept until it fails."""
+
+    def __init__(self, keep_s: float = 600.0) -> None:
+        self._keep_s = keep_s
+        self._of: dict[bytes, list[Exchange]] = {}
+
+    def first(self, key: bytes, answer: asyncio.Future[tuple[Given, Response]]) -> Exchange:
+        """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
+        request = Exchange(answer)
+        self._of.setdefault(key, []).append(request)
+        return request
+
+    def again(self, key: bytes, now: float) -> Exchange | None:
+        """The request that is asked for again: one whose clients have gone, else one that nobody got yet, else the
+        newest; None if there is none."""
+        self._forget(now)
+        known = self._of.get(key)
+        if not known:
+            return None
+        open_ones = [one for one in known if one.delivered_at is None]
+        return next((one for one in open_ones if not one.waiting), open_ones[0] if open_ones else known[-1])
+
+    def remove(self, key: bytes, request: Exchange) -> None:
+        """It came to nothing: a copy is asked anew."""
+        left = [one for one in self._of.pop(key, []) if one is not request]
+        if left:
+            self._of[key] = left
+
+    def _forget(self, now: float) -> None:
+        def useful(one: Exchange) -> bool:
+            failed = one.answer.done() and (one.answer.cancelled() or one.answer.exception() is not None)
+            return not failed and (one.delivered_at is None or now - one.delivered_at <= self._keep_s)
+
+        kept = {key: [one for one in known if useful(one)] for key, known in self._of.items()}
+        self._of = {key: known for key, known in kept.items() if known}
+
+
+# -- the episode ------------------------------------------
+
+
+class Episode:
+    """The calls of one episode. `counts`: unparsed tool calls, refused requests, and those that joined an earlier one
+    (`joined`)."""
+
+    def __init__(self, uid: int, engine: Engine, renderer: Renderer, maker: MessageMaker, settings: Settings,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self.uid, self.tree, self.counts = uid, Tree(settings.limits), Counter[str]()
-        self._engine, self._renderer, self._reader, self._settings = engine, renderer, reader, settings
+        self._engine, self._renderer, self._maker, self._settings = engine, renderer, maker, settings
         self._running = asyncio.Semaphore(settings.parallel)
         self._freed = asyncio.Event()  # a call has ended: there may be more room
         self._engines: dict[int, int] = {}  # number of a turn -> its engine
@@ -136,26 +194,27 @@ class Episode:
 
     async def answer_once(self, body: bytes, retried: bool, request: Request) -> tuple[Given, Response]:
         """`answer`, for clients that may ask again: with `retried` the same `body` gets the answer of the request that
-        it repeats, if there is one. Cancelled: the client went away."""
-        key, now = hashlib.blake2b(body, digest_size=16).digest(), self._clock()
-        kept = self._retries.again(key, now) if retried else None
+        it repeats, if there is one. Cancelled: the client went away. For the HTTP door."""
+        key = hashlib.blake2b(body, digest_size=16).digest()
+        kept = self._retries.again(key, self._clock()) if retried else None
+        self.counts["joined"] += kept is not None
         if kept is None:
-            kept = self._retries.first(key, self._started(self.answer(request)), now)
+            kept = self._retries.first(key, self._started(self.answer(request)))
+        if kept.giving_up:
+            kept.giving_up.cancel()
+        kept.waiting += 1
         try:
-            given, response = await asyncio.shield(kept.value)
-        except asyncio.CancelledError:
-            kept.left = True
-            asyncio.get_running_loop().call_later(self._settings.linger_s, self._give_up, key, kept)
-            raise
+            given, response = await asyncio.shield(kept.answer)
         except Exception:  # a copy may have more luck
             self._retries.remove(key, kept)
             raise
-        kept.delivered = True
+        finally:
+            kept.waiting -= 1
+            if not kept.waiting and not kept.answer.done():
+                later = asyncio.get_running_loop().call_later
+                kept.giving_up = later(self._settings.linger_s, self._give_up, key, kept)
+        kept.delivered_at = self._clock()
         return given, response
-
-    @property
-    def retries_joined(self) -> int:
-        return self._retries.joined
 
     def close(self) -> None:
         """Cancel what is under way; the tree keeps what has been answered."""
@@ -166,9 +225,9 @@ class Episode:
         """Seconds that were the episode's own: none of its calls was waiting or generating."""
         return self._own_s + (0.0 if self._busy else self._clock() - self._since)
 
-    def _give_up(self, key: bytes, kept: Any) -> None:
-        if kept.left and not kept.value.done():
-            kept.value.cancel()
+    def _give_up(self, key: bytes, kept: Exchange) -> None:
+        if not kept.answer.done():
+            kept.answer.cancel()
             self._retries.remove(key, kept)
 
     def _started(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -204,8 +263,9 @@ class Episode:
 
     async def _complete(self, request: CompleteRequest) -> Given:
         ids = request.prompt if isinstance(request.prompt, list) else self._renderer.encode(request.prompt)
-        if not all(0 <= one < 1 << 31 for one in ids):
-            raise CallRefused("invalid", "prompt: token ids must be whole numbers from 0", "prompt")
+        most = self._renderer.vocabulary
+        if wrong := next((f"{one}" for one in ids if not 0 <= one < most), ""):
+            raise CallRefused("invalid", f"prompt: the token id {wrong} must be from 0 to {most - 1}", "prompt")
         prompt = np.array(ids, np.int32)
         parent = self.tree.match_ids(prompt)
         new = prompt[parent.end if parent else 0 :]
@@ -219,6 +279,8 @@ class Episode:
             raise CallRefused("invalid", f"max_tokens = {request.max_tokens}: must be at least 1", "max_tokens")
         most = self._settings.max_new_tokens
         wanted = min(request.max_tokens or most, most)
+        if request.n > 1:
+            wanted = await self._share(parent, len(new), wanted, request.n)
         calls = [self._started(self._call(parent, new, wanted, history, text, tools, request.trained))
                  for _ in range(request.n)]
         try:
@@ -243,12 +305,20 @@ class Episode:
                 freed, self._freed = self._freed, asyncio.Event()
                 freed.set()
 
-    async def _room(self, parent: Turn | None, new: int, wanted: int) -> None:
-        """Wait while calls under way hold room that this one would get when they have ended."""
+    async def _room(self, parent: Turn | None, new: int, wanted: int, n: int = 1) -> None:
+        """Wait while calls under way hold room that these would get when they have ended."""
         begin = (parent.end if parent else 0) + new
         full = min(wanted, self._settings.limits.context - begin)
-        while self.tree.open and 0 < full > self.tree.room(parent, new, wanted):
+        while self.tree.open and 0 < full > self.tree.room(parent, new, wanted, n):
             await self._freed.wait()
+
+    async def _share(self, parent: Turn | None, new: int, wanted: int, n: int) -> int:
+        """How many ids each of `n` answers may have, so that all of them have room: all come back, or none is asked."""
+        await self._room(parent, new, wanted, n)
+        share = self.tree.room(parent, new, wanted, n)
+        if share < 1:
+            raise self.tree.used_up(parent, new)
+        return share
 
     def _settle(self, asked: Asked, answer: Answer, tools: list[Any]) -> Turn:
         said, end = self._renderer.said(answer.ids)
@@ -262,7 +332,7 @@ class Episode:
     def _message(self, asked: Asked, said: str, tools: list[Any]) -> tuple[Message, int]:
         if asked.history is None:
             return {"role": "assistant", "content": said}, 0
-        return self._reader.message(said, asked.text or "", tools, asked.number)
+        return self._maker.message(said, asked.text or "", tools, asked.number)
 
     def _reward(self, request: RewardRequest) -> None:
         turn = next((one for one in self.tree.turns if one.number == request.turn), None)
