@@ -125,7 +125,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "state": "checkpoint distributed optimizers shard_files",
         "trainer": "batch checkpoint custom distributed forward head model optimizers precision shard_files state "
                    "step_stats value_head",
-        "ranks": "batch checkpoint custom distributed forward model shard_files state step_stats trainer",
+        "ranks": "batch checkpoint custom distributed forward model shard_files state step_stats trainer value_head",
     },
     "training.ranks": {
         "wire": "", "loading": "", "parts": "loading", "leader": "parts wire", "follower": "parts wire",
