@@ -299,7 +299,7 @@ MUTANTS = (
     Mutant("a rank reads the first rows of every tensor", "busrl/training/distributed.py",
            "slice(at, at + size) for at, size", "slice(0, size) for _, size", RANKS),
     Mutant("a rank trains as if all samples weighed the same", "busrl/training/ranks/follower.py",
-           "Given(work.advantages, work.weights, before, chosen)", "Given(work.advantages, None, before, chosen)",
+           "Given(work.advantages, work.weights, before, chosen, valued)", "Given(work.advantages, None, before, chosen, valued)",
            (f"{TEAM}::test_a_team_trains_scores_publishes_and_saves_as_one_rank_does",)),
     Mutant("the norm is told after clipping", TRAINER,
            "stats = self._rank_stats(norm,", "stats = self._rank_stats(min(norm, self.settings.max_grad_norm),", PPO),
