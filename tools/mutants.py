@@ -245,7 +245,8 @@ MUTANTS = (
            "np.concatenate([sample.behaviour_logprobs for sample in samples]), dtype)",
            "np.roll(np.concatenate([sample.behaviour_logprobs for sample in samples]), 1), dtype)", PPO),
     Mutant("the logits are taken one position late", "busrl/training/batch.py",
-           "+ prompts[rows] - 1\n", "+ prompts[rows]\n", ("tests/training/test_trainer_gradient.py",)),
+           "np.repeat(spans[:, 0], counts) - 1\n", "np.repeat(spans[:, 0], counts)\n",
+           ("tests/training/test_trainer_gradient.py",)),
     # -- the update
     Mutant("no weight decay", OPTIMIZERS,
            '"weight_decay": settings["weight_decay"]}', '"weight_decay": 0.0}', PPO),

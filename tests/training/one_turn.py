@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import Lab
-
 from busrl.training import batch, packing
 from busrl.training.trainer import Given
 
@@ -71,6 +68,9 @@ def steps(lab: Any, double: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from conftest import Lab
+
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder))
