@@ -121,7 +121,9 @@ class OfdLock:
 
 class Ring:
     @staticmethod
-    def create(name: str, *, slots: int, slot_bytes: int, processes: int = 64, uuid: bytes, calls: bool = False) -> Ring: ...
+    def create(
+        name: str, *, slots: int, slot_bytes: int, processes: int = 64, uuid: bytes, calls: bool = False
+    ) -> Ring: ...
     @staticmethod
     def attach(name: str, *, read_only: bool = False, calls: bool = False) -> Ring: ...
     @staticmethod
