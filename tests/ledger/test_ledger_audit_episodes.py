@@ -1,4 +1,4 @@
-"""Episodes of several turns in the log: the audit reads where they begin and end, and whose weights count as their age."""
+"""Episodes in the log: the audit reads where turns begin and end, and whose weights count as their age."""
 
 from __future__ import annotations
 

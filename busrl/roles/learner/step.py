@@ -375,31 +375,29 @@ class TrainingStep:
         return found
 
     def _group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
-        rewards, found, begin = self._rewards(records), [], 0  # type: list[float], list[float], int
-        for _, members in groupby(records, key=lambda record: record.group):
-            own = list(members)
-            end = begin + len(own)
-            found += formulas.advantages(self.estimator, rewards[begin:end], _lengths(own))
-            begin = end
-        return found
+        return [
+            value for own, rewards in self._by_group(records)
+            for value in formulas.advantages(self.estimator, rewards, _lengths(own))
+        ]
 
     def _turn_advantages(self, records: Sequence[SampleRecord]) -> list[Worth]:
         """Of each turn of whole groups, in the order of the records' turns; credit goes in the order of the calls."""
-        rewards, found, begin = self._rewards(records), [], 0  # type: list[float], list[Worth], int
+        found: list[Worth] = []
+        for own, rewards in self._by_group(records):
+            orders = [np.argsort(record.turn_array()[:, 3] // 2, kind="stable") for record in own]
+            each = zip(own, rewards, orders, strict=True)
+            steps = [_turn_rewards(record, reward)[order].tolist() for record, reward, order in each]
+            worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
+            found += [np.array(values)[np.argsort(order)].tolist() for order, values in zip(orders, worth, strict=True)]
+        return found
+
+    def _by_group(self, records: Sequence[SampleRecord]) -> Iterator[tuple[list[SampleRecord], list[float]]]:
+        """The members of each group, with what their advantages are made of."""
+        begin, rewards = 0, self._rewards(records)
         for _, members in groupby(records, key=lambda record: record.group):
             own = list(members)
-            orders = [np.argsort(record.turn_array()[:, 3] // 2, kind="stable") for record in own]
-            steps = [
-                _turn_rewards(record, reward)[order].tolist()
-                for record, reward, order in zip(own, rewards[begin:], orders, strict=False)
-            ]
-            worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
-            for order, values in zip(orders, worth, strict=True):
-                placed = np.empty(len(order))
-                placed[order] = values
-                found.append(placed.tolist())
+            yield own, rewards[begin : begin + len(own)]
             begin += len(own)
-        return found
 
     def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
         """What advantages are made of: the reward, with kl_in = "reward" less the KL of the answer to the reference."""
