@@ -58,7 +58,7 @@ Advantages = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float]]]
 
 
 def episodes(stop: Tensor) -> list[tuple[list[float], list[Tensor]]]:
-    """All that can happen, with probabilities of stopping at each turn: rewards, and the log-probability of each act."""
+    """All that can happen, by the chances to stop at each turn: rewards, and the log-probability of each act."""
     found = []
     for last in range(TURNS):
         acts = [torch.log(1 - stop[t]) for t in range(last)] + [torch.log(stop[last])]

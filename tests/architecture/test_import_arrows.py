@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "_blocks"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device",
+        "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device", "agents",
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
