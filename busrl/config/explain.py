@@ -113,6 +113,7 @@ def _head(t: Topology) -> Iterator[str]:
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
     yield f"learning rate {t.learner.lr:g}: {rates.rate_advice(t)}"
+    yield from rates.other_rate_advice(t)
     yield from rates.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
