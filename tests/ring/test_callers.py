@@ -212,7 +212,7 @@ def test_a_coroutine_that_is_cancelled_or_late_leaves_no_call_behind(played: Pla
                 ask.cancel()
             await asyncio.gather(*asks, return_exceptions=True)
             assert played.states() == {"FREE": 4}
-            with pytest.raises(CallUnanswered, match="no answer within 0.05 s: slot . is one of 1"):
+            with pytest.raises(CallUnanswered, match=r"no answer within 0.05 s: slot . is one of 1"):
                 await caller.ask(played.call(), 0.05)
             with pytest.raises(SlotTooSmall):
                 await caller.ask(ModelCall(IDS, 4096), 1.0)
