@@ -84,6 +84,11 @@ class RunPaths:
         return f"busrl.{os.getuid()}.{self.key}.ring"
 
     @property
+    def calls_name(self) -> str:
+        """The ring of model calls, where the run has one."""
+        return f"busrl.{os.getuid()}.{self.key}.calls"
+
+    @property
     def weights_name(self) -> str:
         return f"busrl.{os.getuid()}.{self.key}.weights"
 
