@@ -23,9 +23,7 @@ from pathlib import Path
 import busrl
 from busrl import launch as launching
 from busrl import quickstart
-from busrl.algorithms import catalog
 from busrl.config import Topology, explain, load, materialise
-from busrl.config.reader import show
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.launch.guardian import stat_of
 from busrl.launch.rundir import belongs_to_another
@@ -63,23 +61,8 @@ def check(options: argparse.Namespace) -> int:
 
 def recipes(options: argparse.Namespace) -> int:
     """What each recipe sets, by itself and through the loss that it names."""
-    unknown = [name for name in options.names if name not in catalog.RECIPES]
-    if unknown:
-        raise UserError(f"there is no recipe {', '.join(unknown)}; there are {', '.join(catalog.RECIPES)}")
-    print("learner.recipe = NAME sets these keys where the file leaves them out; docs/algorithms.md has the formulas")
-    for name in options.names or catalog.RECIPES:
-        own = catalog.RECIPES[name]
-        facts = catalog.LOSSES[own["learner.loss"]]
-        print(f"\n{name}  (its loss: {facts.source})")
-        for key, value in {**facts.settings, **own}.items():
-            print(f"  {key} = {_recipe_value(value)}")
+    print(explain.recipes(options.names))
     return 0
-
-
-def _recipe_value(value: object) -> str:
-    if isinstance(value, catalog.OfLimit):
-        return "generation.max_new_tokens" + (f" / {value.parts}" if value.parts > 1 else "")
-    return show(value) + (" (as good as none)" if value == catalog.NO_DUAL else "")
 
 
 def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
