@@ -104,7 +104,7 @@ def recipes(names: Sequence[str] = ()) -> str:
     """The keys that each recipe sets, by itself and through the loss that it names; of all recipes without `names`."""
     if unknown := [name for name in names if name not in catalog.RECIPES]:
         raise UserError(f"there is no recipe {', '.join(unknown)}; there are {', '.join(catalog.RECIPES)}")
-    lines = ["learner.recipe = NAME sets these keys where the file leaves them out; docs/algorithms.md has the formulas"]
+    lines = ["learner.recipe = NAME sets these keys where the file leaves them out; formulas: docs/algorithms.md"]
     for name in names or catalog.RECIPES:
         own = catalog.RECIPES[name]
         facts = catalog.LOSSES[own["learner.loss"]]
