@@ -184,7 +184,7 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size
             three = [tensor.clone().requires_grad_() for tensor in given[:3]]
             found = way(three[0], three[1], three[2], plan, rule)
             found.backward(given[3][0].transpose(0, 1))  # type: ignore[no-untyped-call]
-            answers.append([found, *(tensor.grad for tensor in three)])
+            answers.append([found.detach(), *(tensor.grad for tensor in three)])
     except RuntimeError:  # no kernel for this device
         return False
     return all(

@@ -102,7 +102,7 @@ TEST("a ring is attached only as what it holds") {
 
 TEST(
     "a call that has no room for its longest answer is refused before a slot is taken, and one that fits is answered") {
-    CallWorld w({2, 4, 64 + 64 + 3 * 256});
+    CallWorld w({2, 4, 64 + 64 + 3 * 256 + 64});
     test::check_fault(Fault::slot_too_small, [&] { w.put(0, 17, 64); });
     test::check_fault(Fault::slot_too_small, [&] { w.put(0, 16, 65); });
     test::check_fault(Fault::general, [&] { w.put(0, 0); });

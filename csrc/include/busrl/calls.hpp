@@ -32,10 +32,11 @@ struct Reaped {
 };
 
 namespace detail {
-// Of the ids, the details and an answer of the greatest length: a call that is taken can always be answered.
+// Of the ids, the details and an answer of the greatest length with what is said of it: a call that is taken can always
+// be answered.
 inline uint64_t room_of(const Call& call) {
     return align_up(4 * call.n_ids, kTensorAlign) + align_up(call.line.nbytes, kTensorAlign) +
-           3 * align_up(kAnswerBytes * call.line.max_new_tokens, kTensorAlign);
+           3 * align_up(kAnswerBytes * call.line.max_new_tokens, kTensorAlign) + kTensorAlign;
 }
 
 inline void check_room(const Segment& seg, const Call& call) {
