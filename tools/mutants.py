@@ -360,7 +360,7 @@ MUTANTS = (
            '(at,), HELD_OUT_SEED, "data"', '(at,), t.run.seed, "data"',
            ("tests/config/test_topology_sources.py::"
             "test_tasks_that_are_held_out_are_none_that_any_training_has",)),
-    Mutant("a copy of a reward child answers too", "busrl/rewards/child.py",
+    Mutant("a copy of a reward child answers too", "busrl/pipes.py",
            "if os.getpid() != OWN_PID:", "if not os.getpid():",
            ("tests/rewards/test_pool.py::test_a_function_that_forks_is_answered_once",)),
     Mutant("figures of a source forget what was set aside", "busrl/roles/learner/metrics.py",
