@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 232, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 231, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -44,11 +44,11 @@ INSIDE: dict[str, dict[str, str]] = {
         "evaluate": "checkpoints command run", "rings": "sample", "simulate": "command",
     },
     "config": {
-        "names": "", "declare": "", "learner": "declare", "prompts": "declare", "trials": "declare",
-        "schema": "learner names prompts trials declare", "pretrained": "schema", "reader": "names schema declare",
+        "names": "", "declare": "", "learner": "declare", "prompts": "declare",
+        "schema": "learner names prompts declare", "pretrained": "schema", "reader": "names schema declare",
         "memory": "pretrained schema", "rules": "reader schema declare", "engine_rules": "rules schema",
         "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
-        "trial": "pretrained rules schema trials declare",
+        "trial": "pretrained rules schema declare",
         "files": "engine_rules pretrained reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained rules schema trial",
         "derive": "files rules schema", "explain": "machine memory pretrained rates rules schema trial",
