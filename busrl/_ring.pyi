@@ -121,9 +121,11 @@ class OfdLock:
 
 class Ring:
     @staticmethod
-    def create(name: str, *, slots: int, slot_bytes: int, processes: int = 64, uuid: bytes) -> Ring: ...
+    def create(
+        name: str, *, slots: int, slot_bytes: int, processes: int = 64, uuid: bytes, calls: bool = False
+    ) -> Ring: ...
     @staticmethod
-    def attach(name: str, *, read_only: bool = False) -> Ring: ...
+    def attach(name: str, *, read_only: bool = False, calls: bool = False) -> Ring: ...
     @staticmethod
     def unlink(name: str) -> bool: ...
     def register(self, role: str, label: str) -> int: ...
@@ -167,6 +169,27 @@ class Ring:
         offer_to: int = 0,
         offer_s: float = 0.0,
     ) -> list[tuple[int, int]]: ...  # fewer than `members` when no more slots are free
+    @property
+    def epoch(self) -> int: ...  # of the own entry of the process table: index and epoch name a caller
+    @property
+    def holds_calls(self) -> bool: ...  # a ring of model calls, not of samples
+    def put_call(
+        self,
+        ids: npt.NDArray[np.int32],
+        details: bytes,
+        *,
+        uid: int,
+        admission: int = 0,
+        cls: int = 0,
+        priority: int = 0,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        offer_to: int = 0,
+        offer_s: float = 0.0,
+    ) -> tuple[int, int] | None: ...  # None when no slot is free
+    def free_call(self, slot: int, word: int) -> bool: ...
+    def is_orphan(self, slot: int) -> bool: ...  # of a call that is QUEUED or later: nobody waits for it any more
     def copies(
         self, held: Sequence[tuple[int, int]], name: str, dtype: np.dtype[Any], *, last_segment: bool = False
     ) -> list[bytes]: ...

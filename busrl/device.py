@@ -153,9 +153,11 @@ def choose(wanted: str = "auto") -> torch.device:
     if wanted not in WANTED:
         raise DeviceMissing(f"device {wanted!r}: it must be one of {', '.join(WANTED)}")
     if wanted == "auto":
-        return torch.device(next(kind for kind in ("cuda", "npu", "cpu") if not missing(kind)))
-    if why := missing(wanted):
+        wanted = next(kind for kind in ("cuda", "npu", "cpu") if not missing(kind))
+    elif why := missing(wanted):
         raise DeviceMissing(f'model.device = "{wanted}": {why}; set model.device = "cpu", or "auto" for the best one')
+    if wanted == "cuda":  # cuDNN's attention makes a plan for each new shape, and rows of tokens have ever new ones
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(wanted) if wanted == "cpu" else torch.device(wanted, 0)
 
 

@@ -253,6 +253,15 @@ class RingReadOnly(RingError):
     """A write through a handle that was attached read-only."""
 
 
+class CallUnanswered(RingError):
+    """A model call that came to nothing. `code`: refused (by the engine, with its reason), malformed, poison (two
+    engines died of it alone), late (no answer in time; the text says who had it), lost, or cancelled."""
+
+    def __init__(self, code: str, text: str) -> None:
+        self.code = code
+        super().__init__(text)
+
+
 class FateRefused(RingError):
     """No fate table is bound, or the sample's fate forbids the step."""
 

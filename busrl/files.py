@@ -27,6 +27,8 @@ from busrl.errors import DiskFull, MachineError, UserError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TAIL_BYTES = 1 << 16  # of a file of lines, as `tail` reads it
+FOLLOWED_BYTES = 4 << 20  # the end of a long file of lines that is read at first
+PART_BYTES = 1 << 20
 REPLACED = ".replaced-"  # a directory whose successor is about to have its name
 
 
@@ -129,6 +131,48 @@ def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
                         yield value
     except (FileNotFoundError, IsADirectoryError):
         return
+
+
+class LineFollower:
+    """The complete lines of one file that were not given before; `skipped` is how many earlier ones were not read."""
+
+    def __init__(self, path: Path, tail_bytes: int = FOLLOWED_BYTES) -> None:
+        self._path, self._tail = path, tail_bytes
+        self._file = (0, 0)
+        self._at = 0
+        self.skipped = 0
+
+    def new(self) -> list[bytes]:
+        """Lines that were completed since the last call; all again if the file was replaced."""
+        try:
+            with open(self._path, "rb") as file:
+                info = os.fstat(file.fileno())
+                if (info.st_dev, info.st_ino) != self._file or info.st_size < self._at:
+                    self._file = (info.st_dev, info.st_ino)
+                    self._at = self._start(file, info.st_size)
+                if info.st_size == self._at:
+                    return []
+                file.seek(self._at)
+                found = file.read(info.st_size - self._at)
+        except OSError:
+            return []
+        whole = found.rfind(b"\n") + 1
+        self._at += whole
+        return found[:whole].split(b"\n")[:-1]
+
+    def _start(self, file: Any, size: int) -> int:
+        """Where the first line begins that is read; the ones before it are only counted."""
+        self.skipped = 0
+        left = size - self._tail
+        if left <= 0:
+            return 0
+        at = 0
+        while left > 0 and (part := file.read(min(PART_BYTES, left))):
+            self.skipped += part.count(b"\n")
+            at, left = at + len(part), left - len(part)
+        rest = file.readline()  # the line that the cut is in
+        self.skipped += rest.endswith(b"\n")
+        return at + len(rest)
 
 
 class LineFile:

@@ -58,6 +58,7 @@ class RunPaths:
     groups = _Named("groups.jsonl")  # lengths and rewards of every group that ended: for the learner's next life
     pace = _Named("pace")  # a file per rollout process: how long its decoding steps took; `busrl simulate --fit`
     predictor = _Named("predictor.npz")  # what the length predictor has learned; losing it never loses a sample
+    skips = _Named("skips.jsonl")  # prompts left out by their pass rates: written before the fates that say so
     scheduler_log = _Named("scheduler.jsonl")  # predicted and real lengths, and waits, of the groups that ended
     published = _Named("published")  # a folder per published checkpoint; gone when the run has ended
 
@@ -81,6 +82,11 @@ class RunPaths:
     @property
     def ring_name(self) -> str:
         return f"busrl.{os.getuid()}.{self.key}.ring"
+
+    @property
+    def calls_name(self) -> str:
+        """The ring of model calls, where the run has one."""
+        return f"busrl.{os.getuid()}.{self.key}.calls"
 
     @property
     def weights_name(self) -> str:

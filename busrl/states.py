@@ -68,6 +68,7 @@ class Fate(IntEnum):
     INCOMPLETE = ord("i"), "incomplete group"
     ENDED = ord("e"), "run ended"
     LONG = ord("l"), "prompt too long"
+    SKIPPED = ord("s"), "left out by pass rate"
     POISON = ord("P"), "poison"
     REWARD_RAISED = ord("R"), "reward raised"
     REWARD_HUNG = ord("H"), "reward hung"
@@ -88,7 +89,9 @@ class Fate(IntEnum):
 
 
 FATE_NAMES: Final[dict[int, str]] = {fate: fate.words for fate in Fate}
-RULES: Final[frozenset[int]] = frozenset({Fate.FLAT, Fate.OLD, Fate.INCOMPLETE, Fate.ENDED, Fate.LONG})
+RULES: Final[frozenset[int]] = frozenset({
+    Fate.FLAT, Fate.OLD, Fate.INCOMPLETE, Fate.ENDED, Fate.LONG, Fate.SKIPPED,
+})
 ACCIDENTS: Final[frozenset[int]] = frozenset(
     {Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.UNRENDERED}
 )

@@ -90,7 +90,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "gspo": {"learner.loss": "gspo", "learner.advantage": "group_std"},
     "cispo": {"learner.loss": "cispo", "learner.advantage": "group_std", "learner.aggregation": "token-mean"},
-    "scalerl": {"learner.loss": "cispo", "learner.advantage": "batch_std", "learner.aggregation": "prompt-mean"},
+    "scalerl": {
+        "learner.loss": "cispo", "learner.advantage": "batch_std", "learner.aggregation": "prompt-mean",
+        "data.skip.max_pass_rate": 0.9, "data.skip.rest": 0,
+    },
     "rloo": {
         "learner.loss": "reinforce", "learner.advantage": "leave_one_out",
         "learner.aggregation": "seq-mean-token-sum", "learner.correction": "token_tis",

@@ -17,7 +17,7 @@ from busrl.algorithms import catalog
 from busrl.config import rules
 from busrl.config.files import FileFacts
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
-from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
+from busrl.config.schema import CALLER_ROLES, TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import AdmissionLimits, derive
@@ -40,6 +40,7 @@ PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES, PER_PART = 256, 5  # the value of a part and the end of its name
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
 LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # per slot, slot, process-table entry
+MORE_CALLS, ID_BYTES, CALL_BYTES = 16, 4, 1024  # the last: details, and what begins at a multiple of ALIGN
 PAGE = 4096
 
 
@@ -54,6 +55,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     slots, slots_text = _slots(topology, bounds, val_reserve, found)
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
+    call_slots, call_slot_bytes = call_ring(topology) if has_callers(topology) else (0, 0)
     found.extend(_most_answers(topology, val_samples))
     derived = Derived(
         limits=bounds,
@@ -64,6 +66,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         train_prompts=facts.train_prompts, validation_prompts=facts.validation_prompts if rounds else 0,
         ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
         sets=sets,
+        call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(
             *bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology), slots_text,
             bytes_text,
@@ -96,6 +99,19 @@ def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
 def in_flight(topology: Topology) -> int:
     """Sequences that all rollout processes which train generate at once; those that join from outside count as one."""
     return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
+
+
+def has_callers(topology: Topology) -> bool:
+    """Whether samples are episodes of model calls: then there is a ring for those, and rollouts take nothing else."""
+    return any(entry.role in CALLER_ROLES for entry in topology.process)
+
+
+def call_ring(topology: Topology) -> tuple[int, int]:
+    """Slots and bytes per slot of the ring of model calls: a call for every row and some that wait, each with the
+    longest prompt and answer."""
+    rows = topology.generation.max_batch * max(1, count(topology, "rollout"))
+    answer = PER_TOKEN * topology.generation.max_new_tokens
+    return rows + rows // 4 + MORE_CALLS, _up(ID_BYTES * topology.longest + answer + CALL_BYTES, 256)
 
 
 def _validating(topology: Topology) -> int:

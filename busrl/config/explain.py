@@ -218,6 +218,7 @@ def _data(t: Topology) -> Iterator[str]:
     for one in t.derived.sources:
         size = f"{one.share / 10:g} % of the draws, " if len(t.derived.sources) > 1 else ""
         yield f"    {one.name}: {size}{one.text}"
+    yield from _skipped(t)
     for asked in t.sets:
         name = f" {asked.name}" if asked.name else ""
         yield f"  validation{name}: {asked.data}, {asked.lines} prompts; {_asked(t, asked)}"
@@ -227,6 +228,21 @@ def _data(t: Topology) -> Iterator[str]:
         yield f"  {t.derived.prompt_text}"
     if t.scripted:
         yield f"  {_answers(t)}"
+
+
+def _skipped(t: Topology) -> Iterator[str]:
+    """Which prompts the run itself will leave out."""
+    skip = t.data.skip
+    if not skip.on:
+        return
+    high = f"{skip.max_pass_rate:g} or more" if skip.max_pass_rate else ""
+    low = f"less than {skip.min_pass_rate:g}" if skip.min_pass_rate else ""
+    judged = f"{skip.after} answers of its newest groups" if skip.after else "its newest group"
+    rest = f"rests for {skip.rest} passes over them and is tried again" if skip.rest else "is never tried again"
+    yield (
+        f"    a prompt is left out whose pass rate over {judged} is {' or '.join(filter(None, (high, low)))} (right: a "
+        f"reward of {t.validation.solved:g} or more, validation.solved): it {rest}"
+    )
 
 
 def _asked(t: Topology, one: AskedSet) -> str:

@@ -209,18 +209,25 @@ def _with_algorithm(draft: Topology, source: Source) -> Topology:
 def _set_unless_written(
     draft: Topology, source: Source, key: str, value: object, why: str, told: list[str]
 ) -> Topology:
-    section, name = key.split(".")
-    table: Any = getattr(draft, section)
+    section, _, name = key.rpartition(".")
+    table: Any = rules.lookup(draft, section)
+    auto = isinstance(value, catalog.OfLimit)  # 0 asks for it
     if isinstance(value, catalog.OfLimit):
         value = _generation(draft, source).max_new_tokens // value.parts
-    if _written(source, section, name) and getattr(table, name) != 0:
+    if _written(source, *key.split(".")) and not (auto and getattr(table, name) == 0):
         if getattr(table, name) != value:
             told.append(f"{key} = {show(getattr(table, name))} is the file's; {why} would set {show(value)}")
         return draft
     if getattr(table, name) != value:
         told.append(f"{key} = {show(value)} by {why}")
-    changed: dict[str, Any] = {section: dataclasses.replace(table, **{name: value})}
-    return dataclasses.replace(draft, **changed)
+    replaced: Topology = _replaced(draft, key.split("."), value)
+    return replaced
+
+
+def _replaced(table: Any, names: Sequence[str], value: object) -> Any:
+    """A copy of nested tables with another value under these names."""
+    first, *rest = names
+    return dataclasses.replace(table, **{first: _replaced(getattr(table, first), rest, value) if rest else value})
 
 
 def _implied(draft: Topology) -> Iterator[Process]:

@@ -55,6 +55,23 @@ class DataSource(Rows, _Weighted):
 
 
 @dataclass(frozen=True)
+class Skip:
+    """[data.skip]: prompts that are left out for a while by how often the run itself answered them right."""
+
+    max_pass_rate: float = key(0.0, "a prompt answered right this often or more is left out; 0 = none is",
+                              low=0, high=1)
+    min_pass_rate: float = key(0.0, "a prompt answered right less often is left out; 0 = none is", low=0, high=1)
+    after: int = key(0, "answers that it is judged by: those of its newest groups; 0 = its newest group alone",
+                     low=0, high=1 << 20)
+    rest: int = key(3, "passes over the prompts until it is tried again; 0 = never", low=0, high=1 << 20)
+
+    @property
+    def on(self) -> bool:
+        """Whether any prompt can be left out."""
+        return self.max_pass_rate > 0 or self.min_pass_rate > 0
+
+
+@dataclass(frozen=True)
 class Data:
     """[data]: prompts, one JSON object per line."""
 
@@ -70,6 +87,7 @@ class Data:
     tools_key: str = key("", "template = chat: the key of a line that holds the tools that the template offers")
     template_arguments: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
         "template = chat: further arguments of the template: { enable_thinking = false }")})
+    skip: Skip = field(default_factory=Skip)
 
 
 # -- measuring -----

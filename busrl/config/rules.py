@@ -121,6 +121,7 @@ UNTAUGHT = "|".join(name for name, facts in catalog.LOSSES.items() if not facts.
 ONE_PASS = "learner.passes_per_batch == 1"
 HERE, RULES = "learner.controller", "experiments.controller"
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
+OPEN = "every prompt of an open stream is answered when it arrives"
 RESTARTED = f"weights.transport == {'|'.join(RESTARTS)}"
 
 TABLE = (
@@ -259,6 +260,10 @@ TABLE = (
     Clash("bus.keys, bus.endpoint == ipc",
           "sockets in a 0700 directory need no keys, so they are not used; remove it, or set endpoint", warning=True),
     Clash("data.arrivals, data.shuffle", "prompts arrive in the order of their lines; set shuffle = false"),
+    Clash("data.arrivals, data.skip.max_pass_rate > 0", f"{OPEN}; set max_pass_rate = 0"),
+    Clash("data.arrivals, data.skip.min_pass_rate > 0", f"{OPEN}; set min_pass_rate = 0"),
+    Clash("data.skip.max_pass_rate > 0, data.skip.min_pass_rate >= data.skip.max_pass_rate",
+          "no prompt is at least the one and below the other; lower min_pass_rate"),
     Clash("mock.learner_s_per_token; scripted == False",
           "an experiment: the learner is slowed down on purpose; 0 for real training", warning=True),
     # -- the controller

@@ -41,6 +41,7 @@ BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
 SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
 SINGLE_ROLES = ("learner", "validator")
+CALLER_ROLES = ("agent", "serve", "atropos")  # their samples are made of model calls; none can be named yet
 RANK = "rank"  # role of the learner's further processes: rank/1, rank/2, ...
 FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
@@ -517,6 +518,8 @@ class Derived:
     sources_key: str = ""  # by these settings, of files of this age
     made: tuple[MadeSet, ...] = ()  # the prompts of validation that were made of others in the same way
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
+    call_slots: int = 0  # of the ring of model calls, 0 = the run has none
+    call_slot_bytes: int = 0
     explain: tuple[str, ...] = ()
     algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
     warnings: tuple[str, ...] = ()

@@ -274,6 +274,15 @@ class PromptLine:
     crc: int
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a draw lies: its source (0 where there is one), how often that source was gone through before, its line."""
+
+    source: int
+    epoch: int
+    line: int
+
+
 BLOCK = 1000  # draws in which every source has its share
 
 
@@ -336,22 +345,34 @@ class JsonlStream:
 
     def item(self, draw: int) -> PromptLine:
         """The line of draw number `draw`. `DataError` if the file has changed since it was opened."""
+        return self.at(self.place(draw).line)
+
+    def place(self, draw: int) -> Place:
+        """Where draw number `draw` lies; the file is not read for it."""
         if draw < 0:
             raise ValueError(f"draw must be >= 0, got {draw}")
         if self.sections:
-            return self.at(self._mixed(draw))
+            return self._mixed(draw)
         epoch, position = divmod(draw, len(self))
-        return self.at(int(self._order((epoch,), len(self))[position]) if self.shuffle else position)
+        return Place(0, epoch, int(self._order((epoch,), len(self))[position]) if self.shuffle else position)
 
-    def _mixed(self, draw: int) -> int:
-        """The line of a draw where several sources are mixed."""
+    def epochs(self, draw: int) -> list[int]:
+        """Of each source the epoch that it is in when the block of this draw ends; -1 if it has no share of draws."""
+        if not self.sections:
+            return [draw // len(self)]
+        blocks = draw // BLOCK + 1
+        return [(blocks * one.share - 1) // one.count if one.share else -1 for one in self.sections]
+
+    def _mixed(self, draw: int) -> Place:
+        """The place of a draw where several sources are mixed."""
         block, position = divmod(draw, BLOCK)
         ends = np.cumsum([one.share for one in self.sections])
         sources = np.searchsorted(ends, self._order((block,), BLOCK)[: position + 1], "right")
         source = int(sources[-1])
         own, before = self.sections[source], int(np.count_nonzero(sources[:-1] == source))
         epoch, item = divmod(block * own.share + before, own.count)
-        return own.start + (int(self._order((epoch, source + 1), own.count)[item]) if self.shuffle else item)
+        line = own.start + (int(self._order((epoch, source + 1), own.count)[item]) if self.shuffle else item)
+        return Place(source, epoch, line)
 
     def at(self, index: int) -> PromptLine:
         """Line `index` (from 0) of the file."""

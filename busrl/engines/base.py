@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from busrl.engines.tokens import Ids
+from busrl.engines.tokens import NO_IDS, Ids
 from busrl.states import Finish
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ Pause = Literal["keep", "wait", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """One segment to generate. `key` is the caller's (a slot); `prefix_ids` are the tokens of earlier segments."""
+    """One segment to generate. `key` is the caller's (a slot); `prefix_ids` are the tokens of earlier segments,
+    `stop_ids` tokens that end the answer beside the model's own."""
 
     key: int
     uid: int
@@ -50,6 +51,7 @@ class Request:
     temperature: float
     top_p: float
     seed: int
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,10 @@ class Engine(ABC):
         """Do one decoding step for all; returns those that ended. An engine with its own loop returns what ended
         since the last call, and waits a moment if nothing did."""
 
+    def drawn(self, key: int, begin: int) -> Ids:
+        """Tokens of a running request from number `begin` on; an engine that cannot tell gives none before its end."""
+        return NO_IDS
+
     def abort(self, key: int) -> Finished | None:
         """End a request now: its tokens so far, ABORTED if it had not ended; None if it is not here (any more)."""
         if key in self._running:
@@ -279,7 +285,7 @@ class Engine(ABC):
 def seed_of(request: Request, produced: int) -> int:
     """63 bits for a generator outside this process: a function of (seed, uid, segment, tokens so far). The rest of an
     answer has another seed, or its numbers would be those of the beginning."""
-    text = struct.pack("<QQQQ", request.seed & _MASK, request.uid & _MASK, request.segment, produced)
+    text = struct.pack("<QQQQ", request.seed & _MASK, request.uid & _MASK, request.segment & _MASK, produced)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 

@@ -41,7 +41,7 @@ OURS = {
     *DATA, "logs", "checkpoints", "wal", "pace", "published", "topology.json", "topology.toml", "run.json",
     "starts.jsonl", "errors.jsonl", "supervisor.json", "gateway.json", "summary.json", "fates.validate.bin",
     "validation.jsonl", "validation.log", "validate.json", "evaluated", "decisions.jsonl", "scheduler.jsonl",
-    "predictor.npz", "data",
+    "skips.jsonl", "predictor.npz", "data",
 }
 MISSING = object()
 

@@ -67,6 +67,7 @@ class OpenRun:
     written: dict[Path, bytes]  # topology.json and run.json as they were written
     directory: int  # a descriptor of it, wherever it is moved
     guard: RingGuard
+    calls: Ring | None = None  # the ring of model calls, where agents make the samples
     notes: list[str] = field(default_factory=list)
     displaced: str = ""  # by whom
     _last_problem: str = ""
@@ -144,6 +145,8 @@ class OpenRun:
     def release(self) -> None:
         """Let go of everything; the files and the ring stay."""
         self.ring.close()
+        if self.calls is not None:
+            self.calls.close()
         self.fates.close()
         self.validate_fates.close()
         os.close(self.directory)
@@ -266,8 +269,21 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) ->
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
     ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
+    calls = _new_calls(paths, topology, uuid)
     directory = os.open(paths.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    return OpenRun(paths, topology, lock, ring, fates, validate_fates, written, directory, guard, notes)
+    return OpenRun(paths, topology, lock, ring, fates, validate_fates, written, directory, guard, calls, notes)
+
+
+def _new_calls(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
+    """The ring of model calls, if the run has one. What an earlier start left in one had no caller any more."""
+    Ring.unlink(paths.calls_name)
+    size = topology.derived
+    if not size.call_slots:
+        return None
+    return Ring.create(
+        paths.calls_name, slots=size.call_slots, slot_bytes=size.call_slot_bytes, processes=topology.ring.processes,
+        uuid=uuid, calls=True,
+    )
 
 
 def _guard(paths: RunPaths) -> RingGuard | None:
@@ -361,8 +377,9 @@ def _remove_stale(paths: RunPaths, ring: Ring) -> None:
 
 
 def unlink_segments(ring_name: str) -> None:
-    """Remove a ring, and weights, adapters and drafts of weights of the same run, from shared memory."""
-    for file in (SHM / ring_name, *SHM.glob(f"{ring_name.removesuffix('.ring')}.weights*")):
+    """Remove a ring, and calls, weights, adapters and drafts of weights of the same run, from shared memory."""
+    run = ring_name.removesuffix(".ring")
+    for file in (SHM / ring_name, SHM / f"{run}.calls", *SHM.glob(f"{run}.weights*")):
         try:
             if file.is_dir() and not file.is_symlink():
                 shutil.rmtree(file)
@@ -388,7 +405,8 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         shutil.copyfile(source, paths.root / "topology.toml")
     info = {
         "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",
-        "ring": paths.ring_name, "weights": paths.weights_name, "runtime_dir": str(paths.runtime_dir),
+        "ring": paths.ring_name, "calls": paths.calls_name if topology.derived.call_slots else "",
+        "weights": paths.weights_name, "runtime_dir": str(paths.runtime_dir),
         "frontend": paths.frontend, "backend": paths.backend,
         "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint, "tap": paths.tap,
         "launch_pid": os.getpid(), "started": time.time(),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,22 +21,22 @@ import msgspec
 import numpy as np
 
 from busrl.errors import NoSuchRun
+from busrl.files import PART_BYTES, LineFollower
 from busrl.ledger.trainlog import of_step
 from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.monitor.text import safe
 from busrl.paths import RunPaths
 from busrl.states import Fate, fate_name
 
-TAIL_BYTES: Final = 4 << 20
 SAMPLE_BYTES: Final = 1 << 18
 HEAD_BYTES: Final = 1 << 16
-CHUNK: Final = 1 << 20
 WORDS: Final = {
     Fate.DISPATCHED: "open",
     Fate.FLAT: "flat (all rewards of the group equal)",
     Fate.OLD: "too old",
     Fate.INCOMPLETE: "of groups that lost members",
     Fate.LONG: "with a prompt that is too long",
+    Fate.SKIPPED: "draws left out by pass rate",
     Fate.POISON: "given up after killing their process twice",
     Fate.REWARD_RAISED: "whose reward raised",
     Fate.REWARD_HUNG: "whose reward hung",
@@ -50,48 +49,6 @@ IN_TOPOLOGY: Final = {  # a fact, and the key that holds it
 }
 KINDS: Final = get_type_hints(Facts)
 T = TypeVar("T")
-
-
-class LineFollower:
-    """The complete lines of one file that were not given before; `skipped` is how many earlier ones were not read."""
-
-    def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
-        self._path, self._tail = path, tail_bytes
-        self._file = (0, 0)
-        self._at = 0
-        self.skipped = 0
-
-    def new(self) -> list[bytes]:
-        """Lines that were completed since the last call; all again if the file was replaced."""
-        try:
-            with open(self._path, "rb") as file:
-                info = os.fstat(file.fileno())
-                if (info.st_dev, info.st_ino) != self._file or info.st_size < self._at:
-                    self._file = (info.st_dev, info.st_ino)
-                    self._at = self._start(file, info.st_size)
-                if info.st_size == self._at:
-                    return []
-                file.seek(self._at)
-                found = file.read(info.st_size - self._at)
-        except OSError:
-            return []
-        whole = found.rfind(b"\n") + 1
-        self._at += whole
-        return found[:whole].split(b"\n")[:-1]
-
-    def _start(self, file: Any, size: int) -> int:
-        """Where the first line begins that is read; the ones before it are only counted."""
-        self.skipped = 0
-        left = size - self._tail
-        if left <= 0:
-            return 0
-        at = 0
-        while left > 0 and (part := file.read(min(CHUNK, left))):
-            self.skipped += part.count(b"\n")
-            at, left = at + len(part), left - len(part)
-        rest = file.readline()  # the line that the cut is in
-        self.skipped += rest.endswith(b"\n")
-        return at + len(rest)
 
 
 class RunFiles:
@@ -212,7 +169,7 @@ def fates(path: Path) -> dict[str, int]:
     """How many samples have each fate, most interesting first; empty where the table cannot be read."""
     counts = np.zeros(256, np.int64)
     with suppress(OSError), open(path, "rb") as file:
-        while block := file.read(CHUNK):
+        while block := file.read(PART_BYTES):
             counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
     order = sorted(range(1, 256), key=lambda code: (code != Fate.TRAINED, code == Fate.DISPATCHED, -counts[code]))
     return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]

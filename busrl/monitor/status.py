@@ -24,6 +24,7 @@ from msgspec.structs import asdict
 from busrl.errors import first_line
 from busrl.files import TAIL_BYTES, json_lines
 from busrl.gateway import BAD
+from busrl.ledger.skips import newest_skips
 from busrl.monitor import text
 from busrl.monitor.runfiles import as_map, fates, number, read_map
 from busrl.monitor.snapshot import finite
@@ -106,6 +107,7 @@ def as_data(found: RunStatus) -> dict[str, Any]:
         "sample": found.sample or None,
         "idle": {"groups": idle.idle_groups, "limit": idle.idle_limit, "causes": idle.idle_causes} if idle else None,
         "samples": fates(found.paths.fates),
+        "left_out": _left_out(found.paths),
         "restarts": run.restarts,
         "problems": problems(found.paths.errors),
         "errors_from_outside": list(_from_outside(found.paths)),
@@ -154,6 +156,15 @@ def problems(path: Path) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda kind: -kind["time"])
 
 
+def _left_out(paths: RunPaths) -> dict[str, dict[str, int]]:
+    """By source: draws left out by pass rate, prompts that rest now, and all prompts; {} where none was left out."""
+    line = newest_skips(paths.skips)
+    return {} if line is None else {
+        name: {"draws": count, "resting": line.resting.get(name, 0), "prompts": line.prompts.get(name, 0)}
+        for name, count in line.left_out.items()
+    }
+
+
 def _from_outside(paths: RunPaths) -> Iterator[str]:
     """ERRORs of senders that do not file their own, counted by launch."""
     kinds = {severity: severity for severity in reversed(SEVERITIES)}
@@ -181,6 +192,9 @@ def _lines(found: RunStatus) -> Iterator[str]:
         yield from text.facts(run, found.now)
     if samples := fates(paths.fates):
         yield f"  samples   {' · '.join(f'{short(count)} {name}' for name, count in samples.items())}"
+    for name, own in _left_out(paths).items():
+        yield (f"  left out  {short(own['draws'])} draws of {text.safe(name, 40)} by pass rate; "
+               f"{short(own['resting'])} of {short(own['prompts'])} prompts rest")
     if run.ring is not None and run.ring.reaps:
         yield f"  {short(run.ring.reaps)} slots taken back from dead processes"
     rows = found.processes if found.state in LIVING else []

@@ -81,6 +81,24 @@ class DataGenerated(Message, tag="DATA_GENERATED"):
     count: Count = 1
 
 
+# caller -> rollout
+class CallCancel(Message, tag="CALL_CANCEL"):
+    """Nobody waits for this model call any more. `seq` is that of the claim under which the worker has it."""
+
+    slot_id: Count
+    seq: Count
+
+
+# rollout -> caller
+class CallTokens(Message, tag="CALL_TOKENS"):
+    """The answer to a model call so far, from token number `at` on; the whole of it comes in its slot."""
+
+    slot_id: Count
+    seq: Count
+    at: Count
+    ids: Annotated[list[Count], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+
+
 # reward -> learner
 class RewardComputed(Message, tag="REWARD_COMPUTED"):
     """Slots are REWARDED; `reward` is that of the named slot."""

@@ -148,7 +148,7 @@ class RingGuard:
 Step = tuple[str, int, str, str]  # label and pid of the dead owner, from which state, to which
 
 
-def taken_back(ring: Ring, reaped: Iterable[Reaped]) -> Iterator[tuple[str, list[int]]]:
+def taken_back(ring: Ring, reaped: Iterable[Reaped], what: str = "slots") -> Iterator[tuple[str, list[int]]]:
     """One text for each dead owner and step, and the samples that it is about.
 
     A slot that went back to FREE held no sample yet; any other keeps its sample, which may only have moved on since.
@@ -158,5 +158,6 @@ def taken_back(ring: Ring, reaped: Iterable[Reaped]) -> Iterator[tuple[str, list
         uid = UID_NONE if one.to == State.FREE else int(ring.line(one.slot)["uid"])
         steps.setdefault((one.label, one.pid, one.frm.name, one.to.name), []).append(uid)
     for (label, pid, before, after), uids in steps.items():
-        text = f"{len(uids)} slots of {label} (pid {pid}) went back from {before} to {after}: it died"
+        whose = f"{label} (pid {pid})" if pid else label  # of a caller the entry alone is known
+        text = f"{len(uids)} {what} of {whose} went back from {before} to {after}: it died"
         yield text, [uid for uid in uids if uid != UID_NONE]

@@ -257,11 +257,14 @@ def read_counts(path: Path) -> Any:
 class Keeper(Actor):
     role = "keeper"
     singleton = True
+    calls: Ring | None = None  # the ring of model calls
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.Heartbeat, *g.REMOTE)
     tick_s = 0.1
 
     def setup(self) -> None:
         self._next_look = self._next_save = 0.0
+        called = self.topology.derived.call_slots
+        self.calls = Ring.attach(self.paths.calls_name, calls=True) if called else None
         self._named: set[str] = set()
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
         self.tally = Tally(read_counts(self.paths.gateway))
@@ -289,6 +292,7 @@ class Keeper(Actor):
 
     def _look(self) -> bool:
         reaped = self.ring.reap()
+        self._reap_calls()
         try:
             self.ring.finish_drops()
         except FateRefused as problem:  # a uid that names no sample costs the slot, not the keeper
@@ -299,6 +303,12 @@ class Keeper(Actor):
         for text, uids in taken_back(self.ring, reaped):
             self.warn("keeper", text, uids=uids)
         return bool(reaped)
+
+    def _reap_calls(self) -> None:
+        """Calls that dead engines had wait again, those of dead callers end."""
+        if self.calls is not None:
+            for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
+                self.warn("keeper", text)
 
     def _drop_poison(self) -> None:
         """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""

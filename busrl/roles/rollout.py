@@ -1,13 +1,12 @@
-"""A rollout actor: claims QUEUED slots, generates, commits tokens with log-probabilities and policy versions.
+"""A rollout actor: takes work from its intake, generates, and gives the answers back to it.
 
-Talks to the ring, to one engine (`busrl.engines`) and to the weight transport (`busrl.weights`). Consumes QUEUED slots,
-produces GENERATED ones and DATA_GENERATED; waits for slots, unblocked by the ring's wake-up, NEW_TASK or the timer.
-Knows nothing of rewards, groups or the learner's state beyond the newest version.
+Talks to one engine (`busrl.engines`), to the weight transport (`busrl.weights`) and to its intake (`roles/intake.py`),
+which has the slots: those of samples, or those of model calls where agents make the samples. Waits for slots, unblocked
+by the ring's wake-up, NEW_TASK or the timer. Knows nothing of rewards, groups or the learner's state beyond the newest
+version.
 
-- A segment that reaches neither an end of sequence nor the answer's limit goes back to QUEUED for any worker.
 - New weights enter only between two decoding steps; every token carries the version that produced it.
 - A slot is claimed only when the engine has a row for it: no worker prefetches more than it runs.
-- A slot that was being generated when its worker died is run alone the next time, so that it can only hurt itself.
 """
 
 from __future__ import annotations
@@ -16,34 +15,24 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 
-from busrl.data import prompt_of
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.base import PartialAnswer
-from busrl.engines.tokens import NO_IDS, Ids
-from busrl.errors import MachineError, SlotTooSmall, WeightsRefused, WeightsTimeout
+from busrl.errors import MachineError, WeightsRefused, WeightsTimeout
 from busrl.files import LineFile
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
-from busrl.ring import State, segments_of
+from busrl.ring import Ring, State
 from busrl.roles import version_pin
-from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell, WorkDeadline
-from busrl.roles.trajectory import (
-    UNREADABLE,
-    SegmentCuts,
-    claim_queued,
-    read_generated,
-    read_prompt_ids,
-    read_task,
-)
-from busrl.states import Fate, Finish, HeaderWord, SampleClass
-from busrl.weights.base import Receiver, VersionSteps
+from busrl.roles.actor import WAVE_TICK_S, Actor, WorkDeadline
+from busrl.roles.intake import CallIntake, Intake, SampleIntake
+from busrl.states import Finish, HeaderWord
+from busrl.weights.base import Receiver
 from busrl.weights.factory import TransportSettings, make_receiver
 
 log = logging.getLogger("busrl")
@@ -55,7 +44,6 @@ BELL_EVERY_S = 0.04
 SPARSE, SPARSE_BELL_EVERY_S = 8, 0.01  # an eighth of the rows in use: others may wait for these answers
 WEIGHTS_TURN_S = 0.25
 LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding step
-LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
 
 
 # -- the pace of decoding, for `busrl simulate --fit` ------
@@ -178,39 +166,18 @@ class EngineRestart:
 # -- the role ----------------------------------------------
 
 
-class ClaimedSlot(NamedTuple):
-    """A slot of this worker: the word that owns it, and what its line said at the claim."""
-
-    word: int
-    uid: int
-    version: int  # policy version when the sample was admitted
-    step: int  # the learner's step when it was admitted
-    prompt_tokens: int = 0
-    earlier: int = 0  # tokens of the segments before
-    tokens: int = 0  # the most that this segment may have
-    last: bool = True  # the answer has to end with this segment
-
-
 class Rollout(Actor):
     role = "rollout"
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     restart: EngineRestart | None = None  # where new weights make the engine start again
     refused = 0  # version that could not be used here
-    only_validates = False  # validation.mode = "dedicated"
 
     def setup(self) -> None:
-        self.claimed: dict[int, ClaimedSlot] = {}  # by slot
-        self.bell, self.segment_bell = Doorbell(), Doorbell()
-        self.alone = False
         self.limits = self.topology.derived.limits
-        self.segments = SegmentCuts.of(self.topology, self.name)
-        self.only_validates = self.segments.cls == SampleClass.VALIDATE
-        self.waves = self.segments.waves
-        if self.waves is not None:
-            self.tick_s = WAVE_TICK_S
-        self.version = 0
-        self.steps = VersionSteps()  # of the versions that this engine has run
         self.engine: Engine = make_engine(self.topology, self.name)
+        self.intake: Intake = self._make_intake()
+        if self.intake.waves is not None:
+            self.tick_s = WAVE_TICK_S
         weights = TransportSettings.of(self.topology, self.paths)
         own = self.engine.receiver(weights, self.worker_id)
         self.receiver: Receiver = own or make_receiver(weights, self.worker_id)
@@ -223,8 +190,17 @@ class Rollout(Actor):
         self._update_weights(wait=True)
         self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
 
+    def _make_intake(self) -> Intake:
+        if not self.topology.derived.call_slots:
+            return SampleIntake(self.ring, self.topology, self.name, self.engine, self.warn)
+        calls = Ring.attach(self.paths.calls_name, calls=True)
+        calls.register(self.role, self.name)
+        return CallIntake(calls, self.topology, self.engine, self.warn)
+
     def work(self) -> bool:
         self._update_weights()
+        for slot in self.intake.orphans():
+            self._cancel(slot)
         self._take()
         self._request_tasks()
         if not self.engine.active:
@@ -233,10 +209,10 @@ class Rollout(Actor):
         # Counted before they are drawn: a death in the middle of the step hides none.
         self.ring.add(tokens=drawn)
         finished = self._engine_step(joining=self.joined or drawn < active)
-        whole = sum([self._commit(sequence) for sequence in finished])
+        whole = self._commit(finished)
         self._announce()
         busy_s = time.monotonic() - begun
-        self.segments.stepped(busy_s)
+        self.intake.stepped(busy_s)
         self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
         self.pace.stepped(active, drawn, busy_s)
         return True
@@ -257,24 +233,39 @@ class Rollout(Actor):
         pause = SPARSE_BELL_EVERY_S if self.engine.active < self.engine.capacity // SPARSE else BELL_EVERY_S
         if now >= self._last_bell + pause:
             self._last_bell = now
-            self.ring_bells(self.bell, self.segment_bell)
+            self._ring_bells()
+
+    def _ring_bells(self) -> None:
+        for message, to in self.intake.bells(self.engine):
+            self.bus.send(message, to)
 
     def idle(self, timeout_s: float) -> None:
-        self.ring_bells(self.bell, self.segment_bell)
-        seen = self.ring.transitions(State.QUEUED)
+        self._ring_bells()
+        ring = self.intake.ring
+        seen = ring.transitions(State.QUEUED)
         if not self._take():
             begun = time.monotonic()
-            self.ring.wait(State.QUEUED, seen, timeout_s)
+            ring.wait(State.QUEUED, seen, timeout_s)
             self.pace.row.idle_s += time.monotonic() - begun
             self.pace.write_when_due()
 
     def subscriptions(self) -> list[str]:
-        return [*super().subscriptions(), topic(m.NewTask, self.worker_id)]
+        return [*super().subscriptions(), topic(m.NewTask, self.worker_id), topic(m.CallCancel, self.worker_id)]
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.CallCancel) and self.intake.holds(message.slot_id, message.seq):
+            self._cancel(message.slot_id)
+
+    def _cancel(self, slot: int) -> None:
+        """Stop working on a call. One that is not in the engine at the moment goes on: that costs tokens alone."""
+        ended = self.engine.abort(slot)
+        if ended is not None:
+            self.intake.cancelled(ended if self.restart is None else self.restart.merged(ended))
 
     def _request_tasks(self) -> None:
         """Send the scheduler this worker's name and how many rows it has for training; it answers with doorbells."""
         now = time.monotonic()
-        if now >= self._next_request and not self.only_validates:
+        if now >= self._next_request and self.intake.trains:
             self._next_request = now + REQUEST_EVERY_S
             rows, active = self.engine.capacity, self.engine.active
             self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=rows - active, rows=rows))
@@ -284,28 +275,31 @@ class Rollout(Actor):
     def _update_weights(self, wait: bool = False) -> None:
         """Load the newest version if there is one. At the start `wait` for it: old weights would age every sample. A
         worker that only validates keeps its version through a round."""
-        if self.only_validates and not wait and version_pin.pinned_by(self.ring):
+        if self.intake.only_validates and not wait and version_pin.pinned_by(self.ring):
             return
         newest, _ = self.receiver.newest()
         # Version 0 is the model folder that the engine has loaded; nothing was published then.
         if wait and self.ring.header(HeaderWord.VERSION) > max(newest, 0):
             self._wait_for_weights(self.ring.header(HeaderWord.VERSION))
             newest, _ = self.receiver.newest()
-        if newest <= max(self.version, self.refused) or (self.restart is not None and self.restart.waits(self.engine)):
+        if newest <= max(self.intake.version, self.refused):
+            return
+        if self.restart is not None and self.restart.waits(self.engine):
             return
         begun = time.monotonic()
         try:
             with self.activity("new weights", self.topology.limits.ready_s):  # some engines restart for them
-                self.version, step = self._new_weights()
+                self.intake.version, step = self._new_weights()
         except WeightsRefused as problem:
             self.refused = newest
-            self.warn("rollout", f"continues with version {self.version}: {problem}", "error", kind="weights refused")
+            text = f"continues with version {self.intake.version}: {problem}"
+            self.warn("rollout", text, "error", kind="weights refused")
             return
         self.joined = True
         seconds = time.monotonic() - begun
-        self.segments.fetched(seconds)
-        self.steps.add(self.version, step)
-        self.ring.set_version_seen(self.version)
+        self.intake.fetched(seconds)
+        self.intake.steps.add(self.intake.version, step)
+        self.ring.set_version_seen(self.intake.version)
         if not wait:
             self.pace.row.weights_s += seconds
             self.pace.row.updates += 1
@@ -320,7 +314,7 @@ class Rollout(Actor):
         except WeightsRefused as problem:
             refused = problem
         self.restart.resume(self.engine)
-        self.ring.add(samples=sum([self._commit(sequence) for sequence in ended]))
+        self.ring.add(samples=self._commit(ended))
         if refused is not None:
             raise refused
         return found
@@ -350,33 +344,32 @@ class Rollout(Actor):
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _take(self) -> bool:
-        """Claim as many slots as the engine has rows for; a suspect one only when nothing else runs."""
+        """Take as much as the engine has rows for."""
         room = self.engine.capacity - self.engine.active
         draining = self.restart is not None and self.restart.draining
-        if room <= 0 or draining or (self.alone and self.claimed) or self._left_behind():
+        if room <= 0 or draining or self._left_behind():
             return False
-        taken, self.alone = claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
-        if taken:
-            requests = self._requests(taken)
+        requests = self.intake.take(room)
+        if requests:
             if self.restart is not None:
                 self.restart.submitted(requests)
             self.engine.submit(requests)
             self.joined = True
-            self.pace.row.joined += len(taken)
-        return bool(taken)
+            self.pace.row.joined += len(requests)
+        return bool(requests)
 
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
-        """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
-        described = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist()
-        made = [self._request(*claim, dict(zip(LINE_FIELDS, values))) for claim, values in zip(taken, described)]
-        return [request for request in made if request is not None]
+    def _commit(self, ended: Iterable[Finished]) -> int:
+        """Give the answers back; returns how many are whole."""
+        if self.restart is not None:
+            ended = map(self.restart.merged, ended)
+        return sum([self.intake.commit(answer) for answer in ended])
 
     def _left_behind(self) -> bool:
         """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
         bound = 0 if self.limits.waves else self.limits.max_staleness
-        if self.only_validates:
+        if self.intake.only_validates:
             return False
-        behind = self.ring.header(HeaderWord.VERSION_STEP) - self.steps.step_of(self.version)
+        behind = self.ring.header(HeaderWord.VERSION_STEP) - self.intake.steps.step_of(self.intake.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
             return False
@@ -388,104 +381,8 @@ class Rollout(Actor):
             self.warn("rollout", text, kind="left behind")
         return True
 
-    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
-        version, step = line["version"], line["step"]
-        if (own := self.steps.step_of(self.version)) < step:
-            # Admitted with newer weights than these: write it now, since the learner counts the age from it.
-            version, step = self.version, own
-            self.ring.set(slot, word, version=version, step=step)
-        segments = segments_of(word)
-        try:
-            prompt = self._prompt_ids(slot, word, segments)
-            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
-        except UNREADABLE as problem:
-            self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
-            return None
-        if prompt is None:
-            return None
-        left = line["max_new_tokens"] - len(prefix)
-        cut = self.segments.next(line["cls"], segments, left)
-        counted = (len(prompt), len(prefix), cut.tokens, cut.last)
-        self.claimed[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
-        return Request(
-            key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
-            max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
-            seed=self.topology.run.seed,
-        )
-
-    def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
-        if segments:
-            earlier: Ids = read_prompt_ids(self.ring, slot).copy()
-            return earlier
-        try:
-            prompt = prompt_of(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
-            ids = np.asarray(self.engine.encode(prompt), np.int32)
-        except Exception as problem:
-            self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
-            return None
-        limit = self.topology.max_prompt_tokens
-        if not 0 < len(ids) <= limit:
-            text = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
-            self._drop(slot, word, Fate.LONG, text)
-            return None
-        self.ring.put(slot, word, "prompt_ids", ids)
-        return ids
-
-    def _commit(self, sequence: Finished) -> bool:
-        """Commit a segment that ended. True if this worker is done with the sample: its answer is whole or dropped."""
-        if self.restart is not None:
-            sequence = self.restart.merged(sequence)
-        slot, task = sequence.key, self.claimed.pop(sequence.key)
-        word = task.word
-        if sequence.refused:
-            self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
-            return True
-        if sequence.finish == Finish.ABORTED:  # not its fault: the next worker begins this segment again
-            self.ring.release(slot, word, State.QUEUED)
-            return False
-        if not len(sequence.token_ids):
-            why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
-            self._drop(slot, word, Fate.LONG, why)
-            return True
-        whole = not self._is_cut(task, sequence)
-        try:
-            message = self.segments.commit(
-                self.ring, slot, word, sequence, self._text(slot, word, sequence) if whole else None, self.steps,
-                uid=task.uid, version=task.version, step=task.step, earlier=task.earlier,
-                prompt_tokens=task.prompt_tokens,
-            )
-        except (SlotTooSmall, *UNREADABLE) as problem:
-            self._drop(slot, word, Fate.MALFORMED, str(problem))
-            return True
-        if message is not None:
-            (self.bell if whole else self.segment_bell).add(lambda: message)
-        return whole
-
-    def _text(self, slot: int, word: int, sequence: Finished) -> str:
-        """The whole answer; a scripted engine brings its own."""
-        if sequence.text is not None:
-            return sequence.text
-        ids = sequence.token_ids
-        if segments := segments_of(word):
-            ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
-        return self.engine.decode(ids, sequence.finish == Finish.EOS)
-
-    def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
-        """Whether only the segment's own length ended it: not the answer's limit, and no fault."""
-        if task.last or sequence.finish == Finish.EOS or len(sequence.token_ids) < task.tokens:
-            return False
-        room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
-        return room > 0 and math.isfinite(sequence.logprobs[-1])
-
-    def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
-        uid = int(self.ring.line(slot)["uid"])
-        self.claimed.pop(slot, None)
-        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
-        self.ring.drop(slot, word, fate)
-
     def teardown(self) -> None:
-        for slot, task in self.claimed.items():
-            self.ring.release(slot, task.word, State.QUEUED)
+        self.intake.give_back()
         log.info("engine: %s", self.engine.statistics())
         self.pace.close()
         self.receiver.close()

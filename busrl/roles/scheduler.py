@@ -7,6 +7,7 @@ version. `busrl.scheduling` makes all decisions; this loop feeds them and carrie
 - A member of an open group is dispatched before any new group, so that no group stays half open; but siblings of a
   probe wait while it is generated (`busrl.scheduling.admission`).
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
+- A draw whose prompt is left out by its pass rate is over without being opened (`prompt_filter`).
 - With a damaged fate table nothing is dispatched: what it says to do is wrong.
 - Nothing is remembered that ring and fates do not say: a successor continues where this process was killed. What is
   lost of the dispatch policy with the process costs order, never a sample.
@@ -20,7 +21,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar
 
 import msgspec
@@ -36,6 +36,7 @@ from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
 from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
+from busrl.roles.prompt_filter import SkippedPrompts
 from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, Waves, not_ahead
 from busrl.scheduling.dispatch import OpenGroup, Policy, make_policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
@@ -155,6 +156,8 @@ class Scheduler(Actor):
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
+        self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
+        self._unread = False  # draws were left out, and there may be more to open behind them
         self._repair_next_admission()
 
     def handle(self, message: m.Message) -> None:
@@ -182,7 +185,7 @@ class Scheduler(Actor):
             return False
         now = time.monotonic()
         signs = self._signs(now)
-        if signs == self._signs_seen and now < self._next_look:
+        if signs == self._signs_seen and now < self._next_look and not self._unread:
             return False
         self._signs_seen, self._next_look = signs, now + LOOK_EVERY_S
         view = self.scan(self.scanner)
@@ -190,6 +193,7 @@ class Scheduler(Actor):
             text = f"{view.unrecorded} samples in slots have no fate in {self.paths.fates}: another program changed it"
             self.warn("scheduler", f"dispatch pauses: {text}", "error", kind="no fates")
             return False
+        self.skipped.look()
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
             self._dispatch_all(view)
@@ -199,7 +203,7 @@ class Scheduler(Actor):
                 self.idle(1.0)
             return False
         self._announce(view)
-        return False
+        return self._unread
 
     def _signs(self, now: float) -> tuple[int, ...]:
         """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
@@ -241,11 +245,13 @@ class Scheduler(Actor):
         return sent
 
     def _open_new(self, view: GroupView, lines: np.ndarray) -> int:
-        self.room = self._room(view, lines)
+        self.room, self._unread = self._room(view, lines), False
         if self.room.groups <= 0:
             return 0
         self.feed.offer(view, self.room.groups, self.arrived)
-        return sum(self._open_group(one) for one in islice(iter(self.policy.next, None), self.room.groups))
+        found, left_out = self.skipped.take(self.policy.next, self.room.groups)
+        self._unread = left_out and len(found) < self.room.groups
+        return sum(map(self._open_group, found))
 
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
         validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
@@ -324,6 +330,7 @@ class Scheduler(Actor):
         values = self.feed.metrics()
         if values:
             values["rows"] = self.rows.total(view.generating)
+        values |= self.skipped.metrics()
         if self.probes.on:
             values["probing"] = self.probing
         self.bus.send(m.SchedulerState(
@@ -333,6 +340,7 @@ class Scheduler(Actor):
 
     def teardown(self) -> None:
         self.feed.close()
+        self.skipped.close()
         self.predictor.close()
 
     # -- trouble ------------------------------------------------------------------------------------------------

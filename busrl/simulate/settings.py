@@ -177,6 +177,11 @@ def make(
             'learner.controller.mode = "act": the controller follows the entropy of the policy, and a simulation '
             "trains none; add --set learner.controller.mode=off"
         )
+    if topology.data.skip.on:
+        raise UserError(
+            "data.skip: which prompts are left out follows from how the policy answers them, and a simulation trains "
+            "none; add --set data.skip.max_pass_rate=0 --set data.skip.min_pass_rate=0"
+        )
     seed = topology.run.seed if seed is None else seed
     if seed < 0:
         raise UserError(f"--seed {seed}: must be >= 0; give another")

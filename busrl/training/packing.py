@@ -5,13 +5,16 @@ prepared, with the plan as an argument of the model's call. Knows nothing of hea
 
 - A generated token attends to the prompt of its own sample and to what was generated before it there, to nothing else.
 - Positions begin at 0 in every sample. Sliding window, cap of the scores and attention sinks are those of the layer.
-- On a CPU short sequences are computed together, as rectangles of similar lengths; long ones, and all on other devices,
-  one by one, where no score is ever kept.
+- On a GPU one call of torch's flash attention computes all sequences of a layer, where its kernel knows the layer's
+  rule and has given what the slow way gives. On a CPU short sequences are computed together, as rectangles of similar
+  lengths. All others are computed one by one, where no score is ever kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +39,7 @@ class Sequences:
     before: Ints  # and how many they are
     first: Ints
     lengths: Ints
-    made: dict[Any, Layout] = field(default_factory=dict, compare=False)  # by window, made once for all layers
+    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # layouts and borders, once for all layers
 
     def __getitem__(self, chosen: Ints) -> Sequences:
         return Sequences(self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen])
@@ -123,11 +126,116 @@ def _rows_of(count: int, length: int) -> Sequences:
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
+    if _flash_knows(query, key, rule):
+        return _at_once(query, key, value, sequences, rule)
     layout = layout_of(sequences, rule.window, query)
     mixed = _together(query, key, value, layout, rule)
     mixed += [_alone(query, key, value, one, rule) for one in layout.alone]
     found = torch.cat(mixed)
     return found if layout.order is None else F.embedding(layout.order, found.flatten(1)).view(-1, *found.shape[1:])
+
+
+# -- all sequences at once, on a GPU ---------------------------------------------------
+
+FLASH_TYPES = (torch.bfloat16, torch.float16)
+FLASH_TOLERANCE = 2e-2  # of the largest number: what two orders of rounding to bfloat16 may differ by
+LONGEST_HEAD = 256  # numbers that flash attention takes
+
+
+def _flash_knows(query: Tensor, key: Tensor, rule: Rule) -> bool:
+    """Whether the kernel computes this layer: not scores that are capped, and no sinks."""
+    fits = query.is_cuda and query.dtype in FLASH_TYPES and query.shape[-1] <= LONGEST_HEAD
+    return fits and not rule.cap and rule.sinks is None and _flash_is_right(
+        query.device, query.dtype, query.shape[1] // key.shape[1], query.shape[-1], bool(rule.window))
+
+
+@functools.cache
+def _flash() -> Callable[..., Any] | None:
+    """torch's flash attention over sequences of any lengths, if this torch has it with a scale and a window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    found: Callable[..., Any] = varlen_attn
+    known = inspect.signature(found).parameters
+    return found if {"scale", "window_size"} <= set(known) else None
+
+
+@functools.cache
+def _flash_is_right(device: torch.device, dtype: torch.dtype, repeats: int, size: int, windowed: bool) -> bool:
+    """Whether the kernel gives values and gradients of the slow way, for a shared prompt and for sequences alone."""
+    if _flash() is None:
+        return False
+    rule = Rule(size ** -0.5, 3 if windowed else 0, 0.0, None)
+    plan = Sequences(np.array([0, 0, 0, 0]), np.array([0, 5, 5, 0]), np.array([0, 5, 9, 20]), np.array([5, 4, 11, 7]))
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, heads, 27, size, generator=random).to(device, dtype) for heads in (repeats, 1, 1, repeats)]
+    answers = []
+    try:
+        for way in (_at_once, _one_by_one):
+            three = [tensor.clone().requires_grad_() for tensor in given[:3]]
+            found = way(three[0], three[1], three[2], plan, rule)
+            found.backward(given[3][0].transpose(0, 1))  # type: ignore[no-untyped-call]
+            answers.append([found.detach(), *(tensor.grad for tensor in three)])
+    except RuntimeError:  # no kernel for this device
+        return False
+    return all(
+        float((one - other).abs().max()) <= FLASH_TOLERANCE * float(other.abs().max())
+        for one, other in zip(*answers, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Where sequences begin, as the kernel asks for it."""
+
+    keys: Tensor | None  # rows that the sequences attend to, one sequence after another; None: the rows as they are
+    of_queries: Tensor  # int32 [sequences + 1]
+    of_keys: Tensor
+    longest: tuple[int, int]  # of queries, of keys
+
+    @classmethod
+    def of(cls, sequences: Sequences, device: torch.device) -> Borders:
+        """Made once for all layers."""
+        if device not in sequences.made:
+            sequences.made[device] = cls._of(sequences[np.flatnonzero(sequences.lengths)], device)
+        found: Borders = sequences.made[device]
+        return found
+
+    @classmethod
+    def _of(cls, some: Sequences, device: torch.device) -> Borders:
+        spans, keys = some.before + some.lengths, None
+        if some.before.any():
+            place, before = numbered(spans), np.repeat(some.before, spans)
+            shared, own = np.repeat(some.before_first, spans), np.repeat(some.first, spans)
+            keys = torch.from_numpy(np.where(place < before, shared + place, own + place - before)).to(device)
+        ends = (np.concatenate([[0], np.cumsum(part)]).astype(np.int32) for part in (some.lengths, spans))
+        of_queries, of_keys = (torch.from_numpy(part).to(device) for part in ends)
+        return cls(keys, of_queries, of_keys, (int(some.lengths.max()), int(spans.max())))
+
+
+def _at_once(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
+    """Every sequence by one call of the kernel, [rows, heads, size]; a query is the last of the keys that it sees."""
+    kernel, borders = _flash(), Borders.of(sequences, query.device)
+    assert kernel is not None
+    queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+    if borders.keys is not None:
+        keys, values = (part.index_select(0, borders.keys) for part in (keys, values))
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+    if not grouped:
+        keys, values = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (keys, values))
+    found: Tensor = kernel(
+        queries.contiguous(), keys.contiguous(), values.contiguous(), borders.of_queries, borders.of_keys,
+        *borders.longest, scale=rule.scale, window_size=(rule.window - 1 if rule.window else -1, 0), **grouped,
+    )
+    return found
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
+    return torch.cat([_alone(query, key, value, one, rule) for one in sequences.rows() if one[3]])
+
+
+# -- rectangles, and sequences one by one ----------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,7 +261,7 @@ class Rule:
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1].to(values.dtype) @ values
 
 
-def _seen(before: Ints, queries: Ints, keys: Ints, window: int) -> Any:
+def _seen(before: Any, queries: Any, keys: Any, window: int) -> Any:
     """Whether query number q of a sequence may look at row k of what it attends to; broadcasts [.., q] and [.., k]."""
     distance = before[..., None, None] + queries[:, None] - keys
     return (distance >= 0) & (distance < window) if window else distance >= 0
@@ -175,7 +283,8 @@ def layout_of(sequences: Sequences, window: int, like: Tensor) -> Layout:
     """The layout for a query like this one, made once for all layers with that window."""
     if (window, like.dtype) not in sequences.made:
         sequences.made[window, like.dtype] = _layout(sequences, window, like)
-    return sequences.made[window, like.dtype]
+    found: Layout = sequences.made[window, like.dtype]
+    return found
 
 
 def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
@@ -287,6 +396,7 @@ def _sequence(queries: Tensor, keys: Tensor, values: Tensor, before: int, rule: 
     window = rule.window if rule.window < context else 0
     if not (window or before or rule.cap) and rule.sinks is None:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=rule.scale)
-    seen = _seen(np.array(before), np.arange(length), np.arange(context), window)
-    hidden = torch.zeros(seen.shape, dtype=queries.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-    return rule.mixed(queries, keys, values, hidden.to(queries.device))
+    place, span = (torch.arange(count, device=queries.device) for count in (length, context))
+    seen = _seen(torch.tensor(before, device=queries.device), place, span, window)
+    hidden = torch.zeros(seen.shape, dtype=queries.dtype, device=queries.device)
+    return rule.mixed(queries, keys, values, hidden.masked_fill_(~seen, float("-inf")))

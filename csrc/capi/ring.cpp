@@ -30,8 +30,10 @@ int busrl_ring_attach(uint32_t abi, const char* name, uint32_t flags, busrl_ring
                                       " of busrl_ring, this library speaks " + std::to_string(BUSRL_RING_ABI) +
                                       "; build it again with this library's header")
                                          .c_str());
-        if (flags & ~BUSRL_ATTACH_READ_ONLY) invalid("attach knows no such flags: " + std::to_string(flags));
-        *ring = new busrl_ring(Segment::attach(text_arg(name, "name", 4095), flags & BUSRL_ATTACH_READ_ONLY));
+        if (flags & ~(BUSRL_ATTACH_READ_ONLY | BUSRL_ATTACH_CALLS))
+            invalid("attach knows no such flags: " + std::to_string(flags));
+        const auto machine = flags & BUSRL_ATTACH_CALLS ? Machine::calls : Machine::samples;
+        *ring = new busrl_ring(Segment::attach(text_arg(name, "name", 4095), flags & BUSRL_ATTACH_READ_ONLY, machine));
         return int(BUSRL_OK);
     });
 }
@@ -174,6 +176,13 @@ int busrl_ring_release(busrl_ring* ring, uint32_t slot, uint64_t word, uint32_t 
     return guarded([&] {
         const Segment& seg = given(ring, "ring").writable();
         return word_or_again(release(seg, ring->me(), slot, word, state_arg(to)), next);
+    });
+}
+
+int busrl_ring_free(busrl_ring* ring, uint32_t slot, uint64_t word) {
+    return guarded([&] {
+        const Segment& seg = given(ring, "ring").writable();
+        return free_call(seg, ring->me(), slot, word) ? BUSRL_OK : BUSRL_AGAIN;
     });
 }
 

@@ -2,7 +2,8 @@
 //
 //   fuzz_segment [INPUTS [SEED [control]]]
 //
-//  * Every input is a valid segment with all kinds of slots in it, changed in 1 to 16 places: header (mostly with its
+//  * Every input is a valid segment with all kinds of slots in it, every third one of model calls, changed in 1 to 16
+//  places: header (mostly with its
 //    checksum made right again), process table, control lines, tensor tables, payloads, length of the file.
 //  * The only thing that may come back is busrl::Error. A crash, a hang (30 s for one input), another exception or a
 //    sanitizer's report ends the program; so does an array that reaches out of its slot, by arithmetic of our own.
@@ -12,7 +13,7 @@
 #include <iterator>
 #include <random>
 
-#include "harness.hpp"
+#include "calls_world.hpp"
 
 namespace {
 
@@ -41,6 +42,12 @@ void add_arrays(World& w, const Held& held, uint8_t segment) {
     test::put_pattern(*w.seg, held.slot, held.word, "logprobs", segment, held.slot, 8);
 }
 
+std::vector<uint8_t> copy_of(const Segment& seg) {
+    std::vector<uint8_t> bytes(seg.shape.total_bytes);
+    std::memcpy(bytes.data(), &seg.header(), bytes.size());
+    return bytes;
+}
+
 // One slot each FREE, QUEUED, GENERATING, GENERATED, REWARDING and REWARDED; the working ones are of a dead process.
 std::vector<uint8_t> valid_segment() {
     World w(kShape);
@@ -55,9 +62,24 @@ std::vector<uint8_t> valid_segment() {
         add_arrays(w, held, kNoSegment);
         if (done < 1) release(*w.seg, w.me(), held.slot, held.word, State::REWARDED);
     }
-    std::vector<uint8_t> bytes(w.seg->shape.total_bytes);
-    std::memcpy(bytes.data(), &w.seg->header(), bytes.size());
+    auto bytes = copy_of(*w.seg);
     w.member->abandon();  // the entry and what it owns stay, as after a kill
+    return bytes;
+}
+
+// Calls that are QUEUED, GENERATING and GENERATED, of a dead process and of one that has left.
+std::vector<uint8_t> valid_segment_of_calls() {
+    test::CallWorld w(kShape);
+    const Membership gone(w.seg, "agent", "agent/1");
+    for (uint64_t number = 0; number < 4; ++number)
+        put_call(*w.seg, number % 2 ? gone.index() : w.me(), w.call(number, 8), w.cursor);
+    for (uint32_t done = 0; done < 3; ++done) {
+        const Held held = take(*w.seg, w.me(), {State::QUEUED, State::GENERATING, -1, 1, 255}).at(0);
+        test::put_pattern(*w.seg, held.slot, held.word, "tokens", 0, held.slot, 8);
+        if (done < 2) commit_segment(*w.seg, w.me(), held.slot, held.word, true);
+    }
+    auto bytes = copy_of(*w.seg);
+    w.member->abandon();
     return bytes;
 }
 
@@ -193,7 +215,7 @@ void look(const Segment& seg) {
             g_read += describe_name(e).size();
             if (e.flags & kTensorValid) read_array(seg, i, e);
         }
-        for (const char* name : {"task", "tokens", "logprobs"})
+        for (const char* name : {"task", "tokens", "logprobs", "prompt_ids", "call"})
             for (const uint8_t segment : {uint8_t{0}, kNoSegment})
                 if (const auto at = find_entry(table, TensorName(name), segment))
                     read_array(seg, i, load_entry(table, *at));
@@ -239,6 +261,29 @@ void work_on(const Segment& seg, uint32_t me, const FateBook& fates, const Held&
     });
 }
 
+void call(const std::shared_ptr<Segment>& segment, uint64_t number) {
+    const Segment& seg = *segment;
+    Membership member(segment, "fuzz", "fuzz");
+    const uint32_t me = member.index();
+    const int32_t ids[] = {1, 2, 3, int32_t(number)};
+    Call one{World::task(number), ids, 4};
+    one.line.max_new_tokens = 8;
+    uint32_t cursor = 0;
+    step([&] { reap(seg, {}, me); });
+    step([&] { put_call(seg, me, one, cursor); });
+    std::vector<Held> held;
+    step([&] { held = take(seg, me, {State::QUEUED, State::GENERATING, -1, 3, 255}); });
+    for (const Held& h : held) {
+        if (h.slot % 3 == 0)
+            step([&] { free_call(seg, me, h.slot, h.word); });
+        else
+            work_on(seg, me, {}, h);
+    }
+    for (uint32_t i = 0; i < seg.shape.n_slots; ++i) step([&] { free_call(seg, me, i, load_word(seg, i)); });
+    look(seg);
+    step([&] { surrender(seg, {}, me); });
+}
+
 void take_part(const std::shared_ptr<Segment>& segment, const FateBook& fates, uint64_t uid) {
     const Segment& seg = *segment;
     Membership member(segment, "fuzz", "fuzz");
@@ -258,17 +303,21 @@ void take_part(const std::shared_ptr<Segment>& segment, const FateBook& fates, u
     step([&] { surrender(seg, fates, me); });
 }
 
-void one_input(const std::string& path, const FateBook& fates, uint64_t input, bool read_only) {
+void one_input(const std::string& path, const FateBook& fates, uint64_t input, bool read_only, Machine machine) {
     std::shared_ptr<Segment> seg;
     try {
-        seg = Segment::attach(path, read_only);
+        seg = Segment::attach(path, read_only, machine);
     } catch (const Error&) {
         ++g_tally.refused;
         return;
     }
     ++g_tally.attached;
     look(*seg);
-    if (!read_only) step([&] { take_part(seg, fates, 100 + input % 50000); });
+    if (read_only) return;
+    if (machine == Machine::calls)
+        step([&] { call(seg, input); });
+    else
+        step([&] { take_part(seg, fates, 100 + input % 50000); });
 }
 
 // The fates are those of the valid segment again, so that every input begins alike.
@@ -284,7 +333,7 @@ int main(int count, char** arguments) {
     const uint64_t inputs = count > 1 ? std::strtoull(arguments[1], nullptr, 10) : 20'000;
     const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
     g_trusting = count > 3 && std::string(arguments[3]) == "control";
-    const std::vector<uint8_t> valid = valid_segment();
+    const std::vector<uint8_t> valid[] = {valid_segment(), valid_segment_of_calls()};
     test::Place place;
     const std::string path = place.path("ring");
     File file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
@@ -292,17 +341,18 @@ int main(int count, char** arguments) {
     fates.train = std::make_shared<Fates>(place.path("fates"), true, 1 << 16);
     fates.validate = std::make_shared<Fates>(place.path("validate"), true, 1 << 16);
     fates.train->reserve(1 << 16);
-    Mutator mutator(valid, seed);
-    std::vector<uint8_t> bytes(valid.size());
+    Mutator mutators[] = {{valid[0], seed}, {valid[1], seed + 1}};
+    std::vector<uint8_t> bytes(valid[0].size());  // both have the same shape
     for (uint64_t input = 0; input < inputs; ++input) {
         ::alarm(kHangS);  // its default action ends the program: a hang is a failure
-        const uint64_t size = mutator.next(bytes);
+        const auto machine = input % 3 == 2 ? Machine::calls : Machine::samples;
+        const uint64_t size = mutators[uint32_t(machine)].next(bytes);
         if (::ftruncate(file.fd(), off_t(size)) != 0 ||
             ::pwrite(file.fd(), bytes.data(), std::min<uint64_t>(size, bytes.size()), 0) < 0)
             fail("cannot write the input", input, seed);
         reset(*fates.train, input % 64 == 0 ? 1 << 16 : 256);
         try {
-            one_input(path, fates, input, input % 4 == 0);
+            one_input(path, fates, input, input % 4 == 0, machine);
         } catch (const std::exception& e) {
             fail(e.what(), input, seed);
         }

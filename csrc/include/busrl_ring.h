@@ -69,7 +69,8 @@ enum busrl_code {
 };
 
 /* States of a slot. A working state (*) has an owner, a resting one never has.
- * FREE -> RESERVED* -> QUEUED -> GENERATING* -> GENERATED -> REWARDING* -> REWARDED -> TRAINING* -> FREE */
+ * FREE -> RESERVED* -> QUEUED -> GENERATING* -> GENERATED -> REWARDING* -> REWARDED -> TRAINING* -> FREE
+ * A model call goes from QUEUED, GENERATING* or GENERATED to FREE, and has no state after GENERATED. */
 enum busrl_state {
     BUSRL_FREE = 0,
     BUSRL_RESERVED = 1,
@@ -86,6 +87,7 @@ enum busrl_state {
 enum busrl_dtype { BUSRL_INT = 0, BUSRL_UINT = 1, BUSRL_FLOAT = 2, BUSRL_BFLOAT = 4, BUSRL_BOOL = 6 };
 
 #define BUSRL_ATTACH_READ_ONLY 1u /* flag of attach: look, never write; no registration */
+#define BUSRL_ATTACH_CALLS 2u     /* flag of attach: a ring of model calls, not of samples */
 #define BUSRL_CHECKSUM 1u         /* flag of a tensor: it carries a CRC-32C, which every lookup verifies */
 #define BUSRL_NO_SEGMENT 255u     /* a tensor that belongs to no segment, such as "task" */
 #define BUSRL_ANY_CLASS (-1)      /* busrl_ring_take: slots of every class */
@@ -309,6 +311,11 @@ BUSRL_RING_API int busrl_ring_commit(busrl_ring* ring, uint32_t slot, uint64_t w
 /* Let go without a new segment: REWARDING -> REWARDED (the reward is written), or hand back (GENERATING -> QUEUED,
  * REWARDING -> GENERATED, TRAINING -> REWARDED). next may be NULL. */
 BUSRL_RING_API int busrl_ring_release(busrl_ring* ring, uint32_t slot, uint64_t word, uint32_t to, uint64_t* next);
+
+/* Free the slot of a model call (a ring that was attached with BUSRL_ATTACH_CALLS): by its caller where it rests, by
+ * the engine that holds it if it was asked to cancel it. AGAIN: it is not at that word any more. NOT_OWNER, TRANSITION.
+ */
+BUSRL_RING_API int busrl_ring_free(busrl_ring* ring, uint32_t slot, uint64_t word);
 
 /* End a sample untrained: by its owner, or by anybody where it rests. reason: one ASCII character, such as 'R' (the
  * reward raised), 'M' (malformed); the table stands in docs/architecture.md. FATES. */

@@ -1,4 +1,4 @@
-// Model 4, "calls": the machine of the call ring, before the ring itself: callers put model calls into slots, engines
+// Model 4, "calls": the machine of a ring of model calls (calls.hpp): callers put model calls into slots, engines
 // answer in place, a caller frees its own, anybody frees those of the dead.
 //
 // Modelled: two callers with two calls each, two engines, two slots, at most two deaths. Claim, line, commit, copy and
@@ -9,10 +9,11 @@
 // that did not cancel it; from every state all slots come to FREE without another death.
 //
 // Left out: a second reaper at the same time, the table of processes, hints and memory order (models 1 and 3 have
-// them). The table of arrows in word.hpp does not hold this machine yet: its arrows are written here.
+// them).
 #pragma once
 
 #include "busrl/word.hpp"
+#include "coverage.hpp"
 #include "explorer.hpp"
 
 namespace model {
@@ -110,6 +111,7 @@ class CallModel {
     // One swap of the word: everybody else's memory of it is stale from now on.
     static void move(State& s, int j, S to, int owner = 0) {
         Slot& x = s.slot[j];
+        coverage().call_arrow(S(x.state), to);
         x.state = uint8_t(to), x.owner = uint8_t(owner);
         if (to == S::FREE) x = {0, 0, 0, 0, kNothing, kNothing};
         for (Engine& e : s.engine)

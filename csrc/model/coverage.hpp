@@ -1,4 +1,4 @@
-// What the models have really done: every arrow of the table in word.hpp that was taken, and every named step of csrc
+// What the models have really done: every arrow of the tables in word.hpp that was taken, and every named step of csrc
 // after which a process was killed. main.cpp fails when anything is left over; a test compares kSteps with the source.
 #pragma once
 
@@ -27,12 +27,15 @@ constexpr size_t step_of(std::string_view name) {
 
 struct Coverage {
     uint64_t arrows[busrl::kStates][busrl::kStates] = {};
-    bool killed_after[kStepCount + 1] = {};  // the last one is for places without a name
+    uint64_t calls[busrl::kStates][busrl::kStates] = {};  // of the table of model calls
+    bool killed_after[kStepCount + 1] = {};               // the last one is for places without a name
 
     void arrow(busrl::State from, busrl::State to) { ++arrows[uint32_t(from)][uint32_t(to)]; }
+    void call_arrow(busrl::State from, busrl::State to) { ++calls[uint32_t(from)][uint32_t(to)]; }
     void merge(const Coverage& other) {
         for (uint32_t a = 0; a < busrl::kStates; ++a)
-            for (uint32_t b = 0; b < busrl::kStates; ++b) arrows[a][b] += other.arrows[a][b];
+            for (uint32_t b = 0; b < busrl::kStates; ++b)
+                arrows[a][b] += other.arrows[a][b], calls[a][b] += other.calls[a][b];
         for (size_t i = 0; i < kStepCount; ++i) killed_after[i] |= other.killed_after[i];
     }
 };

@@ -74,6 +74,10 @@ U64& header_word(const Segment& seg, const std::string& name) {
     return seg.header().words[word_index(name)];
 }
 
+Machine machine_of(bool calls) {
+    return calls ? Machine::calls : Machine::samples;
+}
+
 std::array<uint8_t, 16> uuid_arg(const py::bytes& uuid) {
     const std::string text = uuid;
     if (text.size() != 16) throw Error(Fault::general, "uuid has 16 bytes, got " + std::to_string(text.size()));
@@ -115,6 +119,20 @@ py::list dispatch_members(Handle& ring, const py::bytes& task, Task t, uint16_t 
     return out;
 }
 
+using Ids = py::array_t<int32_t, py::array::c_style>;
+
+// (slot, word) at QUEUED; None when no slot is FREE.
+py::object put_call(Handle& ring, const Ids& ids, const py::bytes& details, Task line, double offer_s) {
+    const Segment& seg = ring.writable();
+    if (ids.ndim() != 1) throw Error(Fault::general, "the ids of a call have one dimension");
+    line.bytes = PyBytes_AS_STRING(details.ptr());
+    line.nbytes = uint64_t(PyBytes_GET_SIZE(details.ptr()));
+    line.offer_until_ns = line.offer_to != 0 ? monotonic_ns() + uint64_t(std::max(0.0, offer_s) * 1e9) : 0;
+    const auto put = busrl::put_call(seg, ring.me(), {line, ids.data(), uint64_t(ids.size())}, ring.cursor);
+    if (!put) return py::none();
+    return py::make_tuple(put->slot, put->word);
+}
+
 std::vector<Reaped> reap_dead(Handle& ring) {
     const uint32_t most = ring.live().shape.n_slots;
     const std::unique_ptr<busrl_reaped[]> found(new busrl_reaped[most]);  // not filled: nearly always nobody is dead
@@ -129,22 +147,23 @@ std::vector<Reaped> reap_dead(Handle& ring) {
 void bind_life(py::class_<Handle>& ring) {
     ring.def_static(
             "create",
-            [](const std::string& name, uint32_t slots, uint64_t slot_bytes, uint32_t processes,
-               const py::bytes& uuid) {
-                return std::make_unique<Handle>(
-                    busrl_ring(Segment::create(name, {slots, processes, slot_bytes}, uuid_arg(uuid))));
+            [](const std::string& name, uint32_t slots, uint64_t slot_bytes, uint32_t processes, const py::bytes& uuid,
+               bool calls) {
+                return std::make_unique<Handle>(busrl_ring(
+                    Segment::create(name, {slots, processes, slot_bytes}, uuid_arg(uuid), machine_of(calls))));
             },
             py::arg("name"), py::kw_only(), py::arg("slots"), py::arg("slot_bytes"), py::arg("processes") = 64,
-            py::arg("uuid"))
+            py::arg("uuid"), py::arg("calls") = false)
         .def_static(
             "attach",
-            [](const std::string& name, bool read_only) {
+            [](const std::string& name, bool read_only, bool calls) {
                 busrl_ring* opened;
-                check(busrl_ring_attach(BUSRL_RING_ABI, name.c_str(), read_only ? BUSRL_ATTACH_READ_ONLY : 0, &opened));
+                const uint32_t flags = (read_only ? BUSRL_ATTACH_READ_ONLY : 0) | (calls ? BUSRL_ATTACH_CALLS : 0);
+                check(busrl_ring_attach(BUSRL_RING_ABI, name.c_str(), flags, &opened));
                 const std::unique_ptr<busrl_ring> moved(opened);
                 return std::make_unique<Handle>(std::move(*moved));
             },
-            py::arg("name"), py::kw_only(), py::arg("read_only") = false)
+            py::arg("name"), py::kw_only(), py::arg("read_only") = false, py::arg("calls") = false)
         .def_static("unlink", &Segment::unlink, py::arg("name"))
         .def(
             "register",
@@ -158,6 +177,12 @@ void bind_life(py::class_<Handle>& ring) {
         .def("close", &Handle::close)
         .def_property_readonly("closed", &Handle::closed)
         .def_property_readonly("index", &Handle::index)
+        .def_property_readonly("epoch",
+                               [](const Handle& r) {
+                                   r.me();
+                                   return epoch_of(r.entry().ident.load(std::memory_order_acquire));
+                               })
+        .def_property_readonly("holds_calls", [](const Handle& r) { return r.live().machine() == Machine::calls; })
         .def_property_readonly("name", [](const Handle& r) { return r.live().path; })
         .def_property_readonly(
             "uuid", [](const Handle& r) { return py::bytes(reinterpret_cast<const char*>(r.live().shape.uuid), 16); })
@@ -209,6 +234,41 @@ void bind_slots(py::class_<Handle>& ring) {
             py::arg("slot"), py::arg("word"), py::arg("fate"))
         .def("finish_drops", [](const Handle& r) { return finish_drops(r.writable(), r.fates); })
         .def("reap", &reap_dead);
+}
+
+// What a ring of model calls has beside the rest.
+void bind_calls(py::class_<Handle>& ring) {
+    ring.def(
+            "put_call",
+            [](Handle& r, const Ids& ids, const py::bytes& details, uint64_t uid, uint64_t admission, uint32_t cls,
+               int32_t priority, uint32_t max_new_tokens, float temperature, float top_p, uint16_t offer_to,
+               double offer_s) {
+                Task line{};
+                line.uid = uid;
+                line.admission = admission;
+                line.cls = cls;
+                line.priority = priority;
+                line.max_new_tokens = max_new_tokens;
+                line.temperature = temperature;
+                line.top_p = top_p;
+                line.offer_to = offer_to;
+                return put_call(r, ids, details, line, offer_s);
+            },
+            py::arg("ids"), py::arg("details"), py::kw_only(), py::arg("uid"), py::arg("admission") = 0,
+            py::arg("cls") = 0, py::arg("priority") = 0, py::arg("max_new_tokens"), py::arg("temperature") = 1.0f,
+            py::arg("top_p") = 1.0f, py::arg("offer_to") = 0, py::arg("offer_s") = 0.0)
+        .def(
+            "free_call",
+            [](Handle& r, uint32_t slot, uint64_t word) { return check(busrl_ring_free(&r, slot, word)) == BUSRL_OK; },
+            py::arg("slot"), py::arg("word"))
+        .def(
+            "is_orphan",
+            [](const Handle& r, uint32_t slot) {
+                check_machine(r.live(), Machine::calls);
+                check_slot(r.live(), slot);
+                return is_orphan(r.live(), slot);
+            },
+            py::arg("slot"));
 }
 
 void bind_data(py::class_<Handle>& ring) {
@@ -376,6 +436,7 @@ PYBIND11_MODULE(_ring, m) {
     py::class_<Handle> ring(m, "Ring");
     bind_life(ring);
     bind_slots(ring);
+    bind_calls(ring);
     bind_data(ring);
     bind_bulk(ring);
     bind_remote(ring);

@@ -168,6 +168,13 @@ int main() {
         std::printf("%s[\"%s\", \"%s\", \"%s\"]", comma, name_of(t.from), name_of(t.to), t.meaning);
         comma = ", ";
     }
+    std::printf("],\n\"call_transitions\": [");
+    comma = "";
+    for (const Transition& t : kCallTransitions) {
+        std::printf("%s[\"%s\", \"%s\", \"%s\"]", comma, name_of(t.from), name_of(t.to), t.meaning);
+        comma = ", ";
+    }
+    std::printf("],\n\"magic\": [\"%s\", \"%s\"", kMagicText[0], kMagicText[1]);
     std::printf("],\n\"counters\": {\"returned\": %d, \"reaps\": %d, \"drops\": %d, ", kReturned, kReaps, kDrops);
     std::printf("\"finished\": %d, \"dispatches\": %d, \"tokens\": %d},\n", kFinished, kDispatches, kTokens);
     std::printf("\"hints\": {\"states\": [");

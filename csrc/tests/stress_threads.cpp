@@ -3,7 +3,7 @@
 #include <atomic>
 #include <thread>
 
-#include "harness.hpp"
+#include "calls_world.hpp"
 
 using namespace busrl;
 
@@ -48,7 +48,52 @@ void work(Shared& s, uint32_t role) {
     }
 }
 
+// Each thread puts calls, answers those of all, and takes the answers to its own.
+void call(test::CallWorld& w, std::atomic<uint64_t>& taken, std::atomic<uint64_t>& torn, uint64_t goal,
+          uint64_t first) {
+    const Segment& seg = *w.seg;
+    Membership member(w.seg, "thread", std::to_string(first));
+    const uint32_t me = member.index();
+    uint32_t cursor = uint32_t(first);
+    uint64_t number = first;
+    while (taken.load() < goal) {
+        std::vector<int32_t> ids(20);
+        for (uint64_t i = 0; i < ids.size(); ++i) ids[i] = test::call_id(number, i);
+        Call one{test::World::task(number), ids.data(), ids.size()};
+        one.line.max_new_tokens = 32;
+        if (put_call(seg, me, one, cursor)) ++number;
+        for (const Held& h : take(seg, me, {State::QUEUED, State::GENERATING, -1, 2, 255})) {
+            const uint64_t uid = seg.line(h.slot).uid.load();
+            if (!test::call_ids_are(seg, h.slot, uid, 20)) torn.fetch_add(1);
+            test::put_pattern(seg, h.slot, h.word, "tokens", 0, uid, 16);
+            commit_segment(seg, me, h.slot, h.word, true);
+        }
+        for (uint32_t i = 0; i < seg.shape.n_slots; ++i) {
+            const uint64_t word = load_word(seg, i);
+            if (state_of(word) != State::GENERATED || !is_call_of(seg, i, me, member.ident())) continue;
+            if (!test::pattern_holds(seg, i, "tokens", 0, seg.line(i).uid.load())) torn.fetch_add(1);
+            if (free_call(seg, me, i, word)) taken.fetch_add(1);
+        }
+        reap(seg, {}, me);
+    }
+    free_calls_of(seg, me);
+}
+
 }  // namespace
+
+TEST("four threads call each other and take every answer whole, while all of them reap") {
+    test::CallWorld w({12, 8, 1024});
+    std::atomic<uint64_t> taken{0}, torn{0};
+    std::vector<std::thread> threads;
+    for (uint64_t i = 0; i < 4; ++i)
+        threads.emplace_back(call, std::ref(w), std::ref(taken), std::ref(torn), 2000, i << 32);
+    for (auto& t : threads) t.join();
+    reap(*w.seg, {}, w.me());
+    CHECK(torn == 0 && taken >= 2000);
+    for (const Held& h : take(*w.seg, w.me(), {State::QUEUED, State::GENERATING, -1, 12, 255}))
+        free_call(*w.seg, w.me(), h.slot, h.word);
+    CHECK(w.all_free());
+}
 
 TEST("four threads pass every sample through the ring once, untorn, while all of them reap") {
     Shared shared(2000);

@@ -172,7 +172,7 @@ TEST("there is no shortcut through the state machine") {
     const uint64_t queued = load_word(*w.seg, 0);
     test::check_fault(Fault::transition, [&] { claim(*w.seg, w.me(), 0, queued, State::TRAINING); });
     test::check_fault(Fault::transition, [&] { claim(*w.seg, w.me(), 1, load_word(*w.seg, 1), State::RESERVED); });
-    test::check_fault(Fault::transition, [&] { check_arrow(load_word(*w.seg, 1), State::DROPPED); });
+    test::check_fault(Fault::transition, [&] { check_arrow(*w.seg, load_word(*w.seg, 1), State::DROPPED); });
     const Held g = w.claim(State::QUEUED, State::GENERATING);
     test::check_fault(Fault::transition, [&] { release(*w.seg, w.me(), g.slot, g.word, State::REWARDED); });
     CHECK(claim(*w.seg, w.me(), g.slot, queued, State::GENERATING) == 0);

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 231, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 236, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -81,7 +81,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "run": "children display fates guardian rundir summary supervisor",
     },
     "ledger": {
-        "audit": "", "errors": "", "openbin": "", "wal": "", "trainlog": "wal", "trained": "trainlog wal",
+        "audit": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal", "trained": "trainlog wal",
     },
     "ledger.audit": {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
@@ -107,7 +107,8 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "scheduling": {
         "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",
-        "pool": "groups lengths", "dispatch": "groups lengths pool", "trigger": "admission groups limits",
+        "pass_rates": "", "pool": "groups lengths", "dispatch": "groups lengths pool",
+        "trigger": "admission groups limits",
     },
     "scheduling.lengths": {
         "base": "", "learned": "base", "rules": "base", "guard": "base rules", "history": "base learned rules",

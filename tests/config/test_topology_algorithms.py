@@ -11,6 +11,7 @@ import pytest
 from busrl.algorithms import catalog
 from busrl.config import Topology, memory, pretrained
 from busrl.config.explain import report
+from busrl.config.rules import lookup
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -40,11 +41,10 @@ def test_a_recipe_is_accepted_as_it_is_and_check_prints_all_that_it_set(
     facts = catalog.LOSSES[topology.learner.loss]
     page, plain = report(topology), loaded()
     for key, value in {**facts.settings, **catalog.RECIPES[recipe]}.items():
-        section, name = key.split(".")
         if isinstance(value, catalog.OfLimit):
             value = topology.generation.max_new_tokens // value.parts
-        assert getattr(getattr(topology, section), name) == value
-        if getattr(getattr(plain, section), name) != value:
+        assert lookup(topology, key) == value
+        if lookup(plain, key) != value:
             assert f"  {key} = " in page
 
 
@@ -52,6 +52,8 @@ def test_what_the_file_says_wins_over_the_recipe_and_over_the_loss_and_check_tel
     topology = loaded("", "learner.recipe=grpo", "learner.kl_coef=0.001", "learner.clip_high=0.3")
     assert (topology.learner.kl, topology.learner.kl_coef, topology.learner.clip_high) == ("k3", 0.001, 0.3)
     assert "learner.kl_coef = 0.001 is the file's; recipe \"grpo\" would set 0.04" in report(topology)
+    kept = loaded("", "learner.recipe=scalerl", "data.skip.max_pass_rate=0").data.skip
+    assert (kept.on, kept.rest) == (False, 0), "a 0 that is written down is what it says"
     own = loaded("", "learner.loss=gspo", "learner.clip_low=0.01").learner
     assert (own.clip_low, own.clip_high, own.aggregation) == (0.01, 4e-4, "seq-mean-token-mean")
 

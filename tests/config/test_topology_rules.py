@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from busrl.config import Topology
+from busrl.config.explain import report
 from busrl.launch.children import command_of
 from busrl.paths import RunPaths
 
@@ -158,3 +159,16 @@ def test_a_foreign_program_is_named_relative_to_the_file_and_told_its_run_and_na
     assert process.spec.command == (f"{here}/judge", "{run_dir}", "as={name}", "{}")
     made = command_of(process, RunPaths.of(here / "run"))
     assert made == [f"{here}/judge", f"{here}/run", "as=reward/1", "{}"]
+
+
+def test_check_says_which_prompts_the_run_will_leave_out(loaded: Loaded) -> None:
+    assert "is left out" not in report(loaded())
+    page = report(loaded("", "data.skip.max_pass_rate=0.9", "data.skip.min_pass_rate=0.1", "data.skip.after=16"))
+    assert "whose pass rate over 16 answers of its newest groups is 0.9 or more or less than 0.1 (right: a" in page
+    assert "it rests for 3 passes over them and is tried again" in page
+    assert "it is never tried again" in report(loaded("", "data.skip.max_pass_rate=0.9", "data.skip.rest=0"))
+
+
+def test_a_band_of_pass_rates_that_holds_none_is_refused(refused: Refused) -> None:
+    (text,) = refused("", "data.skip.max_pass_rate=0.5", "data.skip.min_pass_rate=0.5")
+    assert "no prompt is at least the one and below the other" in text

@@ -58,6 +58,12 @@ def test_the_page_has_exactly_the_transitions_of_the_code(layout):
     assert all(row[3] for row in table("| from | to | meaning | who |"))
 
 
+def test_the_page_has_exactly_the_transitions_of_calls_and_both_magic_numbers(layout):
+    told = [row[:3] for row in table("| of a call | to | meaning | who |")]
+    assert told == layout["call_transitions"]
+    assert all(f"`{magic}`" in PAGE for magic in layout["magic"])
+
+
 def test_the_words_of_the_run_stand_where_the_page_says(layout):
     rows = table("| word | at | written by |")
     words = next(field for field in layout["structs"]["Header"]["fields"] if field[3] == "words")

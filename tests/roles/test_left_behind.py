@@ -24,13 +24,16 @@ class Worker(Rollout):
         self.ring = SimpleNamespace(header=lambda word: published)  # type: ignore[assignment]
         self.topology = SimpleNamespace(experiments=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
-        self.steps, self._behind_since = VersionSteps(), math.inf
+        self.intake = SimpleNamespace(  # type: ignore[assignment]
+            steps=VersionSteps(), only_validates=False, fetched=lambda s: None
+        )
+        self._behind_since = math.inf
         self.has(3)
         self.said: list[str] = []
 
     def has(self, version: int) -> None:
-        self.version = version
-        self.steps.add(version, version)
+        self.intake.version = version
+        self.intake.steps.add(version, version)
 
     def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
         self.said.append(text)
@@ -72,11 +75,13 @@ class Updated(Worker):
         super().__init__(published=0)
         newest = itertools.count(4)
         self.receiver = SimpleNamespace(newest=lambda: (next(newest), 0))  # type: ignore[assignment]
-        self.engine = SimpleNamespace(update_weights=lambda receiver: (self.version + 1, self.version + 1))  # type: ignore[assignment]
+        own = self.intake
+        self.engine = SimpleNamespace(  # type: ignore[assignment]
+            update_weights=lambda receiver: (own.version + 1, own.version + 1)
+        )
         self.topology.limits = SimpleNamespace(ready_s=1.0)  # type: ignore[misc]
         self.activity = lambda *what: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
         self.ring.set_version_seen = lambda version: None  # type: ignore[method-assign]
-        self.segments = SimpleNamespace(fetched=lambda s: None)  # type: ignore[assignment]
         self.pace = SimpleNamespace(row=rollout.PaceRow())  # type: ignore[assignment]
 
     def take(self, versions: int) -> int:
@@ -94,5 +99,5 @@ def test_the_memory_of_a_worker_does_not_grow_with_the_versions_that_it_has_run(
         late = worker.take(20_000)
     finally:
         tracemalloc.stop()
-    assert worker.version == 30_003 and worker.steps.step_of(30_003) == 30_003
+    assert worker.intake.version == 30_003 and worker.intake.steps.step_of(30_003) == 30_003
     assert late - early < 200_000, "20,000 versions remembered are 2 MB"

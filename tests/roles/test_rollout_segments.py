@@ -19,12 +19,11 @@ from busrl.config.schema import Segments, Topology
 from busrl.engines.base import Finished, Request
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
-from busrl.roles.actor import Doorbell
+from busrl.roles.intake import SampleIntake
 from busrl.roles.learner.groups import claim_groups
 from busrl.roles.rollout import Pace, Rollout
 from busrl.roles.trajectory import SegmentCuts, read_generated, read_text
 from busrl.scheduling.limits import derive
-from busrl.weights.base import VersionSteps
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12
@@ -34,25 +33,24 @@ EOS, LENGTH = 1, 2
 class Worker(Rollout):
     """A rollout role without a process: its ring entry, its claims and its commits are the real ones."""
 
+    intake: SampleIntake
+
     def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
         self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
-        self.claimed, self.alone, self.limits = {}, False, topology.derived.limits
-        self.bell, self.segment_bell = Doorbell(), Doorbell()
-        self.segments = SegmentCuts.of(topology)
-        self.waves = self.segments.waves
-        self.version, self.steps = 0, VersionSteps()
+        self.limits = topology.derived.limits
+        self.warned: list[str] = []
+        self.intake = SampleIntake(ring, topology, self.name, engine, self.warn)
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)
         self._last_bell = 1e18  # bells are rung by hand
-        self.warned: list[str] = []
         self.restart, self.refused = None, 0
 
-    def warn(self, where: str, text: str, severity: str = "warning", kind: str = "") -> None:
+    def warn(self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Any = ()) -> None:
         self.warned.append(text)
 
     def weights(self, version: int, step: int) -> None:
         published: Any = SimpleNamespace(fetch=lambda params: (version, step))
-        self.version = self.engine.update_weights(published)[0]
-        self.steps.add(version, step)
+        self.intake.version = self.engine.update_weights(published)[0]
+        self.intake.steps.add(version, step)
 
     def run(self, steps: int = 1000) -> None:
         """So many decoding steps, or until nothing is left."""
@@ -60,8 +58,7 @@ class Worker(Rollout):
             self._take()
             if not self.engine.active:
                 return
-            for sequence in self.engine.step():
-                self._commit(sequence)
+            self._commit(self.engine.step())
 
     def _announce(self) -> None:
         pass
@@ -166,7 +163,7 @@ def test_an_answer_ends_by_itself_or_at_the_global_limit_and_nowhere_else(
     assert [(r.segment, len(r.prefix_ids), r.max_new_tokens) for r in seen] == [
         (k, 4 * k, 4) for k in range(segments)
     ]  # each with the random stream of its own segment
-    first, later = worker.bell.take(), worker.segment_bell.take()
+    first, later = worker.intake.bell.take(), worker.intake.segment_bell.take()
     assert isinstance(first, m.DataGenerated) and first.status == "generated" and first.count == 1
     assert (later.count if isinstance(later, m.DataGenerated) else 0) == segments - 1
 
@@ -314,7 +311,7 @@ def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave
     ring, seen = rings[0], []
     answers = {0: "ab$", 1: "abcdefghi$", 2: "abcdef$"}
     worker = Worker(in_waves(1), ring, PlannedEngine(4, script=says(answers, seen)))
-    waves, made = worker.waves, []
+    waves, made = worker.intake.waves, []
     assert waves is not None
     for admission in range(3):
         dispatch(ring, [admission])

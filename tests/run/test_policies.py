@@ -37,6 +37,7 @@ def check_records(run: Run, policy: str) -> None:
         assert all(-1 <= wait <= 2 * 16 - 2 for wait in line["wait"])
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_death_of_its_scheduler_while_probes_are_out(tmp_path: Path, quickstart: None) -> None:
     settings = ('scheduler.policy="adaptive"', "scheduler.probe=true", FEW_ROWS)
     run = Run(tmp_path / "run", *settings, steps=12)

@@ -46,6 +46,7 @@ def test_a_run_whose_predictor_fails_goes_on_with_rules(tmp_path: Path, quicksta
     assert fallbacks >= 40  # every prompt of the run: 5 steps of 8 groups and more
 
 
+@pytest.mark.slow
 def test_every_checkpoint_holds_what_the_predictor_knew_and_its_measures_are_in_the_schedulers_log(
     tmp_path: Path, quickstart: None
 ) -> None:

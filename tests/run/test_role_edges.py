@@ -16,7 +16,8 @@ from busrl.engines import Finished
 from busrl.errors import WeightsTimeout
 from busrl.paths import RunPaths
 from busrl.ring import State
-from busrl.roles.rollout import ClaimedSlot, Rollout
+from busrl.roles.intake import ClaimedSlot, SampleIntake
+from busrl.roles.rollout import Rollout
 from busrl.roles.scheduler import Scheduler
 from busrl.states import Fate
 
@@ -41,19 +42,19 @@ class Called:
 def bare_rollout() -> Any:
     """A rollout role that was never attached to anything."""
     role: Any = Rollout.__new__(Rollout)
-    role.name, role.stopping, role.claimed = "rollout/0", "", {}
+    role.name, role.stopping = "rollout/0", ""
     role.topology = SimpleNamespace(limits=SimpleNamespace(ready_s=1000.0))
     role.ring = Called()
     return role
 
 
 def test_a_sequence_without_a_token_is_set_aside_and_the_worker_lives() -> None:
-    role = bare_rollout()
-    role.claimed, role.engine = {3: ClaimedSlot(word=77, uid=5, version=0, step=0)}, SimpleNamespace(max_length=16)
-    role.ring, role.warn = Called(line=lambda: {"uid": 5}), lambda where, text, **_: None
+    intake: Any = SampleIntake.__new__(SampleIntake)
+    intake.claimed, intake.engine = {3: ClaimedSlot(word=77, uid=5, version=0, step=0)}, SimpleNamespace(max_length=16)
+    intake.ring, intake.warn = Called(line=lambda: {"uid": 5}), lambda where, text, **_: None
     nothing = np.empty(0, np.int32)
-    role._commit(Finished(3, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), 2))
-    assert ("drop", 3, 77, Fate.LONG) in role.ring.calls and role.claimed == {}
+    intake.commit(Finished(3, nothing, np.empty(0, np.float32), np.empty(0, np.uint32), 2))
+    assert ("drop", 3, 77, Fate.LONG) in intake.ring.calls and intake.claimed == {}
 
 
 def test_a_new_scheduler_waits_until_the_death_of_its_predecessor_is_proven() -> None:

@@ -76,6 +76,7 @@ def test_with_the_limit_off_it_is_a_warning_and_steps_without_a_comparison_say_s
     assert f"differ from the learner's by {first['mismatch']:.3g} on average" in told["text"]
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_wrongly_is_not_tried_again(tmp_path: Path, quickstart: None) -> None:
     endpoint = Endpoint(tmp_path, token_s=0.0, kinds=13)
     run = served(tmp_path, endpoint, "openai.api_key_env=BUSRL_NO_SUCH_KEY")

@@ -61,7 +61,7 @@ def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
 
 def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     ensure("tiny:sort")
-    with running(Run(tmp_path / "run", "process.validator.count=0", steps=60)) as run:
+    with running(Run(tmp_path / "run", "process.validator.count=0", steps=24)) as run:
         assert run.wait() == 0, run.tail()
     last = json.loads((run.directory / "pace" / "rollout-0.jsonl").read_text().splitlines()[-1])
     assert last["engine"]["tokens"] > 0 and last["engine"]["updates"] > 0 and last["engine"]["errors"] == 0

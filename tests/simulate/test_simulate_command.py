@@ -232,6 +232,15 @@ def test_a_controller_that_would_act_is_refused_before_anything_is_played(capsys
     assert "a simulation trains none" in err and "learner.controller.mode=off" in err and "samples/s" not in out
 
 
+def test_prompts_left_out_by_pass_rate_are_refused_with_the_keys_that_turn_them_off(
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = ["--set", "data.skip.max_pass_rate=0"]
+    assert main(["simulate", str(QUICKSTART), "--steps", "2", "--set", "learner.recipe=scalerl"]) == 2
+    assert " ".join(off) in capsys.readouterr().err
+    assert main(["simulate", str(QUICKSTART), "--steps", "2", "--set", "learner.recipe=scalerl", *off]) == 0
+
+
 def test_a_fit_file_beside_a_topology_is_used_for_its_own_model_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,58 @@ def test_log_probabilities_and_gradients_are_those_of_each_sample_alone(
         assert float((slope - slopes[name]).abs().max()) < 1e-4 * (1 + float(slopes[name].abs().max())), name
 
 
+def kernel_on_a_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, of_queries: torch.Tensor, of_keys: torch.Tensor,
+    longest_query: int, longest_key: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch's kernel computes on a GPU, sequence by sequence: a query sees up to its place from the end."""
+    found, (window, ahead) = [], window_size
+    assert ahead == 0 and enable_gqa
+    for begin, end, first, last in zip(of_queries[:-1], of_queries[1:], of_keys[:-1], of_keys[1:], strict=True):
+        asked, known = query[begin:end].transpose(0, 1), key[first:last].transpose(0, 1)
+        assert 0 < asked.shape[1] <= longest_query and asked.shape[1] <= known.shape[1] <= longest_key
+        back = torch.arange(asked.shape[1])[:, None] - torch.arange(known.shape[1]) + known.shape[1] - asked.shape[1]
+        seen = (back >= 0) & ((window < 0) | (back <= window))
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            asked, known, value[first:last].transpose(0, 1), seen, scale=scale, enable_gqa=True)
+        found.append(mixed.transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "gemma3"])
+def test_one_call_of_a_kernel_gives_every_token_what_its_sample_gives_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own = build(kind), samples(40)
+    expected = alone(model, own)
+    slopes = gradients(model, (expected * torch.arange(len(expected))).sum())
+    monkeypatch.setattr(packing, "_flash", lambda: kernel_on_a_cpu)
+    monkeypatch.setattr(packing, "_flash_knows", lambda query, key, rule: True)
+    way = choose_forward(model)
+    assert way.name == "packed"
+    found, _ = way.score(own, flatten(own, torch.float32, model.device))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    for name, slope in gradients(model, (found * torch.arange(len(found))).sum()).items():
+        assert float((slope - slopes[name]).abs().max()) < 1e-4 * (1 + float(slopes[name].abs().max())), name
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1], ids=["right", "sees one key too many"])
+def test_a_kernel_is_used_only_if_it_gives_what_the_slow_way_gives(
+    windowed: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(*tensors: Any, window_size: tuple[int, int], enable_gqa: bool, **rest: Any) -> torch.Tensor:
+        query, key, value, of_queries, of_keys, *longest = tensors
+        if ahead:
+            key = key.roll(-1, 0)
+        return kernel_on_a_cpu(query, key, value, of_queries, of_keys, *longest, window_size=window_size,
+                               enable_gqa=enable_gqa, **rest)
+
+    monkeypatch.setattr(packing, "_flash", lambda: kernel)
+    found = packing._flash_is_right.__wrapped__(torch.device("cpu"), torch.bfloat16, 3, 16, windowed)
+    assert found == (not ahead)
+
+
 def test_a_leak_across_a_border_is_seen() -> None:
     """Positions that go on behind a border, as a forward would have them that does not know of borders."""
     model, own = build("qwen3"), samples(20)

@@ -139,12 +139,13 @@ def learner(context: Context) -> None:
 
     samples = [sample(k) for k in range(count)]
     dtype = "float32" if device.type == "cpu" else "bfloat16"
-    trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, micro_batch_tokens=4096))
     gap = max(
         float(np.abs(_plain(model, one.prompt_ids, one.token_ids, 1.0) - scored).max())
         for one, scored in zip(samples[:4], Trainer(model, TrainerSettings(micro_batch_tokens=4096)).score(samples[:4]))
     )
     context.bar("trainer's log-probabilities: largest difference to a plain forward", gap, at_most=1e-4)
+    trainer = Trainer(model, TrainerSettings(compute_dtype=dtype, micro_batch_tokens=4096))  # rounds the model
+    context.figure("way of computing", trainer.forward.name)
     advantages = [1.0 if k % 2 else -1.0 for k in range(count)]
 
     def step() -> None:

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from gpucheck.frame import ROOT, Context, Skipped
 from gpucheck.stop import dies_with_parent
 
 NEEDED = ("zmq", "msgspec", "setproctitle")
+TELLING_S = 12.0  # kept for telling where a run stood that does not end
 SMALL = ("learner.trigger.n_min=4", "validation.samples=16", "generation.max_batch=32", "groups.size=4")
 
 
@@ -55,8 +57,7 @@ def _run(context: Context, name: str, *settings: str) -> None:
     for setting in (f"model.device={context.device}", f"run.max_steps={steps}", *settings,
                     *(SMALL if context.small else ())):
         command += ["--set", setting]
-    limit_s = max(1.0, context.left_s - 5)
-    code = subprocess.run(dies_with_parent(*command), cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s).returncode
+    code = _exit_code(context, command, directory)
     context.bar(f"{name}: exit code", code, at_most=0)
     if code:
         _tell_errors(context, directory)
@@ -69,6 +70,29 @@ def _run(context: Context, name: str, *settings: str) -> None:
     fifth = max(1, len(rows) // 5)
     for what, part in (("first", rows[:fifth]), ("last", rows[-fifth:])):
         context.figure(f"{name}: mean reward, {what} {fifth} steps", sum(r["reward"] for r in part) / len(part))
+
+
+def _exit_code(context: Context, command: list[str], directory: Path) -> int:
+    """Of the run; TimeoutExpired, after a note on where it stood, if this check's time ends first."""
+    run = subprocess.Popen(dies_with_parent(*command), cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        return run.wait(max(1.0, context.left_s - TELLING_S))
+    except subprocess.TimeoutExpired:
+        _tell_where_it_stood(context, directory)
+        raise
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _tell_where_it_stood(context: Context, directory: Path) -> None:
+    """What `busrl status` says of it, and the last line of each process."""
+    with suppress(subprocess.SubprocessError):
+        said = subprocess.run([sys.executable, "-m", "busrl.cli", "status", str(directory)], cwd=ROOT, text=True,
+                              timeout=TELLING_S / 2, stdin=subprocess.DEVNULL, capture_output=True)
+        context.note("busrl status: " + " / ".join((said.stdout + said.stderr).split("\n"))[-1500:])
+    for log in sorted((directory / "logs").glob("*.log")):
+        context.note(f"{log.name}: {(log.read_text(errors='replace').splitlines() or [''])[-1][:300]}")
 
 
 def _tell_errors(context: Context, directory: Path) -> None:

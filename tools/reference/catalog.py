@@ -43,6 +43,8 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.TaskRequest: Route("rollout", "scheduler"),
     m.NewTask: Route("scheduler", "the worker named in the topic", Reach.ONE),
     m.DataGenerated: Route("rollout (keeper for a remote one)", "reward"),
+    m.CallCancel: Route("a caller (agents)", "the worker named in the topic", Reach.ONE),
+    m.CallTokens: Route("rollout", "the caller named in the topic", Reach.ONE),
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
     m.LearnerStateUpdate: Route("learner", "scheduler, validator, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
@@ -115,6 +117,10 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     },
     "1.3": {
         "VALIDATION_SET_DONE": "round version samples mean mixed set figures",
+    },
+    "1.4": {
+        "CALL_CANCEL": "slot_id seq",
+        "CALL_TOKENS": "slot_id seq at ids",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

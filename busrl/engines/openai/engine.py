@@ -190,7 +190,7 @@ class ServedEngine(Engine):
         """What is sent, without what depends on the tokens so far."""
         body: dict[str, Any] = {
             "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
-            "stream": True, "stop_token_ids": sorted(self._eos_ids),
+            "stream": True, "stop_token_ids": sorted(self._eos_ids.union(request.stop_ids)),
         }
         if not self._chat:
             return body | {"logprobs": 1}

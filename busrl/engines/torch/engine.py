@@ -116,6 +116,7 @@ class Seats:
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
         self._given: list[Ids] = [NO_IDS] * capacity  # prompt and prefix
+        self._stops: dict[int, frozenset[int]] = {}  # seat -> what ends its answer beside the model's own
         self._eos = eos
         self._streams = Streams()
         # Untouched pages cost nothing, so the longest case may be allowed for.
@@ -136,6 +137,8 @@ class Seats:
         self.limit[seat] = limit
         self.temperature[seat] = request.temperature
         self.top_p[seat] = request.top_p
+        if request.stop_ids:
+            self._stops[seat] = frozenset(request.stop_ids)
         if request.temperature > 0:
             self._uniforms[seat, :limit] = self._streams.uniforms(request.seed, request.uid, request.segment, limit)
         else:
@@ -172,13 +175,21 @@ class Seats:
         self.position[seats] += 1
         self.last[seats] = tokens
         ended: npt.NDArray[np.bool_] = self._eos[tokens] | (produced + 1 >= self.limit[seats]) | np.isnan(logprobs)
+        for place in (place for place, seat in enumerate(seats.tolist()) if seat in self._stops) if self._stops else ():
+            ended[place] |= int(tokens[place]) in self._stops[int(seats[place])]
         return ended
+
+    def drawn(self, seat: int, begin: int) -> Ids:
+        found: Ids = self._tokens[seat, begin : self.produced[seat]].copy()
+        return found
 
     def leave(self, seat: int, aborted: bool = False) -> Finished:
         """Free the seat; what its sequence produced, as copies."""
         made = slice(0, int(self.produced[seat]))
         tokens = self._tokens[seat, made].copy()
-        finish = Finish.ABORTED if aborted else Finish.EOS if self._eos[tokens[-1]] else Finish.LENGTH
+        stops = self._stops.pop(seat, frozenset())
+        stopped = not aborted and (self._eos[tokens[-1]] or int(tokens[-1]) in stops)
+        finish = Finish.ABORTED if aborted else Finish.EOS if stopped else Finish.LENGTH
         self.free.append(seat)
         logprobs, versions = self._logprobs[seat, made].copy(), self._versions[seat, made].copy()
         return Finished(int(self.key[seat]), tokens, logprobs, versions, finish)
@@ -423,6 +434,9 @@ class TorchEngine(Engine):
                 row = next(row for row in self._used_rows() if self._seats.rows[row] == seat)
                 self._holes = sorted([*self._holes, row])
             self._done.append(self._seats.leave(seat, aborted=True))
+
+    def drawn(self, key: int, begin: int) -> Ids:
+        return self._seats.drawn(self._running[key], begin) if key in self._running else NO_IDS
 
     def receiver(self, settings: TransportSettings, name: str) -> Receiver | None:
         """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""

@@ -91,7 +91,7 @@ class Running(PartialAnswer):
             top_p=request.top_p,
             max_tokens=request.max_new_tokens - produced,
             seed=seed_of(request, produced) if seeded and request.temperature > 0 else None,
-            stop_token_ids=stops,
+            stop_token_ids=[*stops, *request.stop_ids],
             ignore_eos=True,  # the ids above are all of them
             logprobs=0,  # the drawn token's alone
             detokenize=False,

@@ -401,7 +401,7 @@ class Idling:
         """Groups that ended since the last view, and such as can be trained now (`asides` are just being dropped)."""
         if self._looked:
             for fates in view.ended_fates:
-                if not (fates == Fate.TRAINED).any():
+                if not ((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any():
                     self.streak += 1
                     self.causes[cause_of(fates)] += 1
         self._looked = True

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from busrl.data.figures import MOST_TAGS
 from busrl.errors import MachineError
 from busrl.files import LineFile, json_lines
+from busrl.ledger.skips import newest_skips
 from busrl.ledger.trainlog import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
@@ -156,7 +157,7 @@ class StepMetrics:
     ) -> None:
         self.own = own  # the user's metrics
         self._solved = solved
-        self._written = last_step(paths.metrics)
+        self._written, self._skips = last_step(paths.metrics), paths.skips
         self._metrics = LineFile(paths.metrics)
         self._samples = LineFile(paths.samples)
         self._groups = LineFile(paths.groups)
@@ -266,6 +267,8 @@ class StepMetrics:
             "checkpoint_s": round(self.checkpoint_s, 4),
             **more,
         }
+        if skips := newest_skips(self._skips):
+            row["left_out"], row["resting"] = skips.left_out, skips.resting
         if self.own is not None and (found := self.own.measure(record.samples, row)):
             row["metrics"] = found
         self._write(row, [{"step": record.step, **sample} for sample in samples])

@@ -57,18 +57,20 @@ inline void describe_task(Line& line, const Task& t) {
     put(line.flags, 0u);
 }
 
-inline void write_task(const Segment& seg, uint32_t slot, uint64_t word, const Task& t) {
+// An array of one dimension that belongs to no segment; `bits` of an element.
+inline void write_array(const Segment& seg, uint32_t slot, uint64_t word, const char* name, DtypeCode code,
+                        uint8_t bits, const void* data, uint64_t elements) {
     TensorEntry entry{};
-    std::memcpy(entry.name, "task", 4);
+    std::memcpy(entry.name, name, std::strlen(name));
     entry.segment = kNoSegment;
-    entry.code = kUint;
-    entry.bits = 8;
+    entry.code = code;
+    entry.bits = bits;
     entry.ndim = 1;
-    entry.nbytes = entry.shape[0] = t.nbytes;
+    entry.shape[0] = elements;
+    entry.nbytes = elements * bits / 8;
     entry.flags = kTensorValid;
-    clear_all(seg.table(slot));
     const uint32_t index = place_entry(seg, slot, word, entry);
-    if (t.nbytes != 0) std::memcpy(seg.payload(slot) + entry.offset, t.bytes, t.nbytes);
+    if (elements != 0) std::memcpy(seg.payload(slot) + entry.offset, data, entry.nbytes);
     store_entry(seg.table(slot), index, entry);
 }
 }  // namespace detail
@@ -85,11 +87,23 @@ inline std::optional<Held> reserve_slot(const Segment& seg, uint32_t me, uint32_
     if (search(seg, State::FREE, begin, n, reserve)) search(seg, State::FREE, 0, begin, reserve);
     return mine;
 }
+
+// The same, for whoever writes into it next; `cursor` moves on behind it.
+inline std::optional<Held> begin_slot(const Segment& seg, uint32_t me, uint32_t& cursor) {
+    auto mine = reserve_slot(seg, me, cursor);
+    if (!mine && rescan_if_older(seg, kRescanSearchNs)) mine = reserve_slot(seg, me, cursor);
+    if (!mine) return std::nullopt;
+    cursor = mine->slot + 1;
+    crash_point("dispatch.claimed");
+    unhint(seg, State::FREE, mine->slot / 64, uint64_t{1} << (mine->slot % 64));
+    return mine;
+}
 }  // namespace detail
 
 // FREE -> RESERVED* -> QUEUED with the task inside. nullopt when no slot is FREE. `cursor` is a private hint.
 inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateBook& fates, const Task& task,
                                     uint32_t& cursor) {
+    check_machine(seg, Machine::samples);
     if (task.nbytes > seg.shape.slot_bytes)
         throw Error(Fault::slot_too_small,
                     "a task of " + std::to_string(task.nbytes) + " bytes does not fit a slot of " +
@@ -102,19 +116,16 @@ inline std::optional<Held> dispatch(const Segment& seg, uint32_t me, const FateB
     if (const uint8_t now = fate.get(i))
         throw Error(Fault::fates, "uid " + std::to_string(task.uid) + " has the fate '" + std::string(1, char(now)) +
                                       "' and cannot be dispatched again");
-    auto reserved = detail::reserve_slot(seg, me, cursor);
-    if (!reserved && rescan_if_older(seg, kRescanSearchNs)) reserved = detail::reserve_slot(seg, me, cursor);
+    const auto reserved = detail::begin_slot(seg, me, cursor);
     if (!reserved) return std::nullopt;
     const auto [slot, mine] = *reserved;
-    cursor = slot + 1;
     Line& line = seg.line(slot);
-    crash_point("dispatch.claimed");
-    unhint(seg, State::FREE, slot / 64, uint64_t{1} << (slot % 64));
     // [UID clear] release: between here and [UID write] there is no sample in this slot.
     line.uid.store(kUidNone, std::memory_order_release);
     crash_point("dispatch.reserved");
     detail::describe_task(line, task);
-    detail::write_task(seg, slot, mine, task);
+    clear_all(seg.table(slot));
+    detail::write_array(seg, slot, mine, "task", kUint, 8, task.bytes, task.nbytes);
     line.changed_ns.store(coarse_ns(), std::memory_order_release);
     crash_point("dispatch.written");
     // [UID write] begins here: last_commit_seq first, release, pairs with its acquire load after [UID read].
@@ -139,6 +150,7 @@ inline bool finish(const Segment& seg, uint32_t me, const FateBook& fates, uint3
     if (state_of(word) != State::TRAINING)
         throw Error(Fault::transition,
                     std::string("a sample is finished from TRAINING, not from ") + name_of(state_of(word)));
+    check_arrow(seg, word, State::FREE);
     check_owner(seg, me, slot, word);
     const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
     fates.must(uid).store(FateBook::index(uid), code);
@@ -162,7 +174,7 @@ inline bool complete_drop(const Segment& seg, const FateBook& fates, uint32_t sl
 inline bool drop(const Segment& seg, uint32_t me, const FateBook& fates, uint32_t slot, uint64_t word, uint8_t reason) {
     check_slot(seg, slot);
     if (load_word(seg, slot) != word || word == 0) return false;
-    check_arrow(word, State::DROPPED);
+    check_arrow(seg, word, State::DROPPED);
     if (is_working(state_of(word))) check_owner(seg, me, slot, word);
     const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
     fates.must(uid);  // refuse before the slot is touched

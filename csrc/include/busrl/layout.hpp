@@ -26,7 +26,10 @@ template <class T>
 using A = std::atomic<T>;
 using U64 = A<uint64_t>;
 
-constexpr uint64_t kMagic = 0x3147524C52535542;  // the bytes "BUSRLRG1"
+// By Machine: the bytes "BUSRLRG1" and "BUSRLCL1". All else is laid out alike.
+constexpr uint64_t kMagic[] = {0x3147524C52535542, 0x314C434C52535542};
+constexpr const char* kMagicText[] = {"BUSRLRG1", "BUSRLCL1"};
+constexpr const char* kHolds[] = {"samples", "model calls"};
 constexpr uint32_t kLayoutMajor = 2;
 constexpr uint32_t kLayoutMinor = 0;
 constexpr uint64_t kUidNone = ~uint64_t{0};

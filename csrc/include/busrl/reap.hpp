@@ -8,25 +8,18 @@
 //  * RESERVED goes forward if its uid was written under this very claim and its fate says D (the dispatch had
 //  happened),
 //    back to FREE otherwise.
+//  * In a ring of calls RESERVED is always undone, and what rests is freed once its caller is gone: see calls.hpp.
 #pragma once
 
-#include "busrl/endings.hpp"
-#include "busrl/proctable.hpp"
+#include "busrl/calls.hpp"
 
 namespace busrl {
-
-struct Reaped {
-    uint32_t slot;
-    State from;
-    State to;
-    std::string label;
-    uint32_t pid;
-};
 
 namespace detail {
 // nullopt: cannot be decided without the fate table, which is not bound here.
 inline std::optional<State> resting_state(const Segment& seg, const FateBook& fates, uint32_t slot, uint64_t word) {
     if (state_of(word) != State::RESERVED) return rest_of(state_of(word));
+    if (seg.machine() == Machine::calls) return State::FREE;
     // [UID read] acquire, pairs with [UID write].
     const uint64_t uid = seg.line(slot).uid.load(std::memory_order_acquire);
     if (uid == kUidNone) return State::FREE;
@@ -83,6 +76,7 @@ inline bool surrender(const Segment& seg, const FateBook& fates, uint32_t me) {
             complete = false;
         }
     }
+    if (seg.machine() == Machine::calls) free_calls_of(seg, me);
     return complete;
 }
 
@@ -103,6 +97,7 @@ inline std::vector<Reaped> reap(const Segment& seg, const FateBook& fates, uint3
         seg.proc(index).ident.compare_exchange_strong(dead, make_ident(0, epoch_of(dead), false),
                                                       std::memory_order_acq_rel, std::memory_order_acquire);
     }
+    if (seg.machine() == Machine::calls) free_orphans(seg, out);
     // The dead may have moved a slot without its hint: a slot that rests and that no search finds.
     if (died)
         rescan(seg);

@@ -30,7 +30,7 @@ inline uint64_t hint_off(const HeaderFixed& h) {
     return align_up(h.line_off + uint64_t(h.n_slots) * sizeof(Line), 4096);
 }
 
-inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid) {
+inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid, Machine machine = Machine::samples) {
     if (g.n_slots < 1 || g.n_slots > 1u << 20)
         throw Error(Fault::general, "slots must be 1 .. 1048576, got " + std::to_string(g.n_slots));
     if (g.n_procs < 2 || g.n_procs > kMaxOwner + 1)
@@ -38,7 +38,7 @@ inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid) 
     if (g.slot_bytes < kTensorAlign || g.slot_bytes > uint64_t{1} << 40)
         throw Error(Fault::general, "slot_bytes must be 64 .. 2**40, got " + std::to_string(g.slot_bytes));
     HeaderFixed h{};
-    h.magic = kMagic;
+    h.magic = kMagic[uint32_t(machine)];
     h.layout_major = kLayoutMajor;
     h.layout_minor = kLayoutMinor;
     std::memcpy(h.uuid, uuid.data(), 16);
@@ -59,14 +59,18 @@ inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid) 
 // A private copy of a header is right when it is exactly what this library would have planned for its numbers.
 // Every refusal says what was expected, what was found, and what to do.
 inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uint64_t file_bytes,
-                         const std::string& path) {
+                         const std::string& path, Machine machine = Machine::samples) {
+    const auto wanted = uint32_t(machine), other = 1 - wanted;
     constexpr const char* kRemove =
         "; remove it with `busrl ring clean --force` (what was in its slots is generated again)";
     auto refuse = [&](Fault fault, const std::string& why) { throw Error(fault, "ring " + path + ": " + why); };
-    if (h.magic != kMagic)
+    if (h.magic == kMagic[other])
+        refuse(Fault::corrupt, std::string("its slots hold ") + kHolds[other] + ", not " + kHolds[wanted] +
+                                   "; give the name of the run's other ring");
+    if (h.magic != kMagic[wanted])
         refuse(Fault::corrupt, "not a busrl ring: its first bytes are " + hex_of(&h.magic, 8) + ", expected " +
-                                   hex_of(&kMagic, 8) + " (BUSRLRG1); give the name that `busrl ring list` shows, or" +
-                                   (kRemove + 1));
+                                   hex_of(&kMagic[wanted], 8) + " (" + kMagicText[wanted] +
+                                   "); give the name that `busrl ring list` shows, or" + (kRemove + 1));
     if (h.layout_major != kLayoutMajor)
         refuse(Fault::layout, "layout version " + std::to_string(h.layout_major) + ", this library reads " +
                                   std::to_string(kLayoutMajor) + "; use the busrl that made it, or" + (kRemove + 1));
@@ -83,7 +87,7 @@ inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uin
     std::memcpy(uuid.data(), h.uuid, 16);
     HeaderFixed want;
     try {
-        want = plan({h.n_slots, h.n_procs, h.slot_bytes}, uuid);
+        want = plan({h.n_slots, h.n_procs, h.slot_bytes}, uuid, machine);
     } catch (const Error& e) {
         refuse(Fault::corrupt, e.what() + std::string(kRemove));
     }
@@ -140,10 +144,10 @@ class Segment : public ForkGuarded {
     }
 
     static std::shared_ptr<Segment> create(const std::string& name, const Geometry& geometry,
-                                           const std::array<uint8_t, 16>& uuid) {
+                                           const std::array<uint8_t, 16>& uuid, Machine machine = Machine::samples) {
         const std::string path = path_of(name);
         const std::string folder = path.substr(0, path.rfind('/') + 1);
-        const HeaderFixed shape = plan(geometry, uuid);
+        const HeaderFixed shape = plan(geometry, uuid, machine);
         if (::access(path.c_str(), F_OK) == 0) throw already_there(path);
         refuse_if_too_small(folder, shape.total_bytes);
         File file(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
@@ -171,7 +175,8 @@ class Segment : public ForkGuarded {
         }
     }
 
-    static std::shared_ptr<Segment> attach(const std::string& name, bool read_only) {
+    static std::shared_ptr<Segment> attach(const std::string& name, bool read_only,
+                                           Machine machine = Machine::samples) {
         const std::string path = path_of(name);
         File file(::open(path.c_str(), (read_only ? O_RDONLY : O_RDWR) | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
         if (!file)
@@ -186,7 +191,7 @@ class Segment : public ForkGuarded {
         static_assert(sizeof(copy) == 0x80);
         if (::pread(file.fd(), &copy, sizeof(copy), 0) != ssize_t(sizeof(copy)))
             throw Error(Fault::corrupt, errno_text("cannot read the header of the ring " + path));
-        check_header(copy.fixed, copy.crc, copy.ready, uint64_t(info.st_size), path);
+        check_header(copy.fixed, copy.crc, copy.ready, uint64_t(info.st_size), path, machine);
         check_mode(info, path);
         auto segment = std::make_shared<Segment>(Key{}, std::move(file), copy.fixed, path, read_only);
         // [READY observe] acquire, pairs with [READY publish]: everything the creator wrote is visible.
@@ -201,6 +206,7 @@ class Segment : public ForkGuarded {
         throw Error(Fault::general, errno_text("cannot remove the ring " + path_of(name)));
     }
 
+    Machine machine() const { return shape.magic == kMagic[1] ? Machine::calls : Machine::samples; }
     Header& header() const { return *at<Header>(0); }
     WakeLine& wake(State state) const { return header().wake[uint32_t(state)]; }
     ProcEntry& proc(uint32_t index) const { return at<ProcEntry>(shape.proc_off)[index]; }

@@ -41,10 +41,17 @@ inline uint64_t move_slot(const Segment& seg, uint32_t slot, uint64_t word, Stat
     return next;
 }
 
-inline void check_arrow(uint64_t word, State to) {
-    if (!is_allowed(state_of(word), to))
+inline void check_arrow(const Segment& seg, uint64_t word, State to) {
+    if (!is_allowed(state_of(word), to, seg.machine()))
         throw Error(Fault::transition, std::string("there is no transition ") + name_of(state_of(word)) + " -> " +
-                                           (uint32_t(to) < kStates ? name_of(to) : "?"));
+                                           (uint32_t(to) < kStates ? name_of(to) : "?") + " of " +
+                                           kHolds[uint32_t(seg.machine())]);
+}
+
+inline void check_machine(const Segment& seg, Machine machine) {
+    if (seg.machine() != machine)
+        throw Error(Fault::transition, "ring " + seg.path + " holds " + kHolds[uint32_t(seg.machine())] + ", not " +
+                                           kHolds[uint32_t(machine)]);
 }
 
 // The owner's right to write: the slot is still at `word`, and `word` names `me`.
@@ -92,7 +99,7 @@ inline void before_rest(const Segment& seg, uint32_t slot, uint64_t word, bool c
 inline uint64_t claim(const Segment& seg, uint32_t me, uint32_t slot, uint64_t word, State to) {
     check_slot(seg, slot);
     if (word == 0) return 0;
-    check_arrow(word, to);
+    check_arrow(seg, word, to);
     if (!is_working(to) || to == State::RESERVED)
         throw Error(Fault::transition, std::string(name_of(to)) + " is not reached by a claim");
     const uint64_t mine = move_slot(seg, slot, word, to, me);
@@ -106,11 +113,11 @@ inline uint64_t claim(const Segment& seg, uint32_t me, uint32_t slot, uint64_t w
 inline uint64_t release(const Segment& seg, uint32_t me, uint32_t slot, uint64_t word, State to) {
     check_slot(seg, slot);
     if (load_word(seg, slot) != word || word == 0) return 0;
-    check_arrow(word, to);
+    check_arrow(seg, word, to);
     check_owner(seg, me, slot, word);
     if (is_working(to) || to == State::DROPPED || to == State::FREE)
         throw Error(Fault::transition, std::string(name_of(state_of(word))) + " -> " + name_of(to) +
-                                           " is not a release; use finish() or drop()");
+                                           " is not a release; use finish(), drop() or free_call()");
     detail::before_rest(seg, slot, word, to != rest_of(state_of(word)));  // going back is no commit
     crash_point("release.before");
     const uint64_t next = move_slot(seg, slot, word, to, 0);
@@ -126,6 +133,8 @@ inline uint64_t commit_segment(const Segment& seg, uint32_t me, uint32_t slot, u
         throw Error(Fault::transition,
                     std::string("a segment is committed from GENERATING, not from ") + name_of(state_of(word)));
     check_owner(seg, me, slot, word);
+    if (!done && seg.machine() == Machine::calls)
+        throw Error(Fault::transition, "the answer to a model call is one segment: commit it when it is whole");
     if (segs_of(word) >= kMaxSegs)
         throw Error(Fault::slot_too_small, "slot " + std::to_string(slot) + " has 254 segments, the most there can be");
     detail::before_rest(seg, slot, word, true);
@@ -210,7 +219,7 @@ inline void take_best(const Segment& seg, uint32_t me, const Wanted& want, std::
 
 // Claims up to `limit` slots, the best first: unfinished before fresh, then priority, then the older admission.
 inline std::vector<Held> take(const Segment& seg, uint32_t me, const Wanted& want) {
-    check_arrow(make_word(want.from, 0, 0, 0), want.to);
+    check_arrow(seg, make_word(want.from, 0, 0, 0), want.to);
     std::vector<Held> held;
     if (want.limit == 0 || !has_hints(want.from)) return held;
     detail::take_best(seg, me, want, held);

@@ -1,4 +1,4 @@
-// The control word of a slot and the one table of its transitions.
+// The control word of a slot, and the tables of its transitions: one for rings of samples, one for rings of calls.
 //
 //   state:6 | owner:14 | segs:8 | seq:36
 //
@@ -9,6 +9,7 @@
 // Knows nothing of memory: all functions here are pure.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace busrl {
@@ -56,13 +57,16 @@ constexpr bool is_owned_by(uint64_t word, uint32_t owner) {
     return is_working(state_of(word)) && owner_of(word) == owner;
 }
 
+// What the slots of a ring hold; the magic number of its header says which.
+enum class Machine : uint8_t { samples, calls };
+
 struct Transition {
     State from;
     State to;
     const char* meaning;
 };
 
-// The whole state machine. Whatever is not in this table cannot happen through this library.
+// The whole state machine of samples. Whatever is not in this table cannot happen through this library.
 constexpr Transition kTransitions[] = {
     {State::FREE, State::RESERVED, "claim: a dispatch begins"},
     {State::RESERVED, State::QUEUED, "commit: dispatched (or a dead dispatch rolled forward)"},
@@ -86,17 +90,39 @@ constexpr Transition kTransitions[] = {
     {State::DROPPED, State::FREE, "the reason is on record"},
 };
 
+// The whole state machine of model calls, see calls.hpp.
+constexpr Transition kCallTransitions[] = {
+    {State::FREE, State::RESERVED, "claim: a call is being written"},
+    {State::RESERVED, State::QUEUED, "commit: the call waits for an engine"},
+    {State::RESERVED, State::FREE, "undo, or death of the caller"},
+    {State::QUEUED, State::GENERATING, "claim"},
+    {State::GENERATING, State::QUEUED, "hand-back, or death of the engine"},
+    {State::GENERATING, State::GENERATED, "commit of the answer"},
+    {State::GENERATING, State::FREE, "cancelled, by the engine that holds it"},
+    {State::QUEUED, State::FREE, "cancelled, or death of the caller"},
+    {State::GENERATED, State::FREE, "taken, or death of the caller"},
+};
+
 struct Arrows {  // bit `to` of mask[from]: the same table in a form that costs no search
     uint16_t mask[64] = {};
-    constexpr Arrows() {
-        for (const Transition& t : kTransitions) mask[uint32_t(t.from)] |= uint16_t(1u << uint32_t(t.to));
+    template <size_t N>
+    constexpr explicit Arrows(const Transition (&table)[N]) {
+        for (const Transition& t : table) mask[uint32_t(t.from)] |= uint16_t(1u << uint32_t(t.to));
     }
 };
-constexpr Arrows kArrows;
+constexpr Arrows kArrows[] = {Arrows(kTransitions), Arrows(kCallTransitions)};  // by Machine
 
-constexpr bool is_allowed(State from, State to) {
-    return uint32_t(to) < kStates && (kArrows.mask[uint32_t(from) & 63] >> uint32_t(to) & 1) != 0;
+constexpr bool is_allowed(State from, State to, Machine machine = Machine::samples) {
+    return uint32_t(to) < kStates && (kArrows[uint32_t(machine)].mask[uint32_t(from) & 63] >> uint32_t(to) & 1) != 0;
 }
+static_assert(!is_allowed(State::QUEUED, State::FREE) && !is_allowed(State::GENERATING, State::FREE),
+              "a sample never leaves its slot without a fate");
+static_assert(is_allowed(State::QUEUED, State::FREE, Machine::calls) &&
+              is_allowed(State::GENERATING, State::FREE, Machine::calls) &&
+              is_allowed(State::GENERATED, State::FREE, Machine::calls));
+static_assert(kArrows[uint32_t(Machine::calls)].mask[uint32_t(State::REWARDING)] == 0 &&
+                  !is_allowed(State::GENERATED, State::DROPPED, Machine::calls),
+              "a call has neither reward nor fate");
 
 // Where a slot goes when its owner is dead. RESERVED is decided by its fate, see reap.hpp.
 constexpr State rest_of(State working) {

@@ -1,0 +1,48 @@
+"""`skips.jsonl`: which prompts the scheduler left out by their pass rates, and what was known when it decided.
+
+The scheduler writes a line before it stores the fates that the line is about; a successor stores them again. Knows
+nothing of how it was decided.
+
+- `draws` of all lines together are every draw that was left out; `told` groups of groups.jsonl, in the order of that
+  file, were known to the decision, so it can be made again from both files.
+- The other numbers are totals up to the line, by source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from busrl.files import json_lines
+
+TAIL_BYTES = 1 << 18
+
+
+class SkipLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Draws left out at one look of the scheduler; `given_up`: the first draw after a pass without leaving out."""
+
+    time: float
+    told: int
+    draws: list[int] = []
+    given_up: int = 0
+    left_out: dict[str, int] = {}  # by source, since the run began
+    resting: dict[str, int] = {}  # prompts that rest now
+    prompts: dict[str, int] = {}
+
+
+def skip_lines(path: Path, tail: int = 0) -> Iterator[SkipLine]:
+    """The lines, in order; none where there is no file. `tail`: only of its last bytes."""
+    for row in json_lines(path, tail):
+        with suppress(msgspec.ValidationError):
+            yield msgspec.convert(row, SkipLine)
+
+
+def newest_skips(path: Path) -> SkipLine | None:
+    """The last line."""
+    last = None
+    for last in skip_lines(path, TAIL_BYTES):  # noqa: B007
+        pass
+    return last

@@ -1,0 +1,449 @@
+"""Model calls as their caller sees them: put into the ring of calls, waited for, taken, cancelled.
+
+`Caller` is for one thread; `AsyncCaller` puts it behind an asyncio loop, with one more thread that waits at the ring.
+Talks to the ring of calls, and to whoever sends its messages for it. Knows nothing of episodes, text or engines.
+
+- A call under a living caller never leaves its slot but by this caller, unless it was cancelled.
+- An answer is taken once, whole and checked; what an engine wrote raises `CallUnanswered`, and nothing else.
+- A call that two engines died of while they held nothing else is given up by its caller: nobody else may free it.
+- Messages save tokens and smooth a stream: none is needed for an answer.
+- Every wait ends, and says who had the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl._ring import Ring
+from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, RingError
+from busrl.protocol import messages as m
+from busrl.protocol.codec import address
+from busrl.states import State
+
+Ids = npt.NDArray[np.int32]
+Send = Callable[[m.Message, str], None]
+OWNER, SEQ = 0x3FFF, (1 << 36) - 1
+POISON_DEATHS = 2
+AFFINITY_S = 0.02
+WAIT_S, LOOK_S = 0.5, 0.05
+ANSWER = {"tokens": np.dtype(np.int32), "logprobs": np.dtype(np.float32), "versions": np.dtype(np.uint32)}
+
+
+class CallDetails(msgspec.Struct, omit_defaults=True):
+    """What the line of a call has no field for: the tensor `call`, as msgpack."""
+
+    stream: int = 0  # 64 bits: which random numbers
+    stop: list[int] = msgspec.field(default_factory=list)  # ids that end the answer beside the model's own
+    tokens: bool = False  # CALL_TOKENS are wanted
+
+
+class Served(NamedTuple):
+    """The tensor `served`: which process of the ring answered, and from when to when (monotonic nanoseconds)."""
+
+    engine: int
+    claimed_ns: int
+    done_ns: int
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """Ids to read, and how to answer them. `uid` and `stream` name the random numbers of the answer; `priority`, then
+    the older `admission` go first; `engine` is offered the call alone for `affinity_s`."""
+
+    ids: Ids
+    max_new_tokens: int
+    uid: int = 0
+    stream: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    priority: int = 0
+    admission: int = 0
+    cls: int = 0
+    engine: int = 0
+    affinity_s: float = AFFINITY_S
+    streams: bool = False
+
+    def details(self) -> bytes:
+        return msgspec.msgpack.encode(CallDetails(self.stream, list(self.stop), self.streams))
+
+
+@dataclass(frozen=True)
+class CallAnswer:
+    """What an engine drew: at least one id, each with its log-probability and the version of the weights. `finish` is a
+    code of `Finish`, `engine` the process that answered, where the prefix may still be."""
+
+    ids: Ids
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.uint32]
+    finish: int
+    engine: int
+    waited_s: float
+    generated_s: float
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A call under way. Done once it has an `answer` or an `error`; `drawn` are the tokens that came early."""
+
+    call: ModelCall
+    slot: int
+    word: int  # at which it was queued
+    put_ns: int
+    answer: CallAnswer | None = None
+    error: CallUnanswered | None = None
+    cancelled: bool = False
+    drawn: list[int] = field(default_factory=list)
+    _seq: int = 0  # of the claim that `drawn` is of
+
+    @property
+    def done(self) -> bool:
+        return self.answer is not None or self.error is not None
+
+    def result(self) -> CallAnswer:
+        if self.answer is None:
+            raise self.error or CallUnanswered("late", "the call is still under way")
+        return self.answer
+
+
+def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
+    """Ids of a slot, at least one, as a view; BadTensor or NoSuchTensor where another program left something else."""
+    found: Ids = ring.get(slot, name, segment)
+    if found.dtype != np.int32 or found.ndim != 1 or not len(found):
+        raise BadTensor(f"slot {slot}: {name} is {found.dtype} of shape {found.shape}, expected int32 of one or more")
+    return found
+
+
+# -- the caller ---------------------------------------------
+
+
+class Caller:
+    """The calls of this process. `ring` is registered; `send` takes a message and its address ("" = everybody)."""
+
+    def __init__(self, ring: Ring, send: Send) -> None:
+        self.ring, self._send = ring, send
+        self._open: dict[int, PendingCall] = {}  # by slot
+        self._me = (ring.index, ring.epoch)
+
+    @property
+    def open(self) -> int:
+        """How many calls are under way."""
+        return len(self._open)
+
+    def put(self, call: ModelCall) -> PendingCall | None:
+        """Queue a call; None while no slot is free. SlotTooSmall if it, or its longest answer, fits none."""
+        now = time.monotonic_ns()
+        put = self.ring.put_call(
+            call.ids, call.details(), uid=call.uid, admission=call.admission, cls=call.cls, priority=call.priority,
+            max_new_tokens=call.max_new_tokens, temperature=call.temperature, top_p=call.top_p,
+            offer_to=max(0, call.engine), offer_s=call.affinity_s,
+        )
+        if put is None:
+            return None
+        pending = PendingCall(call, *put, now)
+        if (earlier := self._open.get(pending.slot)) is not None:  # cancelled by an engine, and not seen since
+            self._end(earlier, CallUnanswered("cancelled", "the call was cancelled"))
+        self._open[pending.slot] = pending
+        return pending
+
+    def poll(self) -> list[PendingCall]:
+        """Take every answer that is there; returns the calls that are done with."""
+        words = self.ring.words() if self._open else np.empty(0, np.uint64)
+        return [pending for slot, pending in list(self._open.items()) if self._look(pending, int(words[slot]))]
+
+    def wait(self, timeout_s: float) -> list[PendingCall]:
+        """`poll`, waiting for the first one; empty when the time has passed, or nothing is under way."""
+        end = time.monotonic() + timeout_s
+        while self._open:
+            seen = self.ring.transitions(State.GENERATED)
+            if ended := self.poll():
+                return ended
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            self.ring.wait(State.GENERATED, seen, min(left, WAIT_S))
+        return []
+
+    def cancel(self, pending: PendingCall) -> None:
+        """Nobody wants the answer any more. Its slot is freed now, or by its engine, or when the answer is there."""
+        if pending.done or pending.cancelled:
+            return
+        pending.cancelled = True
+        word = int(self.ring.line(pending.slot)["word"])
+        if word >> 58 == State.GENERATING and (owner := self._label(word)):
+            self._send(m.CallCancel(slot_id=pending.slot, seq=word & SEQ), owner)
+        self._look(pending, word)
+
+    def tokens(self, message: m.CallTokens) -> PendingCall | None:
+        """Take over tokens that an engine announced; the call that got some. What does not follow on is left to the
+        answer."""
+        pending = self._open.get(message.slot_id)
+        if pending is None or pending.done or pending.cancelled:
+            return None
+        word = int(self.ring.line(pending.slot)["word"])
+        if word & SEQ != message.seq or word >> 58 not in (State.GENERATING, State.GENERATED):
+            return None
+        if pending._seq != message.seq:  # another engine begins again, with the same random numbers
+            if pending._seq and message.at == 0 and message.ids[: len(pending.drawn)] != pending.drawn:
+                return None
+            pending._seq = message.seq
+        new = message.ids[len(pending.drawn) - message.at :] if message.at <= len(pending.drawn) else []
+        pending.drawn += new
+        return pending if new else None
+
+    def whose(self, pending: PendingCall) -> str:
+        """Who has the call now, for whoever waited in vain."""
+        word = int(self.ring.line(pending.slot)["word"])
+        processes = self.ring.processes()
+        if word >> 58 == State.QUEUED:
+            engines = [one.label for one in processes if one.role == "rollout"]
+            queued = self.ring.stats().occupancy["QUEUED"]
+            there = ", ".join(engines) or "none"
+            return f"slot {pending.slot} is one of {queued} that wait for an engine; there is {there}"
+        if word >> 58 == State.GENERATING:
+            owner = (word >> 44) & OWNER
+            names = [f"{one.label} (pid {one.pid})" for one in processes if one.index == owner]
+            return f"slot {pending.slot} is in the hands of {names[0] if names else f'process {owner}'}"
+        return f"slot {pending.slot} is {State(word >> 58).name}"
+
+    def close(self) -> None:
+        """Cancel what is under way. What an engine works on is freed once it is done, by whoever reaps."""
+        for pending in list(self._open.values()):
+            self.cancel(pending)
+
+    # -- internals -----
+
+    def _look(self, pending: PendingCall, word: int) -> bool:
+        """Whether the call is done with, seen at `word`."""
+        state = word >> 58
+        if state == State.GENERATED:
+            return self._take(pending, word)
+        if not pending.cancelled and (word == pending.word or state == State.GENERATING):
+            return False
+        if state == State.QUEUED and (pending.cancelled or self._is_poison(pending)):
+            if not self.ring.free_call(pending.slot, word):
+                return False  # an engine was faster: look again
+            poison = "two engines died of the call while they held nothing else"
+            code, why = ("cancelled", "the call was cancelled") if pending.cancelled else ("poison", poison)
+            return self._end(pending, CallUnanswered(code, why))
+        if state in (State.FREE, State.RESERVED) or not self._is_mine(pending.slot):
+            gone = CallUnanswered("cancelled", "the call was cancelled")
+            lost = CallUnanswered("lost", f"slot {pending.slot} was taken from its caller: the ring was damaged")
+            return self._end(pending, gone if pending.cancelled else lost)
+        return False
+
+    def _is_mine(self, slot: int) -> bool:
+        line = self.ring.line(slot)
+        return (int(line["group"]), int(line["step"])) == self._me
+
+    def _is_poison(self, pending: PendingCall) -> bool:
+        return int(self.ring.line(pending.slot)["alone_deaths"]) >= POISON_DEATHS
+
+    def _label(self, word: int) -> str:
+        owner = (word >> 44) & OWNER
+        return next((address(one.label) for one in self.ring.processes() if one.index == owner), "")
+
+    def _take(self, pending: PendingCall, word: int) -> bool:
+        slot = pending.slot
+        if pending.cancelled:
+            if self._is_mine(slot):
+                self.ring.free_call(slot, word)
+            return self._end(pending, CallUnanswered("cancelled", "the call was cancelled"))
+        error: CallUnanswered | None = None
+        answer: CallAnswer | None = None
+        try:
+            answer = self._read(pending)
+        except CallUnanswered as problem:
+            error = problem
+        except (BadTensor, NoSuchTensor) as problem:
+            error = CallUnanswered("malformed", f"the answer in slot {slot} cannot be read: {problem}")
+        if not self.ring.free_call(slot, word):
+            raise BugError(f"slot {slot} went from under the caller of its call")
+        pending.answer = answer
+        return self._end(pending, error)
+
+    def _read(self, pending: PendingCall) -> CallAnswer:
+        slot, ring = pending.slot, self.ring
+        try:
+            ids, logprobs, versions = (ring.get(slot, name, 0) for name in ANSWER)
+        except NoSuchTensor:
+            why = ring.get(slot, "refused", 0).tobytes().decode("utf-8", "replace")
+            raise CallUnanswered("refused", why) from None
+        kinds = [(one.dtype, one.shape) for one in (ids, logprobs, versions)]
+        if kinds != [(kind, (len(ids),)) for kind in ANSWER.values()] or not len(ids):
+            raise BadTensor(f"ids, log-probabilities and versions are {kinds}")
+        if not np.isfinite(logprobs).all():
+            raise CallUnanswered("malformed", "the engine drew from numbers that are not finite")
+        served = Served(0, pending.put_ns, time.monotonic_ns())
+        with contextlib.suppress(NoSuchTensor, TypeError):
+            served = Served(*ring.get(slot, "served", 0).tolist())
+        finish = int(ring.line(slot)["finish"])
+        waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
+        return CallAnswer(
+            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9
+        )
+
+    def _end(self, pending: PendingCall, error: CallUnanswered | None) -> bool:
+        pending.error = error
+        if self._open.get(pending.slot) is pending:
+            del self._open[pending.slot]
+        return True
+
+
+# -- in an asyncio loop -------------------------------------
+
+
+class _Asked:
+    """A call of a coroutine; `news` is set whenever there is something to look at."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self.call, self.news = call, asyncio.Event()
+        self.pending: PendingCall | None = None
+        self.refused: RingError | None = None
+        self.given_up = False
+
+    async def look_later(self, timeout_s: float | None = None) -> None:
+        """Wait for news since the last look."""
+        self.news.clear()
+        await asyncio.wait_for(self.news.wait(), timeout_s)
+
+
+class AsyncCaller:
+    """Calls from coroutines of one loop; more than the ring has slots for wait here, best first. Use `async with`."""
+
+    def __init__(self, ring: Ring, send: Send) -> None:
+        self.caller = Caller(ring, send)
+        self._loop = asyncio.get_running_loop()
+        self._asked: dict[PendingCall, _Asked] = {}
+        self._waiting: list[tuple[int, int, int, _Asked]] = []  # a heap, in the order of claims
+        self._numbers = itertools.count()
+        self._stopped, self._looking = False, False
+        self._thread = threading.Thread(target=self._watch, name="calls", daemon=True)
+
+    async def __aenter__(self) -> AsyncCaller:
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopped = True
+        await asyncio.to_thread(self._thread.join)
+        self.caller.close()
+
+    async def ask(self, call: ModelCall, timeout_s: float) -> CallAnswer:
+        """The answer. CallUnanswered, also when the time has passed; a coroutine that is cancelled cancels its call."""
+        asked = _Asked(call)
+        try:
+            return await asyncio.wait_for(self._answered(asked), timeout_s)
+        except asyncio.TimeoutError:
+            raise self._late(asked, timeout_s) from None
+        finally:
+            self._forget(asked)
+
+    async def stream(self, call: ModelCall, timeout_s: float) -> AsyncIterator[list[int] | CallAnswer]:
+        """Ids as they are drawn, at last the answer. CallUnanswered if what was given turns out not to be its
+        beginning: an engine died, and the next one drew with other weights."""
+        asked, given, end = _Asked(replace(call, streams=True)), 0, self._loop.time() + timeout_s
+        try:
+            pending = await asyncio.wait_for(self._queued(asked), timeout_s)
+            while not pending.done:
+                if new := pending.drawn[given:]:
+                    given += len(new)
+                    yield new
+                else:
+                    await asked.look_later(max(0.0, end - self._loop.time()))
+            answer = pending.result()
+            ids = answer.ids.tolist()
+            if ids[:given] != pending.drawn[:given]:
+                raise CallUnanswered("lost", "the answer was begun again by another engine, and became another one")
+            if ids[given:]:
+                yield ids[given:]
+            yield answer
+        except asyncio.TimeoutError:
+            raise self._late(asked, timeout_s) from None
+        finally:
+            self._forget(asked)
+
+    def tokens(self, message: m.CallTokens) -> None:
+        """Take over what the bus brought; to be called in the loop."""
+        pending = self.caller.tokens(message)
+        if pending is not None and pending in self._asked:
+            self._asked[pending].news.set()
+
+    # -- internals -----
+
+    async def _answered(self, asked: _Asked) -> CallAnswer:
+        pending = await self._queued(asked)
+        while not pending.done:
+            await asked.look_later()
+        return pending.result()
+
+    async def _queued(self, asked: _Asked) -> PendingCall:
+        """The call in its slot, once one was free."""
+        call = asked.call
+        heapq.heappush(self._waiting, (-call.priority, call.admission, next(self._numbers), asked))
+        self._fill()
+        while asked.pending is None:
+            if asked.refused is not None:
+                raise asked.refused
+            await asked.look_later()
+        return asked.pending
+
+    def _fill(self) -> None:
+        """Put the best of what waits into the slots that are free."""
+        while self._waiting:
+            asked = self._waiting[0][-1]
+            if not asked.given_up:
+                try:
+                    asked.pending = self.caller.put(asked.call)
+                except RingError as problem:
+                    asked.refused = problem
+                if asked.pending is None and asked.refused is None:
+                    return
+                if asked.pending is not None:
+                    self._asked[asked.pending] = asked
+                asked.news.set()
+            heapq.heappop(self._waiting)
+
+    def _late(self, asked: _Asked, timeout_s: float) -> CallUnanswered:
+        full = f"all {self.caller.ring.n_slots} slots of the ring of calls are in use"
+        whose = self.caller.whose(asked.pending) if asked.pending else full
+        return CallUnanswered("late", f"no answer within {timeout_s:g} s: {whose}")
+
+    def _forget(self, asked: _Asked) -> None:
+        asked.given_up = True
+        if asked.pending is not None:
+            self._asked.pop(asked.pending, None)
+            self.caller.cancel(asked.pending)
+
+    def _look(self) -> None:
+        """In the loop: take what has ended, then use what is free."""
+        self._looking = False
+        if self._stopped:
+            return
+        for pending in self.caller.poll():
+            if pending in self._asked:
+                self._asked[pending].news.set()
+        self._fill()
+
+    def _watch(self) -> None:
+        """The thread: has the loop look whenever an answer came, and now and then without one."""
+        ring = self.caller.ring
+        seen = ring.transitions(State.GENERATED)
+        while not self._stopped:
+            seen = ring.wait(State.GENERATED, seen, LOOK_S)
+            if not self._looking:
+                self._looking = True
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._look)

@@ -1,0 +1,383 @@
+"""What a rollout process works on: slots claimed, turned into requests for its engine, and answers put back into them.
+
+`SampleIntake` has the samples of the run's ring: it renders prompts, cuts segments, writes text. `CallIntake` has the
+calls of the ring of model calls, where agents make the samples: ids in, ids out. Talks to one ring each. Knows nothing
+of decoding steps, pauses or where weights come from: the role has those.
+
+- A segment that reaches neither an end of sequence nor the answer's limit goes back to QUEUED for any worker.
+- A slot that was being generated when its worker died is run alone the next time, so that it can only hurt itself.
+- Of a call the line is read once, after its claim, and kept (docs/ring.md).
+- A call that cannot be answered is answered with the reason; nothing that a caller wrote ends this process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from busrl.config import Topology
+from busrl.config.pretrained import model_facts
+from busrl.data import prompt_of
+from busrl.engines import Engine, Finished, Request
+from busrl.engines.tokens import NO_IDS, Ids
+from busrl.errors import RingError, SlotTooSmall
+from busrl.protocol import messages as m
+from busrl.protocol.codec import address
+from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
+from busrl.ring.calls import CallDetails, Served, read_ids
+from busrl.roles.actor import Doorbell
+from busrl.roles.trajectory import (
+    UNREADABLE,
+    SegmentCuts,
+    claim_queued,
+    read_generated,
+    read_prompt_ids,
+    read_task,
+    write_segment,
+)
+from busrl.scheduling.admission import Waves
+from busrl.states import Fate, Finish, SampleClass
+from busrl.weights.base import VersionSteps
+
+Warn = Callable[..., None]
+ORPHANS_EVERY_S = 1.0
+REFUSAL_BYTES = 1000
+
+
+class Intake(ABC):
+    """The slots of one rollout process. `version` is that of the engine's weights, `steps` has the steps of all."""
+
+    waves: Waves | None = None
+    only_validates = False  # validation.mode = "dedicated"
+    trains = True  # the scheduler has to know of this worker
+
+    def __init__(self, ring: Ring, warn: Warn) -> None:
+        self.ring, self.warn = ring, warn
+        self.version, self.steps = 0, VersionSteps()
+        self.claimed: dict[int, Any] = {}  # by slot
+        self.alone = False
+
+    def take(self, room: int) -> list[Request]:
+        """Claim up to `room` slots; a suspect one only when nothing else runs. What cannot be used is dropped."""
+        while not (self.alone and self.claimed):
+            taken, self.alone = self._claim(room)
+            if not taken:
+                break
+            if requests := self._requests(taken):
+                return requests
+        return []
+
+    def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
+        return claim_queued(self.ring, None, room, not self.claimed)
+
+    @abstractmethod
+    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]: ...
+
+    @abstractmethod
+    def commit(self, answer: Finished) -> bool:
+        """Put an answer back. True if this worker is done with the slot: the answer is whole, or there is none."""
+
+    @abstractmethod
+    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+        """What is to be announced now, and to whom ("" = everybody)."""
+
+    def holds(self, slot: int, seq: int) -> bool:
+        """Whether it may be cancelled, and is the claim that is spoken of."""
+        return False
+
+    def cancelled(self, answer: Finished) -> None:
+        """The engine has stopped working on it as it was asked to."""
+
+    def orphans(self) -> list[int]:
+        """Slots with which nobody wants to have anything to do any more."""
+        return []
+
+    def fetched(self, seconds: float) -> None:
+        """New weights were loaded, which took so long."""
+
+    def stepped(self, seconds: float) -> None:
+        """The engine did a step."""
+
+    def give_back(self) -> None:
+        """Let go of everything as it was."""
+        for slot, task in self.claimed.items():
+            self.ring.release(slot, task.word, State.QUEUED)
+
+
+# -- samples ------------------------------------------------
+
+LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
+
+
+class ClaimedSlot(NamedTuple):
+    """A slot of this worker: the word that owns it, and what its line said at the claim."""
+
+    word: int
+    uid: int
+    version: int  # policy version when the sample was admitted
+    step: int  # the learner's step when it was admitted
+    prompt_tokens: int = 0
+    earlier: int = 0  # tokens of the segments before
+    tokens: int = 0  # the most that this segment may have
+    last: bool = True  # the answer has to end with this segment
+
+
+class SampleIntake(Intake):
+    """Samples: consumes QUEUED slots, produces GENERATED ones and DATA_GENERATED."""
+
+    claimed: dict[int, ClaimedSlot]
+
+    def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
+        super().__init__(ring, warn)
+        self.topology, self.engine = topology, engine
+        self.bell, self.segment_bell = Doorbell(), Doorbell()
+        self.segments = SegmentCuts.of(topology, name)
+        self.waves = self.segments.waves
+        self.only_validates = self.segments.cls == SampleClass.VALIDATE
+        self.trains = not self.only_validates
+
+    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+        for bell in (self.bell, self.segment_bell):
+            if (message := bell.take()) is not None:
+                yield message, ""
+
+    def fetched(self, seconds: float) -> None:
+        self.segments.fetched(seconds)
+
+    def stepped(self, seconds: float) -> None:
+        self.segments.stepped(seconds)
+
+    def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
+        return claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
+
+    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
+        """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
+        described = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist()
+        made = [self._request(*claim, dict(zip(LINE_FIELDS, values))) for claim, values in zip(taken, described)]
+        return [request for request in made if request is not None]
+
+    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
+        version, step = line["version"], line["step"]
+        if (own := self.steps.step_of(self.version)) < step:
+            # Admitted with newer weights than these: write it now, since the learner counts the age from it.
+            version, step = self.version, own
+            self.ring.set(slot, word, version=version, step=step)
+        segments = segments_of(word)
+        try:
+            prompt = self._prompt_ids(slot, word, segments)
+            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
+        except UNREADABLE as problem:
+            self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
+            return None
+        if prompt is None:
+            return None
+        left = line["max_new_tokens"] - len(prefix)
+        cut = self.segments.next(line["cls"], segments, left)
+        counted = (len(prompt), len(prefix), cut.tokens, cut.last)
+        self.claimed[slot] = ClaimedSlot(word, line["uid"], version, step, *counted)
+        return Request(
+            key=slot, uid=line["uid"], segment=segments, prompt_ids=prompt, prefix_ids=prefix,
+            max_new_tokens=cut.tokens, temperature=line["temperature"], top_p=line["top_p"],
+            seed=self.topology.run.seed,
+        )
+
+    def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
+        if segments:
+            earlier: Ids = read_prompt_ids(self.ring, slot).copy()
+            return earlier
+        try:
+            prompt = prompt_of(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
+            ids = np.asarray(self.engine.encode(prompt), np.int32)
+        except Exception as problem:
+            self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
+            return None
+        limit = self.topology.max_prompt_tokens
+        if not 0 < len(ids) <= limit:
+            text = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+            self._drop(slot, word, Fate.LONG, text)
+            return None
+        self.ring.put(slot, word, "prompt_ids", ids)
+        return ids
+
+    def commit(self, sequence: Finished) -> bool:
+        """Commit a segment that ended; the answer is whole, or dropped, or goes on with any worker."""
+        slot, task = sequence.key, self.claimed.pop(sequence.key)
+        word = task.word
+        if sequence.refused:
+            self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
+            return True
+        if sequence.finish == Finish.ABORTED:  # not its fault: the next worker begins this segment again
+            self.ring.release(slot, word, State.QUEUED)
+            return False
+        if not len(sequence.token_ids):
+            why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
+            self._drop(slot, word, Fate.LONG, why)
+            return True
+        whole = not self._is_cut(task, sequence)
+        try:
+            message = self.segments.commit(
+                self.ring, slot, word, sequence, self._text(slot, word, sequence) if whole else None, self.steps,
+                uid=task.uid, version=task.version, step=task.step, earlier=task.earlier,
+                prompt_tokens=task.prompt_tokens,
+            )
+        except (SlotTooSmall, *UNREADABLE) as problem:
+            self._drop(slot, word, Fate.MALFORMED, str(problem))
+            return True
+        if message is not None:
+            (self.bell if whole else self.segment_bell).add(lambda: message)
+        return whole
+
+    def _text(self, slot: int, word: int, sequence: Finished) -> str:
+        """The whole answer; a scripted engine brings its own."""
+        if sequence.text is not None:
+            return sequence.text
+        ids = sequence.token_ids
+        if segments := segments_of(word):
+            ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
+        return self.engine.decode(ids, sequence.finish == Finish.EOS)
+
+    def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
+        """Whether only the segment's own length ended it: not the answer's limit, and no fault."""
+        if task.last or sequence.finish == Finish.EOS or len(sequence.token_ids) < task.tokens:
+            return False
+        room = self.engine.max_length - task.prompt_tokens - task.earlier - len(sequence.token_ids)
+        return room > 0 and math.isfinite(sequence.logprobs[-1])
+
+    def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
+        uid = int(self.ring.line(slot)["uid"])
+        self.claimed.pop(slot, None)
+        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
+        self.ring.drop(slot, word, fate)
+
+
+# -- model calls --------------------------------------------
+
+CALL_FIELDS = ["uid", "max_new_tokens", "temperature", "top_p", "group"]
+
+
+class ClaimedCall(NamedTuple):
+    """A call of this worker: the word that owns its slot, when it was claimed, and who is to get its tokens at once."""
+
+    word: int
+    claimed_ns: int
+    uid: int
+    listener: str = ""
+
+
+class CallIntake(Intake):
+    """Model calls: consumes QUEUED slots of the ring of calls, produces GENERATED ones and, where they are wanted,
+    CALL_TOKENS. No bell is rung for an answer: its caller waits at the ring."""
+
+    claimed: dict[int, ClaimedCall]
+    trains = False
+
+    def __init__(self, ring: Ring, topology: Topology, engine: Engine, warn: Warn) -> None:
+        super().__init__(ring, warn)
+        self._engine, self._seed = engine, topology.run.seed
+        self._vocabulary = model_facts(Path(topology.model.path)).vocabulary
+        self._sent: dict[int, int] = {}  # slot -> how many of its tokens were announced
+        self._next_orphans = 0.0
+        self._decoder = msgspec.msgpack.Decoder(CallDetails)
+
+    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
+        described = self.ring.lines([slot for slot, _ in taken])[CALL_FIELDS].tolist()
+        made = [self._request(*claim, dict(zip(CALL_FIELDS, values))) for claim, values in zip(taken, described)]
+        return [request for request in made if request is not None]
+
+    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
+        try:
+            ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT).copy()
+            details = self._decoder.decode(self.ring.get(slot, "call").tobytes())
+        except (*UNREADABLE, msgspec.MsgspecError) as problem:
+            self._refuse(slot, word, f"the call cannot be read: {problem}")
+            return None
+        most = self._vocabulary or int(ids.max()) + 1
+        if wrong := next((one for one in (int(ids.min()), int(ids.max())) if not 0 <= one < most), None):
+            self._refuse(slot, word, f"token id {wrong}: the model knows 0 to {most - 1}")
+            return None
+        listener = self._label(line["group"]) if details.tokens else ""
+        self.claimed[slot] = ClaimedCall(word, time.monotonic_ns(), line["uid"], listener)
+        if listener:
+            self._sent[slot] = 0
+        return Request(
+            key=slot, uid=line["uid"], segment=details.stream, prompt_ids=ids, prefix_ids=NO_IDS,
+            max_new_tokens=line["max_new_tokens"], temperature=line["temperature"], top_p=line["top_p"],
+            seed=self._seed, stop_ids=tuple(details.stop),
+        )
+
+    def _label(self, index: int) -> str:
+        labels = (one.label for one in self.ring.processes() if one.index == index)
+        return next((address(label) for label in labels), "")
+
+    def commit(self, answer: Finished) -> bool:
+        slot, task = answer.key, self._let_go(answer.key)
+        if answer.refused:
+            self._refuse(slot, task.word, answer.refused)
+        elif answer.finish == Finish.ABORTED:  # not its fault: the next worker begins it again
+            self.ring.release(slot, task.word, State.QUEUED)
+            return False
+        elif not len(answer.token_ids):
+            self._refuse(slot, task.word, f"its ids leave no room in the engine's {self._engine.max_length} tokens")
+        else:
+            self._write(slot, task, answer)
+        return True
+
+    def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
+        try:
+            write_segment(self.ring, slot, task.word, 0, answer.token_ids, answer.logprobs, answer.versions)
+            served = Served(self.ring.index, task.claimed_ns, time.monotonic_ns())
+            self.ring.put(slot, task.word, "served", np.array(served, np.uint64), 0)
+        except (SlotTooSmall, *UNREADABLE) as problem:
+            self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
+            return
+        self.ring.set(
+            slot, task.word, finish=answer.finish, response_tokens=len(answer.token_ids),
+            version=int(answer.versions.min()),
+        )
+        self.ring.commit_segment(slot, task.word, True)
+
+    def _refuse(self, slot: int, word: int, why: str) -> None:
+        """The reason is the answer."""
+        self.warn("rollout", f"a model call gets no answer: {why}", kind="call refused")
+        text = np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8)
+        try:
+            self.ring.clear_segments(slot, word, 0)
+            self.ring.put(slot, word, "refused", text, 0)
+        except RingError as problem:  # its caller sees an answer without tensors
+            self.warn("rollout", f"slot {slot}: {problem}", kind="call refused")
+        self.ring.commit_segment(slot, word, True)
+
+    def _let_go(self, slot: int) -> ClaimedCall:
+        self._sent.pop(slot, None)
+        return self.claimed.pop(slot)
+
+    # -- cancelling and streaming -----
+
+    def holds(self, slot: int, seq: int) -> bool:
+        return slot in self.claimed and seq_of(self.claimed[slot].word) == seq
+
+    def cancelled(self, answer: Finished) -> None:
+        self.ring.free_call(answer.key, self._let_go(answer.key).word)
+
+    def orphans(self) -> list[int]:
+        """Slots whose callers are gone, looked for now and then: nobody waits for their answers."""
+        now = time.monotonic()
+        if now < self._next_orphans:
+            return []
+        self._next_orphans = now + ORPHANS_EVERY_S
+        return [slot for slot in self.claimed if self.ring.is_orphan(slot)]
+
+    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+        for slot, sent in list(self._sent.items()):
+            new: Ids = engine.drawn(slot, sent)
+            if len(new):
+                task = self.claimed[slot]
+                self._sent[slot] = sent + len(new)
+                yield m.CallTokens(slot_id=slot, seq=seq_of(task.word), at=sent, ids=new.tolist()), task.listener

@@ -1,0 +1,175 @@
+"""Model calls through a real rollout process: the same answers in any order, deaths on both sides, cancelled calls, new
+weights, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from call_scene import PATIENCE_S, ROOT, Scene, call
+
+from busrl.errors import CallUnanswered
+from busrl.protocol import messages as m
+from busrl.ring.calls import ModelCall
+from busrl.states import Finish
+
+CALLER = """
+import sys
+import numpy as np
+from busrl.ring import Ring
+from busrl.ring.calls import Caller, ModelCall
+ring = Ring.attach(sys.argv[1], calls=True)
+ring.register("agent", "agent/9")
+caller = Caller(ring, lambda message, to: None)
+put = [caller.put(ModelCall(np.arange(1, 9, dtype=np.int32), 300, uid=number)) for number in range(7)]
+print(len(put), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.close()
+
+
+def test_the_same_stream_gives_the_same_tokens_whatever_the_order_and_the_company(scene: Scene) -> None:
+    calls = [call(number, max_new_tokens=20 + number) for number in range(6)]
+    alone = [scene.answers(one)[0] for one in calls]
+    together = scene.answers(*calls)
+    backwards = scene.answers(*reversed(calls))[::-1]
+    assert alone == together == backwards
+    other = scene.answers(*[call(number, max_new_tokens=20 + number, stream=77) for number in range(6)])
+    assert other != alone and scene.all_free()
+
+
+def test_an_answer_has_ids_logprobs_versions_and_who_made_it(scene: Scene) -> None:
+    pending = scene.caller.put(call(3, max_new_tokens=5))
+    scene.until("the answer", lambda: scene.caller.wait(0.1) or pending.done)
+    answer = pending.result()
+    assert 1 <= len(answer.ids) == len(answer.logprobs) == len(answer.versions) <= 5
+    assert (answer.logprobs <= 0).all() and answer.finish in (Finish.EOS, Finish.LENGTH)
+    [engine] = [one for one in scene.ring.processes() if one.role == "rollout"]
+    assert answer.engine == engine.index and answer.generated_s > 0 and answer.waited_s >= 0
+
+
+def test_a_stop_id_ends_the_answer_with_it(scene: Scene) -> None:
+    [whole] = scene.answers(call(4))
+    stop = whole[len(whole) // 2]
+    [cut] = scene.answers(call(4, stop=(stop,)))
+    assert cut == whole[: whole.index(stop) + 1]
+
+
+@pytest.mark.slow  # an engine's start
+def test_the_answer_of_a_killed_engine_comes_from_its_next_start_and_is_the_same(scene: Scene) -> None:
+    calls = [call(number) for number in range(3)]
+    before = scene.answers(*calls)
+    put = [scene.caller.put(one) for one in calls]
+    scene.until("an engine at work", lambda: any(scene.is_generating(one.slot) for one in put))
+    scene.kill("rollout/0")
+    scene.start("rollout/0")
+    scene.until("all answers", lambda: scene.caller.wait(0.1) or all(one.done for one in put))
+    assert [one.result().ids.tolist() for one in put] == before
+    assert scene.all_free()
+
+
+def test_all_slots_are_free_after_a_killed_caller(scene: Scene) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CALLER, scene.paths.calls_name], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"7\n"
+    assert not scene.all_free()
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    scene.until("slots without a caller to be free", scene.all_free)
+    assert [one.label for one in scene.ring.processes() if one.role == "agent"] == ["agent/0"]
+
+
+def test_a_cancelled_call_is_left_by_its_engine(scene: Scene) -> None:
+    one = scene.caller.put(call(1))
+    scene.until("an engine at work", lambda: scene.is_generating(one.slot))
+    scene.caller.cancel(one)
+    scene.until("the slot to be free", lambda: scene.caller.poll() or scene.all_free())
+    assert isinstance(one.error, CallUnanswered) and one.error.code == "cancelled"
+    waiting = [scene.caller.put(call(number)) for number in range(8)]
+    for each in waiting:
+        scene.caller.cancel(each)
+    scene.until("all slots to be free", lambda: scene.caller.poll() or scene.all_free())
+    assert {each.error.code for each in waiting} == {"cancelled"}
+
+
+def test_a_call_with_an_id_that_the_model_does_not_know_is_refused_and_the_engine_lives(scene: Scene) -> None:
+    one = scene.caller.put(ModelCall(np.array([1, 1 << 30], np.int32), 4))
+    scene.until("the refusal", lambda: scene.caller.wait(0.1) or one.done)
+    with pytest.raises(CallUnanswered, match=f"token id {1 << 30}: the model knows 0 to") as refused:
+        one.result()
+    assert refused.value.code == "refused" and scene.answers(call(0, max_new_tokens=2)) and scene.all_free()
+
+
+def test_every_token_has_the_version_that_drew_it_when_weights_change_during_a_call(scene: Scene) -> None:
+    scene.publish(1, 1.0)
+    scene.until("version 1", lambda: scene.answers(call(5, max_new_tokens=1)) and _versions(scene, 5) == {1})
+    for version in range(2, 30):
+        one = scene.caller.put(call(5))
+        scene.until("an engine at work", lambda one=one: one.done or scene.is_generating(one.slot))
+        scene.publish(version, 1.0)
+        scene.until("the answer", lambda one=one: scene.caller.wait(0.1) or one.done)
+        versions = one.result().versions
+        assert (np.diff(versions.astype(int)) >= 0).all()
+        if len(set(versions.tolist())) == 2:
+            break
+    assert set(versions.tolist()) == {version - 1, version}
+    assert one.result().ids.tolist() == scene.answers(call(5))[0], "the weights were the same, so the tokens are"
+
+
+def _versions(scene: Scene, number: int) -> set[int]:
+    one = scene.caller.put(call(number, max_new_tokens=1))
+    scene.until("the answer", lambda: scene.caller.wait(0.1) or one.done)
+    return set(one.result().versions.tolist())
+
+
+def test_coroutines_ask_more_than_there_are_slots_and_a_late_one_names_who_had_its_call(scene: Scene) -> None:
+    async def many() -> list[list[int]]:
+        async with scene.async_caller() as caller:
+            asks = [caller.ask(call(n % 5, max_new_tokens=4), PATIENCE_S) for n in range(scene.ring.n_slots + 20)]
+            answers = [one.ids.tolist() for one in await asyncio.gather(*asks)]
+            with pytest.raises(CallUnanswered, match=r"no answer within 0\.02 s: slot \d+ is ") as late:
+                await caller.ask(call(1), 0.02)
+            assert late.value.code == "late"
+            return answers
+
+    answers = asyncio.run(many())
+    assert answers == [answers[n % 5] for n in range(len(answers))]
+    scene.until("all slots to be free", lambda: scene.caller.poll() or scene.all_free())
+
+
+def test_a_stream_gives_the_answer_piece_by_piece_and_whole_without_messages(scene: Scene) -> None:
+    [whole] = scene.answers(call(2))
+
+    async def stream(heard: bool) -> tuple[list[list[int]], object]:
+        async with scene.async_caller() as caller:
+            listening = asyncio.ensure_future(listen(caller)) if heard else None
+            pieces = [piece async for piece in caller.stream(call(2), PATIENCE_S)]
+            if listening is not None:
+                listening.cancel()
+            return pieces[:-1], pieces[-1]
+
+    async def listen(caller) -> None:
+        while True:
+            for message in scene.bus.drain():
+                if isinstance(message, m.CallTokens):
+                    caller.tokens(message)
+            await asyncio.sleep(0.001)
+
+    for heard in (True, False):
+        pieces, answer = asyncio.run(stream(heard))
+        assert [one for piece in pieces for one in piece] == answer.ids.tolist() == whole
+        assert (len(pieces) > 1) == heard
