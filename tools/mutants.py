@@ -74,6 +74,7 @@ FIGURES = "busrl/data/figures.py"
 GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/trajectory.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
+SKIPS = ("tests/scheduling/test_pass_rates.py",)
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
 MUTANTS = (
     # -- what an engine draws
@@ -166,6 +167,13 @@ MUTANTS = (
     Mutant("the mean alone divides nothing", ADVANTAGES, '"group_mean": group_mean', '"group_mean": group_std', THREE),
     Mutant("advantages over all groups together", STEP,
            "groupby(records, key=lambda record: record.group)", "groupby(records, key=lambda record: 0)", PPO),
+    Mutant("a group is split in two before its advantages", STEP,
+           "groupby(records, key=lambda record: record.group)",
+           "groupby(records, key=lambda record: (record.group, record.member % 2))", PPO),
+    Mutant("a micro-batch weighs its samples by its own tokens", TRAINER,
+           "given.of(part), version)",
+           "replace(given.of(part), weights=given.weights and [1 / sum(len(samples[i].token_ids) for i in part)] * len(part)), version)",
+           streamed("seq-mean-token-mean")),
     Mutant("the clip bounds are swapped", LOSSES,
            "1.0 - settings.clip_low, 1.0 + settings.clip_high", "1.0 - settings.clip_high, 1.0 + settings.clip_low", PPO),
     Mutant("no dual clip", LOSSES,
@@ -296,6 +304,10 @@ MUTANTS = (
            "np.frombuffer(row, np.float32) for row in work.proximal]",
            "np.frombuffer(row, np.float32)[::-1].copy() for row in work.proximal]",
            (f"{TEAM}::test_an_update_with_the_old_log_probabilities_is_that_of_one_rank",)),
+    Mutant("a rank gets the old log-probabilities of another one's samples", "busrl/training/ranks/leader.py",
+           "given.of(share), version))",
+           "__import__('dataclasses').replace(given.of(share), proximal=given.proximal and given.proximal[: len(share)]), version))",
+           (f"{TEAM}::test_an_update_with_the_old_log_probabilities_is_that_of_one_rank",)),
     Mutant("a rank reads the first rows of every tensor", "busrl/training/sharded.py",
            "slice(at, at + size) for at, size", "slice(0, size) for _, size", RANKS),
     Mutant("a rank trains as if all samples weighed the same", "busrl/training/ranks/follower.py",
@@ -360,6 +372,17 @@ MUTANTS = (
            '(at,), HELD_OUT_SEED, "data"', '(at,), t.run.seed, "data"',
            ("tests/config/test_topology_sources.py::"
             "test_tasks_that_are_held_out_are_none_that_any_training_has",)),
+    Mutant("a prompt rests by all groups that it ever had", "busrl/scheduling/pass_rates.py",
+           "while len(prompt.groups) > 1 and sum(", "while False and sum(", SKIPS),
+    Mutant("prompts rest for ever where all of them do", "busrl/scheduling/pass_rates.py",
+           "self.given_up = draw + sum(self.rates.sizes)\n            return False",
+           "self.given_up = draw\n            return True", SKIPS),
+    Mutant("a scheduler forgets what a killed one had written down", "busrl/roles/prompt_filter.py",
+           "            self._newest = max([self._newest, *line.draws])\n            self._end(line.draws)\n", "",
+           ("tests/roles/test_prompt_filter.py",)),
+    Mutant("prompts that are left out end a run as idle", "busrl/roles/learner/alarms.py",
+           "((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any()", "(fates == Fate.TRAINED).any()",
+           ("tests/roles/test_idling.py",)),
     Mutant("a copy of a reward child answers too", "busrl/pipes.py",
            "if os.getpid() != OWN_PID:", "if not os.getpid():",
            ("tests/rewards/test_pool.py::test_a_function_that_forks_is_answered_once",)),

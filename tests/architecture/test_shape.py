@@ -51,7 +51,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "trial": "pretrained rules schema declare",
         "files": "engine_rules pretrained reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained rules schema trial",
-        "derive": "files rules schema", "explain": "machine memory pretrained rates rules schema trial",
+        "derive": "files rules schema", "explain": "machine memory pretrained rates reader rules schema trial",
         "load": "derive engine_rules files pretrained rates reader reward_rules rules schema sources",
     },
     "data": {
