@@ -188,6 +188,9 @@ def _add_runs(verbs: Verbs) -> None:
     add("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")
     _set(add, overrides)
     add("--verbose", action="store_true", help="also how slots, memory and limits follow from the keys")
+    text = "list the published algorithms of learner.recipe, and the keys that each sets"
+    add = _verb(verbs, "recipes", "run:recipes", text)
+    add("names", nargs="*", metavar="NAME", help="only these (default: all)")
     add = _verb(verbs, "status", "watch:status", "show what a run is doing now, changing nothing")
     add("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")

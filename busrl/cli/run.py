@@ -1,4 +1,4 @@
-"""`busrl launch`, `check`, `stop`, `audit` and `version`: what a run needs from the command line, from start to audit.
+"""`busrl launch`, `check`, `recipes`, `stop`, `audit` and `version`: what a run needs from the command line.
 
 Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
 
@@ -56,6 +56,12 @@ def check(options: argparse.Namespace) -> int:
     print(explain.report(topology, options.verbose), end="", flush=True)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
+    return 0
+
+
+def recipes(options: argparse.Namespace) -> int:
+    """What each recipe sets, by itself and through the loss that it names."""
+    print(explain.recipes(options.names))
     return 0
 
 

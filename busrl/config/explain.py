@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from busrl import device, keys
 from busrl.algorithms import catalog
 from busrl.config import machine, memory, pretrained, rates, trial
 from busrl.config.pretrained import model_at
+from busrl.config.reader import show
 from busrl.config.rules import MOST_SAMPLES, count
 from busrl.config.schema import ADAPTERS, RANK, SCRIPTED, TINY, AskedSet, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
-from busrl.errors import SharedMemoryFull
+from busrl.errors import SharedMemoryFull, UserError
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
@@ -99,6 +100,25 @@ def command(process: ProcessName) -> list[str]:
     return list(process.spec.command) or ["python", "-m", "busrl.roles", "RUN_DIR", process.name]
 
 
+def recipes(names: Sequence[str] = ()) -> str:
+    """The keys that each recipe sets, by itself and through the loss that it names; of all recipes without `names`."""
+    if unknown := [name for name in names if name not in catalog.RECIPES]:
+        raise UserError(f"there is no recipe {', '.join(unknown)}; there are {', '.join(catalog.RECIPES)}")
+    lines = ["learner.recipe = NAME sets these keys where the file leaves them out; formulas: docs/algorithms.md"]
+    for name in names or catalog.RECIPES:
+        own = catalog.RECIPES[name]
+        facts = catalog.LOSSES[own["learner.loss"]]
+        lines += ["", f"{name}  (its loss: {facts.source})"]
+        lines += [f"  {key} = {_of_recipe(value)}" for key, value in {**facts.settings, **own}.items()]
+    return "\n".join(lines)
+
+
+def _of_recipe(value: object) -> str:
+    if isinstance(value, catalog.OfLimit):
+        return "generation.max_new_tokens" + (f" / {value.parts}" if value.parts > 1 else "")
+    return show(value) + (" (as good as none)" if value == catalog.NO_DUAL else "")
+
+
 # -- the parts of the page -----
 
 
@@ -113,6 +133,7 @@ def _head(t: Topology) -> Iterator[str]:
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
     yield f"learning rate {t.learner.lr:g}: {rates.rate_advice(t)}"
+    yield from rates.other_rate_advice(t)
     yield from rates.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:

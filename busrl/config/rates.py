@@ -35,6 +35,21 @@ def rate_advice(t: Topology) -> str:
     return f"for {what} {shown_size(size)} parameters {middle:.0e} is usual, from a third of it to three times that"
 
 
+SPREAD = 3.0  # a rate is usual up to so many times the middle, and down to such a part of it
+
+
+def other_rate_advice(t: Topology) -> Iterator[str]:
+    """That learner.lr is a usual rate, but of the other kind of training: all weights, or an adapter."""
+    lr, size = t.learner.lr, parameters(t)
+    if lr is None or size < WARNED_FROM:
+        return
+    middle, other = usual_rate(size, t.lora.on), usual_rate(size, not t.lora.on)
+    if lr > SPREAD * middle and other / SPREAD <= lr <= SPREAD * other:
+        yield "  that is a rate for a LoRA adapter (lora.rank): all weights are trained here, and need a tenth of it"
+    elif lr < middle / SPREAD and other / SPREAD <= lr <= SPREAD * other:
+        yield "  that is a rate for all weights: a LoRA adapter is trained here, and needs ten times that"
+
+
 FRESH = 2  # steps of age that the usual learning rates bear (docs/losses.md)
 
 

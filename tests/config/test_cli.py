@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from busrl.algorithms import catalog
 from busrl.cli import main
 from busrl.paths import SHM, RunPaths
 from busrl.ring import OfdLock, Ring
@@ -92,6 +93,16 @@ def test_verbs_about_a_run_say_so_if_there_is_none(tmp_path: Path, capfd: pytest
 def test_version_names_what_it_stands_on() -> None:
     done = busrl("version")
     assert done.returncode == 0 and done.stdout.startswith("busrl 0.") and "pyzmq" in done.stdout
+
+
+def test_every_recipe_is_listed_with_all_that_it_sets(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    page = capfd.readouterr().out
+    assert all(f"\n{name}  (its loss: " in page for name in catalog.RECIPES)
+    assert all(f"  {key} = " in page for own in catalog.RECIPES.values() for key in own)
+    assert main(["recipes", "scalerl"]) == 0
+    assert capfd.readouterr().out.splitlines()[-2:] == ["  data.skip.max_pass_rate = 0.9", "  data.skip.rest = 0"]
+    assert main(["recipes", "nope"]) == 2 and "there is no recipe nope" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------------ rings

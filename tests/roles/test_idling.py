@@ -75,6 +75,12 @@ def test_many_groups_that_end_between_two_looks_are_all_counted(tmp_path: Path) 
     assert [*idle.quarters()] == [1, 2, 3, 4] and idle.streak == 50
 
 
+def test_prompts_left_out_by_pass_rate_are_no_groups_that_ended_in_vain(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    idle.look(view(ended=["s.", "ff", "s."]), [])
+    assert idle.streak == 1
+
+
 def test_zero_means_never(tmp_path: Path) -> None:
     idle = idling(tmp_path, idle_groups=0)
     idle.look(view(ended=["ff"] * 10_000), [])
