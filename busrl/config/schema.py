@@ -592,7 +592,7 @@ class Topology:
     @property
     def task_message_bytes(self) -> int:
         """Most bytes of a message that carries one sample: what its slot holds, and the fields."""
-        return self.derived.slot_bytes + MESSAGE_FIELD_BYTES
+        return max(self.derived.slot_bytes, self.derived.call_slot_bytes) + MESSAGE_FIELD_BYTES
 
     @property
     def scripted(self) -> bool:
