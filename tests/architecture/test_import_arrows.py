@@ -144,7 +144,9 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
         assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
 
 
-SHARED_BY_ROLES = {"process", "actor", "trajectory", "intake", "predictor_state", "prompt_filter", "version_pin"}
+SHARED_BY_ROLES = {
+    "process", "actor", "trajectory", "episodes", "intake", "predictor_state", "prompt_filter", "version_pin",
+}
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 
 
