@@ -1,12 +1,10 @@
 """The process in which the code of episodes runs: `python -m busrl.agents.child PARENT_PID`.
 
-Talks to its parent over stdin and stdout only, in lines of JSON (`busrl.agents.pool` has the parent's side): first
-a Setup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. What user code prints goes to stderr.
-Knows nothing of ids, trees or slots.
+Talks to its parent over `busrl.pipes` only, in lines of JSON (`busrl.agents.pool` has the parent's side): first a
+Setup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. Knows nothing of ids, trees or slots.
 
 - Episodes run beside each other on one loop; a function that does not await runs in a thread for each episode.
 - A thread of its own beats, and says for how long the loop has stood still, and where: user code may block it.
-- It dies with its parent, also in the middle of user code. A copy that user code makes of it by fork writes nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +22,9 @@ from typing import Any
 
 import msgspec
 
-from busrl import imports
+from busrl import imports, pipes
 from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
 from busrl.errors import AgentNotLoaded, cause
-from busrl.rewards.child import OWN_PID, PRINTED_BYTES, Requests, die_with_parent, line_of, printed, private_pipes
 
 BEAT_S = 0.5
 MOST_THREADS = 1 << 14  # as many as there are episodes: one that had to wait for a thread would pass for hung
@@ -95,15 +92,15 @@ _frames: msgspec.json.Decoder[ToChild] = msgspec.json.Decoder(ToChild)
 
 
 def main() -> int:
-    die_with_parent(int(sys.argv[1]))
-    requests, answers = private_pipes()
+    pipes.die_with_parent(int(sys.argv[1]))
+    requests, answers = pipes.private_pipes()
     return asyncio.run(Process(requests, answers).serve())
 
 
 class Process:
     """The episodes of this process. The parent closes the pipe to end it."""
 
-    def __init__(self, requests: Requests, answers: int) -> None:
+    def __init__(self, requests: pipes.Requests, answers: int) -> None:
         self._requests, self._fd, self._lock = requests, answers, threading.Lock()
         self._rows: list[bytes] = []
         self._arrived = asyncio.Event()
@@ -173,18 +170,7 @@ class Process:
 
     def _write(self, frame: FromChild) -> None:
         """One line, complete; from any thread."""
-        self._put(line_of(frame))
-
-    def _put(self, line: bytes) -> None:
-        if os.getpid() != OWN_PID:
-            os._exit(0)
-        data = memoryview(line)
-        with self._lock:
-            try:
-                while data:
-                    data = data[os.write(self._fd, data) :]
-            except BrokenPipeError:
-                os._exit(0)
+        pipes.write(self._fd, pipes.line_of(frame), self._lock)
 
     def _take(self, frame: ToChild) -> None:
         if isinstance(frame, Begin):
@@ -205,7 +191,7 @@ class Process:
             line = msgspec.json.encode(Asked(begin.key, call, request)) + b"\n"  # raises what no frame can hold
             self._waiting[call] = future
             try:
-                self._put(line)
+                pipes.write(self._fd, line, self._lock)
                 return await future  # type: ignore[no-any-return]
             finally:
                 self._waiting.pop(call, None)
@@ -218,7 +204,7 @@ class Process:
         except BaseException as problem:  # of an exception, say, whose own text raises another
             ended = Ended("raised", text=f"its end could not be told: {type(problem).__name__}")
         del self._episodes[begin.key]
-        printed.left = PRINTED_BYTES
+        pipes.printed.left = pipes.PRINTED_BYTES
         self._write(Over(begin.key, ended))
 
     # -- the beat -----

@@ -35,8 +35,7 @@ import numpy as np
 from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
-from busrl.config.schema import TINY, Topology, has_model
-from busrl.config.trials import BYTES_PER_TOKEN
+from busrl.config.schema import BYTES_PER_TOKEN, TINY, Topology, has_model
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
 from busrl.errors import DataError

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config.pretrained import Vocabulary, vocabulary
-from busrl.config.trials import BYTES_PER_TOKEN
+from busrl.config.schema import BYTES_PER_TOKEN, Mock
 from busrl.data import JsonlStream, Prompt, plain_text, trace, training_stream
 from busrl.engines.base import Engine, Finished, Request, Statistics
 from busrl.engines.tokens import Ids
@@ -36,7 +36,6 @@ from busrl.weights.shm import VersionReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
-    from busrl.config.schema import Mock
     from busrl.weights.base import Receiver
     from busrl.weights.factory import TransportSettings
 

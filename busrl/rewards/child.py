@@ -1,26 +1,22 @@
 """The process in which a reward function runs: `python -m busrl.rewards.child PARENT_PID`.
 
-Talks to its parent over stdin and stdout only (lines as `busrl.rewards.pool` describes them): the pool, or the trial
-before a run (`busrl.config.trial`). What the user's code prints goes to stderr. It may raise, hang, crash or call exit:
-the parent sees that and continues. Knows nothing of rings or groups. The library of a kind of reward is imported where
-that kind is built, and nowhere else.
+Talks to its parent over `busrl.pipes` only (lines as `busrl.rewards.pool` describes them): the pool, or the trial
+before a run (`busrl.config.trial`). The user's code may raise, hang, crash or call exit: the parent sees that and
+continues. Knows nothing of rings or groups. The library of a kind of reward is imported where that kind is built, and
+nowhere else.
 
 - Outcomes are written in the order of the items. A function that judges one at a time has written each before the next
   begins: when the process dies, the first item without one is the one that it was judging.
 - Of a function that judges many at a time, as lists or as coroutines, READY tells the parent so.
-- It dies with its parent, also in the middle of user code, and where the machine's memory ends it dies first.
-- A copy that user code makes of it by fork answers nothing. Of what a call prints the first MiB is kept.
+- Where the machine's memory ends it dies first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import io
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
@@ -30,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from busrl import pipes
 from busrl.errors import RewardNotLoaded, cause
 from busrl.rewards.base import (
     ASYNC,
@@ -45,18 +42,14 @@ from busrl.rewards.base import (
 )
 from busrl.rewards.pool import READY, Item, Outcome
 
-PR_SET_PDEATHSIG = 1
 TEXT_LIMIT = 2000
-READ_BYTES = 1 << 20
-PRINTED_BYTES = 1 << 20  # of a call, and of importing it
 AT_ONCE = 64  # answers that a function of lists gets, or calls of a coroutine at the same time
-OWN_PID = os.getpid()
 _batches = msgspec.json.Decoder(list[Item])
 
 
 def main() -> int:
-    die_with_parent(int(sys.argv[1]))
-    requests, answers = private_pipes()
+    pipes.die_with_parent(int(sys.argv[1]))
+    requests, answers = pipes.private_pipes()
     while not (rows := requests.read()):
         if requests.over:
             return 0
@@ -99,20 +92,6 @@ def build(setup: Setup) -> RewardFunction:
     if setup.kind not in KINDS:
         raise RewardNotLoaded(f"{setup.place}.kind = {setup.kind!r}: there is no such kind of reward")
     return KINDS[setup.kind](setup)
-
-
-class Requests:
-    """Lines of the parent; `over` when it has closed the pipe."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd, self.over, self._rest = fd, False, b""
-
-    def read(self) -> list[bytes]:
-        """Those that one read completes, maybe none."""
-        data = os.read(self.fd, READ_BYTES)
-        self.over = not data
-        *found, self._rest = (self._rest + data).split(b"\n") if data else [b""]
-        return found
 
 
 def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int) -> None:
@@ -189,7 +168,7 @@ class Concurrent:
         self.tasks: deque[asyncio.Task[Outcome]] = deque()
         self.arrived = asyncio.Event()
 
-    async def serve(self, requests: Requests, rows: Sequence[bytes]) -> None:
+    async def serve(self, requests: pipes.Requests, rows: Sequence[bytes]) -> None:
         """Judge what has been read, and what comes, until the parent closes the pipe."""
         os.set_blocking(requests.fd, False)
         loop, last = asyncio.get_running_loop(), time.monotonic()
@@ -208,7 +187,7 @@ class Concurrent:
         if closes := getattr(self.function, "close", None):
             await closes()
 
-    def _read(self, requests: Requests) -> None:
+    def _read(self, requests: pipes.Requests) -> None:
         with contextlib.suppress(BlockingIOError):
             self._take(requests.read())
         if requests.over:
@@ -235,36 +214,6 @@ class Concurrent:
 # -- the process ------------------------------------------
 
 
-def private_pipes() -> tuple[Requests, int]:
-    """Move the two pipes away from descriptors 0 and 1, so that user code can neither read nor write them."""
-    requests, answers = Requests(os.dup(0)), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout = sys.stderr = io.TextIOWrapper(printed, errors="backslashreplace", write_through=True)
-    return requests, answers
-
-
-class Printed(io.FileIO):
-    """What user code prints: so much of it until the next outcome, the rest is dropped."""
-
-    left = PRINTED_BYTES
-
-    def write(self, data: Any, /) -> int:
-        whole, taken = len(data), memoryview(data)[: max(0, self.left)]
-        self.left -= whole
-        while taken:
-            taken = taken[super().write(taken) or 0 :]
-        if self.left < 0 <= self.left + whole:
-            super().write(b"\n(busrl: the rest of what this call prints is dropped)\n")
-        return whole
-
-
-printed = Printed(2, "w", closefd=False)
-
-
 def keep_apart(setup: Setup) -> None:
     """Where memory ends it is this process that ends; `memory_mb` bounds what it may ask for."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -273,40 +222,9 @@ def keep_apart(setup: Setup) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (setup.memory_mb << 20,) * 2)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent's main thread ends; it may have ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def write(fd: int, outcome: Outcome) -> None:
-    """One line, complete; a parent that is gone ends this process, and so does being a copy of it."""
-    if os.getpid() != OWN_PID:
-        os._exit(0)
-    printed.left = PRINTED_BYTES
-    data = memoryview(line_of(outcome))
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-    except BrokenPipeError:
-        os._exit(0)
-
-
-def line_of(frame: msgspec.Struct) -> bytes:
-    """A frame as a line of JSON. Half a character in its texts, which nobody can encode, is named by its number."""
-    try:
-        return msgspec.json.encode(frame) + b"\n"
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_named_halves(msgspec.to_builtins(frame))) + b"\n"
-
-
-def _named_halves(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_named_halves(name): _named_halves(one) for name, one in value.items()}
-    return [_named_halves(one) for one in value] if isinstance(value, (list, tuple)) else value
+    pipes.printed.left = pipes.PRINTED_BYTES
+    pipes.write(fd, pipes.line_of(outcome))
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from busrl.config.pretrained import model_facts
 from busrl.data import prompt_of
 from busrl.engines import Engine, Finished, Request
 from busrl.engines.tokens import NO_IDS, Ids
-from busrl.errors import RingError, SlotTooSmall
+from busrl.errors import SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
-from busrl.ring.calls import CallDetails, Served, read_ids
+from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles.actor import Doorbell
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -40,7 +40,6 @@ from busrl.roles.trajectory import (
     read_generated,
     read_prompt_ids,
     read_task,
-    write_segment,
 )
 from busrl.scheduling.admission import Waves
 from busrl.states import Fate, Finish, SampleClass
@@ -48,7 +47,6 @@ from busrl.weights.base import VersionSteps
 
 Warn = Callable[..., None]
 ORPHANS_EVERY_S = 1.0
-REFUSAL_BYTES = 1000
 
 
 class Intake(ABC):
@@ -330,29 +328,15 @@ class CallIntake(Intake):
         return True
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
+        made = answer.token_ids, answer.logprobs, answer.versions
         try:
-            write_segment(self.ring, slot, task.word, 0, answer.token_ids, answer.logprobs, answer.versions)
-            served = Served(self.ring.index, task.claimed_ns, time.monotonic_ns())
-            self.ring.put(slot, task.word, "served", np.array(served, np.uint64), 0)
-        except (SlotTooSmall, *UNREADABLE) as problem:
+            write_answer(self.ring, slot, task.word, *made, answer.finish, task.claimed_ns)
+        except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
-            return
-        self.ring.set(
-            slot, task.word, finish=answer.finish, response_tokens=len(answer.token_ids),
-            version=int(answer.versions.min()),
-        )
-        self.ring.commit_segment(slot, task.word, True)
 
     def _refuse(self, slot: int, word: int, why: str) -> None:
-        """The reason is the answer."""
         self.warn("rollout", f"a model call gets no answer: {why}", kind="call refused")
-        text = np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8)
-        try:
-            self.ring.clear_segments(slot, word, 0)
-            self.ring.put(slot, word, "refused", text, 0)
-        except RingError as problem:  # its caller sees an answer without tensors
-            self.warn("rollout", f"slot {slot}: {problem}", kind="call refused")
-        self.ring.commit_segment(slot, word, True)
+        write_refusal(self.ring, slot, word, why)
 
     def _let_go(self, slot: int) -> ClaimedCall:
         self._sent.pop(slot, None)

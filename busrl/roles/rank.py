@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from busrl import device
 from busrl.roles.actor import Actor
+from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.follower import Follower
-from busrl.training.ranks.parts import TeamSettings
 from busrl.training.ranks.wire import ControlMessage
 from busrl.training.trainer import TrainerSettings
 

@@ -34,6 +34,7 @@ class Forward:
     """All logits of all positions, then the wanted ones: works for every model, costs the most."""
 
     name = "full"
+    spread = False  # its model is spread over ranks, and was prepared for that
     together = False  # computes a shared prompt once and pads nothing: a group should be in one micro-batch
 
     where: torch.device | None = None  # it computes there, if the parameters are elsewhere

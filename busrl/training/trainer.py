@@ -29,7 +29,7 @@ from busrl import device
 from busrl.algorithms import catalog, diagnostics, losses, terms
 from busrl.algorithms.gae import Valued, ValueSettings, value_loss
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch, distributed, optimizers, state
+from busrl.training import batch, optimizers, sharded, sharded_state
 from busrl.training.batch import Flat, Sample
 from busrl.training.checkpoint import Checkpoint, buffers
 from busrl.training.custom import load_loss
@@ -142,12 +142,12 @@ class Trainer:
     def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
         """The optimiser: of the parameters, or of this rank's parts of them where it cannot take spread ones."""
         spread = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
-        if not spread or (self.settings.optimizer == optimizers.ADAMW and distributed.alike(self.parameters)):
+        if not spread or (self.settings.optimizer == optimizers.ADAMW and sharded.alike(self.parameters)):
             return make(self.parameters)
         adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
         optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
         packed = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict
-        return distributed.OverParts(self.parameters, make, optimizers.unpacked, packed)
+        return sharded.OverParts(self.parameters, make, optimizers.unpacked, packed)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -412,7 +412,7 @@ class Trainer:
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
         norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
-        (tokens,) = distributed.added([self._tokens / self.copies], self.parameters)
+        (tokens,) = sharded.added([self._tokens / self.copies], self.parameters)
         if not tokens:
             reason = "no trained token"
         else:
@@ -441,7 +441,7 @@ class Trainer:
         """Norm of the value head's gradient of all ranks, divided."""
         if self.value_head is None:
             return 0.0
-        distributed.add_gradients(self.value_head.parameters, self.copies, self.parameters)
+        sharded.add_gradients(self.value_head.parameters, self.copies, self.parameters)
         return self.value_head.divide(divisor)
 
     def _culprits(self) -> tuple[str, ...]:
@@ -450,7 +450,7 @@ class Trainer:
         if bad:
             return tuple(bad)
         named = self.trained_tensors().items()
-        own = ((name, distributed.local(one.grad)) for name, one in named if one.grad is not None)
+        own = ((name, sharded.local(one.grad)) for name, one in named if one.grad is not None)
         return tuple(f"parameter {name}" for name, gradient in own if not bool(gradient.isfinite().all()))
 
     def _rank_stats(self, norm: float, reason: str, culprits: tuple[str, ...], started: float) -> RankStats:
@@ -480,8 +480,8 @@ class Trainer:
         gathered: half of the bytes, and what a forward computes with."""
         views = self.published()
         if isinstance(views, Merged):
-            return views.made(name, distributed.gathered)
-        return distributed.gathered(views[name], self.published_type)
+            return views.made(name, sharded.gathered)
+        return sharded.gathered(views[name], self.published_type)
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         """The adapter by the names of its file, as it is trained; valid until the next step."""
@@ -489,7 +489,7 @@ class Trainer:
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:
         """Continue with an adapter that was written."""
-        adapter.load(folder, distributed.spread_like)
+        adapter.load(folder, sharded.spread_like)
 
     def published(self) -> Mapping[str, Tensor]:
         """What is published as this rank has it, by name; valid until the next step."""
@@ -506,7 +506,7 @@ class Trainer:
 
     def save(self, folder: Path) -> Saving:
         """Begin to write weights and optimiser in shards; training may go on meanwhile."""
-        return state.save(self, folder)
+        return sharded_state.save(self, folder)
 
     def kept_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
@@ -557,7 +557,7 @@ class Trainer:
         changed = self.take({name: self._spread(name, state[name]) for name in ("state", "param_groups")})
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
-                parameter.copy_(distributed.spread_like(state[MASTER][name], parameter))
+                parameter.copy_(sharded.spread_like(state[MASTER][name], parameter))
         self.reset()
         return changed
 
@@ -576,7 +576,7 @@ class Trainer:
         convert: Callable[[Any], Any] = optimizers.unpacked if hasattr(order[0], "device_mesh") else eight
         return {
             number: {
-                key: distributed.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
+                key: sharded.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
                 for key, one in convert(kept).items()
             }
             for number, kept in value.items()
@@ -586,7 +586,7 @@ class Trainer:
         """Continue with the optimiser of a checkpoint whose model was loaded, and with the weights where they are in
         shards; what `load_optimizer_state` returns. UserError if it is of another model or optimiser than this one."""
         if found.sharded:
-            return state.restore(self, found.path, optimizer)
+            return sharded_state.restore(self, found.path, optimizer)
         if not optimizer:
             return []
         saved = found.optimizer_state()
@@ -612,7 +612,7 @@ def _whole(tree: Any, keep: bool) -> Any:
         return {name: _whole(tree[name], keep) for name in sorted(tree)}
     if not isinstance(tree, Tensor):
         return tree
-    gathered = distributed.whole(tree)
+    gathered = sharded.whole(tree)
     return gathered.cpu() if keep else None
 
 
@@ -622,7 +622,7 @@ LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of lay
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
     """How the model computes, and the masters of its parameters where it computes in fewer bits; what is not trained is
     frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
-    if isinstance(forward, distributed.Sharded):
+    if forward is not None and forward.spread:
         return forward, None
     train_only(model, settings.train_layers)
     found = forward
@@ -666,9 +666,9 @@ def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
     ranks together where the parameters are spread over some, which is a collective then."""
     gradients = _gradients(parameters)
     torch._foreach_div_(gradients, divisor)
-    shares = torch.tensor([distributed.counted(one.grad) for one in parameters if one.grad is not None]).double()
+    shares = torch.tensor([sharded.weight_in_sum(one.grad) for one in parameters if one.grad is not None]).double()
     norms = torch.stack(torch._foreach_norm(gradients)).double() if gradients else torch.zeros(0)
-    return math.sqrt(distributed.added([float((norms.square() * shares.to(norms.device)).sum())], parameters)[0])
+    return math.sqrt(sharded.added([float((norms.square() * shares.to(norms.device)).sum())], parameters)[0])
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
@@ -679,4 +679,4 @@ def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """This rank's parts of them; views."""
-    return [distributed.local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [sharded.local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -25,7 +25,7 @@ from busrl.agents.parsers import MessageMaker, none
 from busrl.agents.pool import Children, Played
 from busrl.agents.renderer import Renderer
 from busrl.errors import AgentNotLoaded
-from busrl.rewards.child import Requests
+from busrl.pipes import Requests
 from busrl.states import Finish
 
 AGENT = """

@@ -17,10 +17,10 @@ import torch
 
 from busrl.algorithms.gae import ValueSettings
 from busrl.training import optimizers
-from busrl.training.distributed import Layout
 from busrl.training.model import LoraSettings
+from busrl.training.ranks.builder import TeamSettings, facts
 from busrl.training.ranks.follower import Follower
-from busrl.training.ranks.parts import TeamSettings, facts
+from busrl.training.ranks.mesh import Layout
 from busrl.training.trainer import Trainer, TrainerSettings
 
 TEACHER_K = 3

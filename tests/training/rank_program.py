@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl.training import distributed, state
+from busrl.training import sharded, sharded_state
 from busrl.training.batch import Sample
-from busrl.training.distributed import Layout, meshes
 from busrl.training.model import Adapter, LoraSettings
-from busrl.training.ranks.parts import Parts, TeamSettings
+from busrl.training.ranks import mesh
+from busrl.training.ranks.builder import TeamSettings, TrainerBuilder
+from busrl.training.ranks.mesh import Layout
 from busrl.training.step_stats import RankStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 
@@ -116,11 +117,11 @@ def alone(family: str, steps: int, kind: str) -> dict[str, Any]:
     return result(trainer, train(trainer, 0, 1, steps))
 
 
-def parts(world: int, kind: str) -> Parts:
+def parts(world: int, kind: str) -> TrainerBuilder:
     """What a trainer of a shard is made with; no socket is opened for it."""
     kind, layout, offload = axes_of(kind, world)
     team = TeamSettings(world, Path(), {}, torch.device("cpu"), lora=lora_of(kind), layout=layout, offload=offload)
-    return Parts(replace(SETTINGS, **KINDS[kind]), team, meshes(layout, "cpu"))
+    return TrainerBuilder(replace(SETTINGS, **KINDS[kind]), team, mesh.meshes(layout, "cpu"))
 
 
 def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
@@ -129,24 +130,24 @@ def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
         "way": trainer.forward.name, "losses": [share.sums for share in shares],
         "norms": [one.grad_norm for one in stats],
         "tokens": [one.tokens for one in stats],
-        "weights": {name: distributed.gathered(one).numpy() for name, one in trainer.trained_tensors().items()},
+        "weights": {name: sharded.gathered(one).numpy() for name, one in trainer.trained_tensors().items()},
     }
 
 
 def main(rank: int, world: int, port: int, folder: Path, steps: int, families: list[str]) -> None:
     torch.set_num_threads(1)
-    distributed.join(distributed.find_store(port, world, 60), "tests", rank, world, torch.device("cpu"), 60)
+    mesh.join(mesh.find_store(port, world, 60), "tests", rank, world, torch.device("cpu"), 60)
     for family in families:
         one_family(rank, world, folder, steps, family)
-    distributed.leave()
+    mesh.leave()
 
 
 def one_family(rank: int, world: int, folder: Path, steps: int, family: str) -> None:
     name, _, kind = family.partition(":")
     made = parts(world, kind)
     trainer = made.trainer(folder / name, Trainer)
-    layout, model = made.mesh.layout, trainer.model
-    held = sum(distributed.local(one).nbytes for one in model.parameters())
+    layout, model = made.meshes.layout, trainer.model
+    held = sum(sharded.local(one).nbytes for one in model.parameters())
     whole = sum(one.nbytes for one in model.parameters())
     found = result(trainer, train(trainer, rank // layout.tensor, layout.shares, steps))
     found["bytes"] = {"whole": whole, "held": held, "read": made.read, "largest": made.largest}
@@ -169,7 +170,7 @@ def saved_and_restored(rank: int, world: int, folder: Path, family: str, trainer
     layout = axes_of(family.partition(":")[2], world)[1]
     after = train(trainer, rank // layout.tensor, layout.shares, 1)
     other = parts(world, family.partition(":")[2].partition("@")[0]).trainer(folder / name, Trainer)
-    state.restore(other, kept)
+    sharded_state.restore(other, kept)
     again = train(other, rank, world, 1)
     return [after[0].norm, again[0].norm]
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.training import distributed
-from busrl.training.distributed import Layout
+from busrl.training.ranks import mesh
+from busrl.training.ranks.mesh import Layout
 from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)
@@ -25,7 +25,7 @@ def run_ranks(folder: Path, world: int, steps: int, families: Sequence[str]) -> 
     """All ranks as processes of their own, to their end."""
     for family in {family.partition(":")[0] for family in families}:
         rank_program.build(family).save_pretrained(str(folder / family), max_shard_size="40KB")
-    store = distributed.open_store(world, 60)
+    store = mesh.open_store(world, 60)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     parts = [str(world), str(store.port), str(folder), str(steps), *families]
     processes = [

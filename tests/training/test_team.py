@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from busrl.errors import RankLost
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
-from busrl.training.distributed import Layout, local
 from busrl.training.model import LoraSettings, load
+from busrl.training.ranks.builder import TeamSettings, facts
 from busrl.training.ranks.leader import Leader, Team
-from busrl.training.ranks.parts import TeamSettings, facts
+from busrl.training.ranks.mesh import Layout
 from busrl.training.ranks.wire import samples_of, work_of
+from busrl.training.sharded import local
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from busrl.weights.shm import ShmReceiver, ShmSender
 from tests.training import follower_program

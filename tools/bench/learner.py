@@ -392,10 +392,10 @@ def rank_once(rank: int, world: int, folder: str, dtype: str) -> dict[str, Any]:
     """Joins the team at FOLDER/team.sock, loads FOLDER, trains one step and publishes."""
     import torch
 
-    from busrl.training import distributed
+    from busrl.training import sharded
+    from busrl.training.ranks.builder import TeamSettings, facts
     from busrl.training.ranks.follower import Follower
     from busrl.training.ranks.leader import Team
-    from busrl.training.ranks.parts import TeamSettings, facts
     from busrl.training.ranks.wire import Gather
     from busrl.training.trainer import TrainerSettings
     from busrl.weights.shm import ShmSender
@@ -436,7 +436,7 @@ def rank_once(rank: int, world: int, folder: str, dtype: str) -> dict[str, Any]:
     return {
         "way": str(rank), "parameters": sum(one.numel() for one in parameters), "load_s": load.seconds,
         "publish_s": publish.seconds, "load": load.most, "publish": publish.most,
-        "held": sum(distributed.local(one).nbytes for one in parameters),
+        "held": sum(sharded.local(one).nbytes for one in parameters),
         "published": sum(one.numel() for one in parameters) * itemsize,
         "largest": max(one.numel() for one in parameters) * itemsize,
     }

@@ -51,8 +51,8 @@ from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.training.custom import Metrics
+from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
-from busrl.training.ranks.parts import TeamSettings
 
 if TYPE_CHECKING:
     from busrl.training.step_stats import StepStats

@@ -1,7 +1,7 @@
 """A rank of a learner other than 0: holds a shard of the model, and does what rank 0 says, in its order.
 
 Driven by the role `rank`. Talks to rank 0 over a control stream (`wire`) and, inside of the trainer, over the process
-group of `distributed`. Knows nothing of rings, logs, groups or other followers.
+group of `mesh`. Knows nothing of rings, logs, groups or other followers.
 
 - What goes wrong is told to rank 0 before it is raised; with the samples that were computed, unless another rank is the
   cause: these samples are no suspects.
@@ -24,10 +24,11 @@ from torch import Tensor
 
 from busrl.algorithms.gae import Valued
 from busrl.errors import DiskFull, RankLost, RanksDiffer, WriteFailed, cause
-from busrl.training import distributed, value_head
+from busrl.training import sharded, value_head
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.ranks.parts import Parts, TeamSettings, digest
+from busrl.training.ranks import mesh
+from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.training.ranks.wire import (
     LAST_WORDS_S,
     LOOK_S,
@@ -76,9 +77,9 @@ class Follower:
             raise RankLost(f"rank 0 gave no place in the team within {settings.start_s:g} s")
         if join.refused:
             raise RanksDiffer(join.refused)
-        store = distributed.find_store(join.port, join.world, limit)
-        mesh = distributed.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
-        self._parts = Parts(training, settings, mesh)
+        store = mesh.find_store(join.port, join.world, limit)
+        meshes = mesh.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
+        self._builder = TrainerBuilder(training, settings, meshes)
 
     def _connect(self, waits: Callable[[], object]) -> Stream:
         deadline = time.monotonic() + self.settings.start_s
@@ -112,7 +113,7 @@ class Follower:
             answer = self._done(message)
         except Exception as problem:
             with contextlib.suppress(RankLost):
-                uids = [] if distributed.of_a_peer(problem) else self._under_way(message)
+                uids = [] if mesh.of_a_peer(problem) else self._under_way(message)
                 self.stream.send(Failed(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
             raise
         if answer is not None:
@@ -131,11 +132,11 @@ class Follower:
             case Build():
                 if self.settings.lora is not None:  # dropout of the adapter
                     torch.manual_seed(self.settings.lora.seed + self.rank)
-                self.trainer = self._parts.trainer(Path(message.folder), Trainer)
+                self.trainer = self._builder.trainer(Path(message.folder), Trainer)
                 self.trainer.on_progress = lambda: self.on_progress()
                 return Done(digest=digest(self.trainer))
             case Leave():
-                distributed.leave()
+                mesh.leave()
                 return None
         assert self.trainer is not None, f"{type(message).__name__} before a model was built"
         if isinstance(message, Save):
@@ -172,7 +173,7 @@ def _answer(trainer: Trainer, message: ControlMessage) -> ControlMessage | None:
             trainer.gather_weight(name)
         case Gather(what="adapter", name=name):
             assert trainer.adapter is not None
-            distributed.gathered(trainer.adapter.tensors()[name])
+            sharded.gathered(trainer.adapter.tensors()[name])
         case Adopt(folder=folder):
             assert trainer.adapter is not None
             trainer.load_adapter(trainer.adapter, Path(folder))

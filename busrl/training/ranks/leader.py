@@ -1,7 +1,7 @@
 """Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
 
 `Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
-the trainer, over the process group of `distributed`. Knows nothing of rings, logs or groups.
+the trainer, over the process group of `mesh`. Knows nothing of rings, logs or groups.
 
 - Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
   empty one where there is no work. A sample is never cut over ranks.
@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from busrl.errors import RankFailed, RankLost, RanksDiffer, cause
-from busrl.training import distributed
+from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, WriteFailed, cause
+from busrl.training import sharded
 from busrl.training.batch import Round, Sample, rounds_of
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter
-from busrl.training.ranks.parts import Parts, TeamSettings, digest
+from busrl.training.ranks import mesh
+from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.training.ranks.wire import (
     ARRIVES_S,
     LAST_WORDS_S,
@@ -52,8 +53,7 @@ from busrl.training.ranks.wire import (
     Stream,
     work_of,
 )
-from busrl.training.shard_files import Saving
-from busrl.training.state import TeamSaving
+from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 
@@ -67,10 +67,10 @@ class Team:
 
     settings: TeamSettings
     followers: list[Stream] = field(default_factory=list)  # of rank 1, 2, ...
-    mesh: Any = None
+    meshes: Any = None
     seq: int = 0
     store: Any = None
-    parts: Parts | None = None
+    builder: TrainerBuilder | None = None
 
     @classmethod
     def gathered(cls, settings: TeamSettings, waits: Callable[[], object] = lambda: None) -> Team:
@@ -110,10 +110,10 @@ class Team:
 
     def _join(self) -> None:
         ranks, limit = self.settings.ranks, self.settings.collective_s
-        self.store, prefix = distributed.open_store(ranks, limit), secrets.token_hex(8)
+        self.store, prefix = mesh.open_store(ranks, limit), secrets.token_hex(8)
         self.tell([Join(world=ranks, port=self.store.port, prefix=prefix) for _ in self.followers])
         with self.together("join"):
-            self.mesh = distributed.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
+            self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
 
     def tell(self, messages: Sequence[ControlMessage]) -> None:
         """To each follower its own."""
@@ -149,7 +149,7 @@ class Team:
             yield
         except RuntimeError as problem:
             took, words, uids = time.monotonic() - begun, list[str](), list[int]()
-            if not distributed.of_a_peer(problem):
+            if not mesh.of_a_peer(problem):
                 raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", own) from problem
             for text, samples in self._last_words():
                 words.append(text)
@@ -178,14 +178,14 @@ class Team:
                 stream.send(Leave(), 1.0)
             stream.close()
         self.followers = []
-        distributed.leave()
+        mesh.leave()
 
     def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
         """A trainer of the model of that folder, on all ranks."""
         self.tell([Build(folder=str(folder)) for _ in self.followers])
-        if self.parts is None or self.parts.settings != settings:
-            self.parts = Parts(settings, self.settings, self.mesh)
-        made = self.parts.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
+        if self.builder is None or self.builder.settings != settings:
+            self.builder = TrainerBuilder(settings, self.settings, self.meshes)
+        made = self.builder.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
         assert isinstance(made, Leader)
         own = digest(made)
         for stream, answer in zip(self.followers, self._built(), strict=True):
@@ -302,7 +302,7 @@ class Leader(Trainer):
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         own = adapter.tensors()
-        return Gathered(lambda name: self._gather("adapter", name, lambda: distributed.gathered(own[name])), own)
+        return Gathered(lambda name: self._gather("adapter", name, lambda: sharded.gathered(own[name])), own)
 
     def gather_weight(self, name: str) -> Tensor:
         return self._gather("weight", name, lambda: super(Leader, self).gather_weight(name))
@@ -333,6 +333,44 @@ class Leader(Trainer):
     def save(self, folder: Path) -> Saving:
         self.team.tell([Save(path=str(folder)) for _ in self.team.followers])
         return TeamSaving(super().save(folder).own, self.team.followers, self.team.seq)
+
+
+class TeamSaving(Saving):
+    """What all ranks write of a checkpoint. `streams`: those to the other ranks, in order, each with the newest answer
+    to a Save as `saved`; `seq`: that of the question."""
+
+    def __init__(self, own: Writing, streams: Sequence[Any], seq: int) -> None:
+        super().__init__(own)
+        self.streams, self.seq = streams, seq
+
+    def ready(self) -> bool:
+        """RankFailed if a rank says why it ends, RankLost if it is gone."""
+        return not self._missing() and super().ready()
+
+    def whose(self) -> str:
+        missing = [stream.name for stream in self._missing()]
+        return " and ".join(missing) or super().whose()
+
+    def _missing(self) -> list[Any]:
+        """The ranks that still write."""
+        missing = []
+        for stream in self.streams:
+            if (stream.saved is None or stream.saved.seq < self.seq) and (words := stream.receive(0)) is not None:
+                text = f"{stream.name} failed: {getattr(words, 'text', words)}"
+                raise RankFailed(text, getattr(words, "uids", ()))
+            if stream.saved is None or stream.saved.seq < self.seq:
+                missing.append(stream)
+        return missing
+
+    def entries(self) -> dict[str, list[int]]:
+        found = super().entries()
+        for rank, stream in enumerate(self.streams, 1):
+            saved = stream.saved
+            assert saved is not None, "not ready"
+            if saved.problem:
+                raise (DiskFull if saved.full else WriteFailed)(f"{stream.name}: {saved.problem}")
+            found[file_of(rank)] = saved.entry
+        return found
 
 
 class Gathered(Mapping[str, Tensor]):

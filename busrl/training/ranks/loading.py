@@ -1,7 +1,7 @@
 """Loading a model that no process has room for: each rank reads the rows of its shards from the files of the folder.
 
 Used by the ranks of a learner. Talks to the weight files of a Hugging Face folder, to transformers' own table of their
-names and, in `Parts`, to what a trainer is made of. Knows nothing of processes or messages.
+names and, in `fill`, to the parts of spread tensors. Knows nothing of processes or messages.
 
 - What is read at once is a part of one tensor; only one that transformers makes of several (the experts of a layer)
   may be there whole.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded
-from busrl.training import distributed
+from busrl.training import sharded
 from busrl.training.model import load_empty
 
 # In the order in which transformers looks for them: a file, or the list of several.
@@ -174,9 +174,9 @@ def fill(model: Any, files: WeightFiles, device: torch.device, buffers_on: torch
     parameters = {name: one for name, one in model.named_parameters() if name in absent}
     with torch.no_grad():
         for name, tensor in (parameters | buffers).items():
-            own = distributed.local(tensor)
+            own = sharded.local(tensor)
             if own.numel():
-                own.copy_(files.part(name.replace(".base_layer.", "."), distributed.within(tensor)))
+                own.copy_(files.part(name.replace(".base_layer.", "."), sharded.within(tensor)))
 
 
 def _give_memory(model: Any, device: torch.device, buffers_on: torch.device) -> None:

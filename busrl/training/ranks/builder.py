@@ -1,7 +1,7 @@
 """What a rank of a learner is made of: the settings of the team, and the trainer of a model that is spread over it.
 
 Used by `leader` and `follower`. Talks to the folder of the model through `loading`, and to the process group through
-`distributed`; knows nothing of messages or processes.
+`mesh`; knows nothing of messages or processes.
 
 - No rank ever holds the whole model: it is made without memory, cut, and then each rank reads its own rows.
 - The way the model computes is proved on its first layers before the rest is read.
@@ -22,12 +22,12 @@ from torch import Tensor
 from busrl import device
 from busrl.algorithms import catalog
 from busrl.errors import UserError
-from busrl.training import distributed
 from busrl.training.custom import OwnLoss
-from busrl.training.distributed import Layout, Meshes
 from busrl.training.forward import AUTO, Forward, checkpoint_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
+from busrl.training.ranks import mesh
 from busrl.training.ranks.loading import WeightFiles, fill, first_layers, standing_in
+from busrl.training.ranks.mesh import Layout, Meshes, ShardedForward
 from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way_of
 
 # -- settings -------------------------------------------------------------------------
@@ -93,16 +93,16 @@ def digest(trainer: Trainer) -> str:
 
 
 @dataclass
-class Parts:
-    """What a trainer of a shard is made of."""
+class TrainerBuilder:
+    """Builds the trainer of a rank."""
 
     settings: TrainerSettings
     team: TeamSettings
-    mesh: Meshes
+    meshes: Meshes
     read: int = 0  # bytes of files, so far
     largest: int = 0  # of them at once
     _first: Path | None = None  # folder of the first model
-    _others: dict[Path, distributed.Sharded] = field(default_factory=dict)  # models that are read and not trained
+    _others: dict[Path, ShardedForward] = field(default_factory=dict)  # models that are read and not trained
 
     def trainer(self, folder: Path, make: Callable[..., Trainer]) -> Trainer:
         """What `make` gives of the folder's model, spread over the ranks; with [lora] of an adapter on it."""
@@ -110,7 +110,7 @@ class Parts:
         model, way, adapter = self._spread(folder, self.team.lora)
         forward = self._sharded(way)
         made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
-        made.copies = self.mesh.layout.tensor
+        made.copies = self.meshes.layout.tensor
         reads = made.loss.reads if isinstance(made.loss, OwnLoss) else lambda _: False
         made.adapter = adapter
         if self.team.refers or reads("reference"):
@@ -119,8 +119,8 @@ class Parts:
             made.teacher = self._teach(model)
         return made
 
-    def _sharded(self, way: Forward) -> distributed.Sharded:
-        return distributed.Sharded(way, self.team.device if self.team.offload else None)
+    def _sharded(self, way: Forward) -> ShardedForward:
+        return ShardedForward(way, self.team.device if self.team.offload else None)
 
     def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
         """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
@@ -143,7 +143,7 @@ class Parts:
         elif lora is None:
             train_only(model, settings.train_layers)
         device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
-        distributed.shard(model, self.mesh, rounded, self.team.reshard, self.team.offload)
+        mesh.shard(model, self.meshes, rounded, self.team.reshard, self.team.offload)
         host = torch.device("cpu") if self.team.offload else self.team.device
         fill(model, files, host, self.team.device)
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)
@@ -167,7 +167,7 @@ class Parts:
         second, words, count = self._other(self.team.teacher), vocabulary(model), self.team.teacher_k
         return lambda samples, flat: second.best(samples, flat, count, words)
 
-    def _other(self, folder: Path) -> distributed.Sharded:
+    def _other(self, folder: Path) -> ShardedForward:
         if folder not in self._others:
             _, way, _ = self._spread(folder, None, frozen=True)
             self._others[folder] = self._sharded(way)

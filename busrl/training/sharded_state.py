@@ -1,8 +1,8 @@
 """What a trainer has to go on from: its weights and its optimiser, saved in shards and restored, whatever number of
 ranks did the one and does the other.
 
-Used by the learner and its ranks. Talks to the trainer, to `shard_files`, to `distributed` and, for a team, to the
-other ranks' control streams; knows nothing of steps, plans or which checkpoint is the newest.
+Used by the learner and its ranks. Talks to the trainer, to `shard_files` and to `sharded`; knows nothing
+of steps, plans, the other ranks' streams or which checkpoint is the newest.
 
 - What the optimiser holds is saved by the names of its parameters: their order may be another in the next run.
 - Of a tensor that is spread each rank reads its own part, and the first rank that has a part writes it; all others are
@@ -13,15 +13,13 @@ other ranks' control streams; knows nothing of steps, plans or which checkpoint 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from busrl.errors import DiskFull, RankFailed, WriteFailed
-from busrl.training import distributed, optimizers
+from busrl.training import optimizers, sharded
 from busrl.training.checkpoint import WEIGHTS
 from busrl.training.shard_files import (
     FOLDER,
@@ -48,7 +46,7 @@ def save(trainer: Trainer, folder: Path) -> Saving:
     """Begin to write this rank's share of a checkpoint; training may go on meanwhile."""
     if trainer.saving is not None:
         trainer.saving.leave()
-    rank, world = distributed.place(trainer.parameters)
+    rank, world = sharded.rank_and_world(trainer.parameters)
     rest, parts = _shares(trainer, rank)
     (folder / FOLDER).mkdir(exist_ok=True)
     if rank == 0:
@@ -68,46 +66,24 @@ def _shares(trainer: Trainer, rank: int) -> tuple[Any, list[Part]]:
     }
     rest, tensors = flattened(tree, OPTIMIZER)
     tensors |= {f"{WEIGHTS}{name}": tensor for name, tensor in trainer.kept_tensors().items()}
-    parts = (distributed.part_of(name, tensor.detach(), rank) for name, tensor in tensors.items())
+    parts = (_written_part(name, tensor.detach(), rank) for name, tensor in tensors.items())
     return rest, [part for part in parts if part is not None]
 
 
-class TeamSaving(Saving):
-    """What all ranks write of a checkpoint. `streams`: those to the other ranks, in order, each with the newest answer
-    to a Save as `saved`; `seq`: that of the question."""
+def _written_part(name: str, tensor: Tensor, rank: int) -> Part | None:
+    """What this rank has to write of a tensor: its part, if no lower rank has the same one; all of one that is not
+    spread, on rank 0 alone."""
+    if not hasattr(tensor, "device_mesh"):
+        return None if rank else Part(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+    if not _first_to_have(tensor):
+        return None
+    return Part(name, sharded.local(tensor), sharded.box(tensor), tuple(tensor.shape))
 
-    def __init__(self, own: Writing, streams: Sequence[Any], seq: int) -> None:
-        super().__init__(own)
-        self.streams, self.seq = streams, seq
 
-    def ready(self) -> bool:
-        """RankFailed if a rank says why it ends, RankLost if it is gone."""
-        return not self._missing() and super().ready()
-
-    def whose(self) -> str:
-        missing = [stream.name for stream in self._missing()]
-        return " and ".join(missing) or super().whose()
-
-    def _missing(self) -> list[Any]:
-        """The ranks that still write."""
-        missing = []
-        for stream in self.streams:
-            if (stream.saved is None or stream.saved.seq < self.seq) and (words := stream.receive(0)) is not None:
-                text = f"{stream.name} failed: {getattr(words, 'text', words)}"
-                raise RankFailed(text, getattr(words, "uids", ()))
-            if stream.saved is None or stream.saved.seq < self.seq:
-                missing.append(stream)
-        return missing
-
-    def entries(self) -> dict[str, list[int]]:
-        found = super().entries()
-        for rank, stream in enumerate(self.streams, 1):
-            saved = stream.saved
-            assert saved is not None, "not ready"
-            if saved.problem:
-                raise (DiskFull if saved.full else WriteFailed)(f"{stream.name}: {saved.problem}")
-            found[file_of(rank)] = saved.entry
-        return found
+def _first_to_have(tensor: Any) -> bool:
+    mesh, where = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    copies = (at for at, cut in zip(where, tensor.placements, strict=True) if cut.is_replicate())
+    return bool((mesh.mesh == 0).any()) and not any(copies)
 
 
 # -- restoring ---------------------------------------------------------------------
@@ -124,8 +100,8 @@ def restore(trainer: Trainer, path: Path, optimizer: bool = True) -> list[str]:
     if optimizer:
         trainer.require_same(found.rest, str(path))
     for name, tensor in own.items():
-        read = distributed.read_like(found, f"{WEIGHTS}{name}", tensor)
-        distributed.local(tensor).copy_(distributed.local(read))
+        read = _read_like(found, f"{WEIGHTS}{name}", tensor)
+        sharded.local(tensor).copy_(sharded.local(read))
         trainer.on_progress()
     changed = trainer.take(_state(trainer, found)) if optimizer else []
     trainer.reset()
@@ -140,11 +116,11 @@ def _state(trainer: Trainer, found: Shards) -> dict[str, Any]:
     def read(tree: Any, parameter: Tensor) -> Any:
         def one(name: str) -> Tensor:
             alike = found.shapes[name] == tuple(parameter.shape)
-            return distributed.read_like(found, name, parameter if alike else None)
+            return _read_like(found, name, parameter if alike else None)
 
         return built(tree, one)
 
-    eight = trainer.settings.optimizer == optimizers.ADAMW8 and distributed.place(trainer.parameters)[1] == 1
+    eight = trainer.settings.optimizer == optimizers.ADAMW8 and sharded.rank_and_world(trainer.parameters)[1] == 1
     pack = optimizers.packed if eight else dict  # that of a team packs by itself
     return {
         "state": {numbers[name]: pack(read(tree, trained[name])) for name, tree in found.rest["state"].items()},
@@ -152,3 +128,12 @@ def _state(trainer: Trainer, found: Shards) -> dict[str, Any]:
             {**group, "params": [numbers[name] for name in group["params"]]} for group in found.rest["param_groups"]
         ],
     }
+
+
+def _read_like(found: Shards, name: str, pattern: Any) -> Tensor:
+    """This rank's part of a tensor of a checkpoint, spread as `pattern` is; whole where that is not spread."""
+    if not hasattr(pattern, "device_mesh"):
+        return found.whole(name)
+    own = sharded.local(pattern)
+    part = found.part(name, sharded.within(pattern)) if own.numel() else torch.empty_like(own)
+    return sharded.spread_of(part, pattern)
