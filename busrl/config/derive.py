@@ -17,7 +17,7 @@ from busrl.algorithms import catalog
 from busrl.config import rules
 from busrl.config.files import FileFacts
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
-from busrl.config.schema import CALLER_ROLES, TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
+from busrl.config.schema import AGENT, TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import AdmissionLimits, derive
@@ -56,7 +56,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     slots, slots_text = _slots(topology, bounds, val_reserve, found)
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
-    call_slots, call_slot_bytes = call_ring(topology) if has_callers(topology) else (0, 0)
+    call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
     found.extend(_most_answers(topology, val_samples))
     derived = Derived(
         limits=bounds,
@@ -98,13 +98,11 @@ def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
 
 
 def in_flight(topology: Topology) -> int:
-    """Sequences that all rollout processes which train generate at once; those that join from outside count as one."""
+    """Samples that are worked on at once: sequences that all rollout processes which train generate, or episodes that
+    agents play; processes that join from outside count as one."""
+    if topology.has_callers:
+        return topology.agents.episodes * max(1, count(topology, AGENT))
     return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
-
-
-def has_callers(topology: Topology) -> bool:
-    """Whether samples are episodes of model calls: then there is a ring for those, and rollouts take nothing else."""
-    return any(entry.role in CALLER_ROLES for entry in topology.process)
 
 
 def call_ring(topology: Topology) -> tuple[int, int]:
@@ -183,14 +181,17 @@ def _segments(topology: Topology) -> Iterator[str]:
 
 def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> tuple[int, str]:
     tokens, segments = topology.generation.max_new_tokens, topology.segments.max_segments if topology.segments.on else 1
-    parts = {
+    text_bytes = min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR))
+    common = {
         "longest line": facts.task_bytes,
+        "reward parts": REWARD_BYTES + sum(len(part.name) + PER_PART for part in topology.reward.part),
+    }
+    parts = common | (_episode_bytes(topology, text_bytes) if topology.has_callers else {
         "prompt ids": 4 * topology.max_prompt_tokens,
         f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
-        "text": min(facts.token_bytes * tokens, max(TEXT_PER_TOKEN * tokens, TEXT_FLOOR)),
-        "reward parts": REWARD_BYTES + sum(len(part.name) + PER_PART for part in topology.reward.part),
+        "text": text_bytes,
         "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
-    }
+    })
     needed = _up(sum(parts.values()), 256)
     text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
     short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
@@ -199,12 +200,17 @@ def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> t
 
 def episode_bytes(tokens: int, sampled: int, turns: int, sequences: int, transcript: int, text: int) -> dict[str, int]:
     """Bytes of an episode in its slot, by what they are for: at most so many ids in all its sequences, sampled ids,
-    turns, sequences, bytes of messages and of the last text. For "auto" of ring.slot_bytes where agents play them."""
+    turns, sequences, bytes of messages and of the last text."""
     return {
         f"{tokens} ids": 4 * tokens, f"{sampled} sampled": 8 * sampled, f"{turns} turns": 36 * turns,
         f"{sequences} sequences": 4 * sequences, "messages": transcript, "text": max(1, text),
         "alignment": ALIGN * EPISODE_TENSORS,
     }
+
+
+def _episode_bytes(topology: Topology, text: int) -> dict[str, int]:
+    own, (_, sampled, tokens) = topology.agents, topology.episode_limits
+    return episode_bytes(tokens, sampled, own.max_turns, own.max_sequences, own.transcript_bytes, text)
 
 
 def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:

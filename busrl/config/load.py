@@ -25,6 +25,7 @@ from busrl.config import engine_rules, files, pretrained, rates, reward_rules, r
 from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import (
+    AGENT,
     PART_TIMEOUT_S,
     SPAWNED_ROLES,
     TINY,
@@ -144,14 +145,19 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
     draft = _with_algorithm(given, source)
     function = _function_path(draft.reward.function, source, ("reward", "function"))
-    kind = "python" if function and not _written(source, "reward", "kind") else draft.reward.kind
+    kind = draft.reward.kind
+    if not _written(source, "reward", "kind") and not draft.reward.part:
+        kind = "python" if function else AGENT if draft.has_callers else kind
     reward = dataclasses.replace(
         draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function, part=_parts(draft, source)
     )
     here = os.path.abspath(source.folder)
     entries = (
-        dataclasses.replace(entry, command=tuple(part.replace("{here}", here) for part in entry.command))
-        for entry in (*draft.process, *_implied(draft))
+        dataclasses.replace(
+            entry, command=tuple(part.replace("{here}", here) for part in entry.command),
+            function=_function_path(entry.function, source, ("process",)),
+        )
+        for entry in (*draft.process, *_implied(draft, kind))
     )
     learner = dataclasses.replace(
         draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
@@ -230,10 +236,12 @@ def _replaced(table: Any, names: Sequence[str], value: object) -> Any:
     return dataclasses.replace(table, **{first: _replaced(getattr(table, first), rest, value) if rest else value})
 
 
-def _implied(draft: Topology) -> Iterator[Process]:
-    """One process of each role that no entry names; a validator where there are prompts for it."""
+def _implied(draft: Topology, reward: str) -> Iterator[Process]:
+    """One process of each role that no entry names; a validator where there are prompts for it, a reward where episodes
+    do not judge themselves, and no agent."""
+    unwanted = {AGENT} | ({"reward"} if reward == AGENT else set())
     for role in SPAWNED_ROLES:
-        wanted = role != "validator" or draft.validation.names_prompts
+        wanted = role not in unwanted and (role != "validator" or draft.validation.names_prompts)
         if wanted and all(entry.role != role for entry in draft.process):
             yield Process(role)
 

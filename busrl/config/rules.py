@@ -23,6 +23,7 @@ from busrl.algorithms import catalog, selection
 from busrl.config.declare import FUNCTION, items
 from busrl.config.reader import show
 from busrl.config.schema import (
+    AGENT,
     FOREIGN_ROLES,
     IMPLIED_ROLES,
     ONE_COPY,
@@ -479,6 +480,7 @@ FILLED_AT_START = ("{run_dir}", "{name}")
 def _processes(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
+    yield from _agents(t)
     total = sum(entry.count for entry in t.process) + t.ranks - 1 + len(IMPLIED_ROLES) + RESERVE_PROCESSES
     if total > t.ring.processes:
         rule = f"{total} entries are needed: the processes, {len(IMPLIED_ROLES)} implied, {RESERVE_PROCESSES} spare"
@@ -496,6 +498,47 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     if unknown:
         rule = f"{unknown[0]} is not one of the words that are filled in: {', '.join(FILLED_AT_START)}, {{here}}"
         yield Finding((f"process.{index}.command",), rule, "correct it")
+
+
+def _agents(t: Topology) -> Iterator[Finding]:
+    """Processes that play episodes, what they need, and what does not go with them."""
+    for index, entry in enumerate(t.process):
+        at, role = f"process.{index}.function", f"process.{index}.role"
+        if entry.role == AGENT and not FUNCTION.fullmatch(entry.function):
+            rule = "an agent plays episodes with a function: package.module:function or file.py:function"
+            yield Finding((at, role), rule, "name one: see docs/agents.md")
+        elif entry.role != AGENT and entry.function:
+            yield Finding((at, role), "only an agent plays episodes", "remove it")
+    judged = ("reward.kind", "process")
+    if t.reward.kind == AGENT and not t.reward.part and not t.has_callers:
+        yield Finding(judged, "no episode returns a reward", 'add a [[process]] with role = "agent"')
+    if not t.has_callers:
+        return
+    if t.segments.on:
+        yield Finding(("segments.max_segments", "process"), "an episode is made whole", "remove [segments]")
+    if t.validation.mode == "dedicated" and _named_prompts(t):
+        rule = "episodes of validation and of training are played by the same agents"
+        yield Finding(("validation.mode", "process"), rule, 'set it to "hold" or "free"')
+    for index, one in enumerate(t.process):
+        if one.role == "rollout" and (one.engine in (SCRIPTED, "openai")):
+            rule = "model calls are token ids, which this engine does not take"
+            yield Finding((f"process.{index}.engine", "process"), rule, 'engine = "torch" or "vllm"')
+    yield from _episode_sizes(t)
+
+
+def _episode_sizes(t: Topology) -> Iterator[Finding]:
+    own, (context, sampled, tokens) = t.agents, t.episode_limits
+    if context > t.longest:
+        yield Finding(("agents.context",), f"engines have room for {t.longest} ids", f"lower it to {t.longest}")
+    if tokens < context:
+        rule = f"a single sequence may have agents.context = {context}"
+        yield Finding(("agents.tokens", "agents.context"), rule, f"set it to {context} or more")
+    if own.sampled and sampled < t.generation.max_new_tokens:
+        rule = "one answer may have generation.max_new_tokens"
+        yield Finding(("agents.sampled", "generation.max_new_tokens"), rule, "raise it", warning=True)
+    if t.weights.over_age == "drop":
+        rule = "an episode is as old as its oldest token, so that long ones are trained less"
+        yield Finding(("weights.over_age", "process"), rule, 'over_age = "wait"', warning=True)
 
 
 def _scripted(t: Topology) -> Iterator[Finding]:

@@ -39,9 +39,10 @@ from busrl.scheduling.limits import AdmissionLimits
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
-SPAWNED_ROLES = ("rollout", "reward", "learner", "validator")  # what [[process]] may name
+SPAWNED_ROLES = ("rollout", "reward", "learner", "validator", "agent")  # what [[process]] may name
 SINGLE_ROLES = ("learner", "validator")
-CALLER_ROLES = ("agent", "serve", "atropos")  # their samples are made of model calls; none can be named yet
+CALLER_ROLES = ("agent", "serve", "atropos")  # their samples are made of model calls; only the first can be named yet
+AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 RANK = "rank"  # role of the learner's further processes: rank/1, rank/2, ...
 FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
@@ -239,8 +240,9 @@ class RewardPart:
 class Reward:
     """[reward]: what an answer is worth."""
 
-    kind: str = key("exact_match", "compare with the answer, or call a Python function (so where one is given)",
-                    choices=("exact_match", "python"))
+    kind: str = key("exact_match", "compare with the answer, call a Python function (so where one is given), or "
+                    "take what an agent's episode returned (so where there are agents)",
+                    choices=("exact_match", "python", AGENT))
     function: str = key("", "kind = python: package.module:function or file.py:function")
     extract: str = key("", "exact_match: regular expression; its last match (group 1, or what follows) is the answer")
     answer_key: str = key("", "key of the right answer; empty = data.answer_key")
@@ -356,6 +358,7 @@ class Process:
     serves: str = key("all", 'rollout: what it answers; "validation" is for validation.mode = "dedicated", and then '
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
+    function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
@@ -382,6 +385,33 @@ class Vllm:
     check_tolerance: float = key(0.0, "largest difference then; 0 = 0.001 for float32, 0.2 for bfloat16", low=0)
     extra: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule(
         'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
+
+
+@dataclass(frozen=True)
+class Agents:
+    """[agents]: episodes of many model calls, played by processes of the role agent; see docs/agents.md."""
+
+    episodes: int = key(64, "episodes that an agent process plays at the same time", low=1, high=1 << 14)
+    children: int = key(1, "processes of each agent process that run the function", low=1, high=256)
+    parallel: int = key(8, "model calls of one episode at the same time; more wait", low=1, high=1024)
+    context: int = key(0, "token ids that a call reads and draws, at most; 0 = the longest prompt and answer", low=0,
+                       high=1 << 24)
+    sampled: int = key(0, "ids that an episode draws in all, at most; 0 = four answers", low=0, high=1 << 24)
+    tokens: int = key(0, "ids of all training sequences of an episode, at most; 0 = twice the context", low=0,
+                      high=1 << 26)
+    max_turns: int = key(64, "model calls of an episode, at most", low=1, high=1 << 16)
+    max_sequences: int = key(16, "training sequences of an episode, at most", low=1, high=1 << 12)
+    episode_s: float = key(600.0, "time of an episode without that in which its calls wait or generate; one that takes "
+                           "longer ends as H", above=0)
+    failure_reward: float = key(0.0, "what an episode is worth that raises because a limit above is used up")
+    history: str = key("extend", "what a call reads that continues an earlier one: its exact ids and the new messages, "
+                       "or what the template makes of all messages", choices=("extend", "template"))
+    tools: str = key("auto", "how calls of tools are read: auto (by the template), none, hermes, qwen_xml, llama3, "
+                     "mistral, glm, or file.py:function")
+    reasoning: str = key("split", "what stands in thinking marks: reasoning_content of the message, or kept in its "
+                         "text", choices=("split", "keep"))
+    transcript_bytes: int = key(1 << 16, "JSON of an episode's messages, for rewards and people; longer is cut", low=0,
+                                high=1 << 26)
 
 
 # -- for trying things out -----
@@ -572,6 +602,7 @@ class Topology:
     vllm: Vllm = field(default_factory=Vllm)
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
+    agents: Agents = field(default_factory=Agents)
     log: Log = field(default_factory=Log)
     simulate: Simulate = field(default_factory=Simulate)
     experiments: Experiments = field(default_factory=Experiments)
@@ -586,8 +617,22 @@ class Topology:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence: prompt and answer."""
-        return self.max_prompt_tokens + self.generation.max_new_tokens
+        """Tokens of the longest sequence: prompt and answer, or what a call of an agent may come to."""
+        own = self.max_prompt_tokens + self.generation.max_new_tokens
+        return max(own, self.agents.context) if self.has_callers else own
+
+    @property
+    def has_callers(self) -> bool:
+        """Whether samples are episodes of model calls: then there is a ring for those, and rollouts take nothing
+        else."""
+        return any(entry.role in CALLER_ROLES for entry in self.process)
+
+    @property
+    def episode_limits(self) -> tuple[int, int, int]:
+        """Ids of the longest path of an episode, that it draws in all, and of all its training sequences."""
+        context = self.agents.context or self.longest
+        sampled = self.agents.sampled or 4 * self.generation.max_new_tokens
+        return context, sampled, self.agents.tokens or 2 * context
 
     @property
     def task_message_bytes(self) -> int:
@@ -629,7 +674,7 @@ class Topology:
     def processes(self) -> list[ProcessName]:
         """Every process of the run in starting order; several entries of one role are numbered through."""
         names = [ProcessName(role, role, 0, Process(role)) for role in IMPLIED_ROLES]
-        for role in ("learner", "reward", "rollout", "validator"):
+        for role in ("learner", "reward", "rollout", AGENT, "validator"):
             specs = [(spec, place) for spec in self.process if spec.role == role for place in range(spec.count)]
             for index, (spec, place) in enumerate(specs):
                 name = role if role in SINGLE_ROLES else f"{role}/{index}"

@@ -15,7 +15,7 @@ import sys
 from busrl.errors import NO_SPACE, BusrlError, process_code
 from busrl.paths import RunPaths
 
-ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "rank", "validator")
+ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "rank", "validator", "agent")
 
 
 def main() -> int:

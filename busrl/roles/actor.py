@@ -258,17 +258,25 @@ class Actor(ABC):
             self.ring.activity("")
             self.ring.set_ready()
             log.info("ready")
-        while not self.stopping:
-            self._pass()
+        self.run_passes()
         log.info("stopping: %s", self.stopping)
         self.teardown()
         return 0
 
-    def _pass(self) -> None:
+    def run_passes(self) -> None:
+        """One pass after another until stopped."""
+        while not self.stopping:
+            self._pass()
+
+    def look_around(self) -> None:
+        """What every pass begins with: messages, progress, presence."""
         for message in self.bus.drain():
             self._receive(message)
         self.ring.progress()
         self._heartbeat()
+
+    def _pass(self) -> None:
+        self.look_around()
         if not self.work() and not self.stopping:
             # Jitter keeps the timers of many processes from falling into step.
             self.idle(self.tick_s * self._random.uniform(0.75, 1.25))

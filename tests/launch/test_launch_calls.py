@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from busrl.config import load
-from busrl.config.derive import call_ring, has_callers
+from busrl.config.derive import call_ring
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments
 from busrl.paths import SHM
 from busrl.quickstart.cache import ensure
@@ -22,7 +22,7 @@ def opened(folder: Path, calls: bool) -> OpenRun:
     made = ensure("tiny:sort")
     keys = [f"model.path={made.model}", f"data.train={made.train}", "validation.data=", "generation.max_batch=4"]
     topology = load(ROOT / "configs" / "quickstart.toml", keys)
-    assert not has_callers(topology) and topology.derived.call_slots == 0
+    assert not topology.has_callers and topology.derived.call_slots == 0
     slots, slot_bytes = call_ring(topology) if calls else (0, 0)
     derived = dataclasses.replace(topology.derived, call_slots=slots, call_slot_bytes=slot_bytes)
     return open_run(folder, dataclasses.replace(topology, derived=derived))

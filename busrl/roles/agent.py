@@ -1,0 +1,273 @@
+"""An agent: claims samples, plays the user's function for each in a child, commits what its model calls made.
+
+Talks to the ring of samples, to the ring of model calls (`busrl.ring.calls`) and to its children (`busrl.agents`).
+Consumes QUEUED slots, produces GENERATED ones and DATA_GENERATED; with reward.kind = "agent" also REWARDED ones and
+REWARD_COMPUTED. Knows nothing of engines, groups or advantages.
+
+- User code runs in children alone: this process holds slots, trees and calls, and its loop cannot be blocked by it.
+- A slot stays GENERATING until its episode has ended: if this process dies the slot goes back to QUEUED, with a new
+  tree; the keeper frees its calls. So attempts accuse no episode here, and suspects are taken like others.
+- An engine that dies, or new weights, cost an episode nothing but time.
+- What an episode returned lies in its slot, so any agent process may commit the reward of one that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from busrl.agents.child import Setup
+from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.parsers import MessageMaker, parser_of
+from busrl.agents.pool import Children, Played
+from busrl.agents.renderer import Renderer
+from busrl.agents.tree import Limits
+from busrl.config.pretrained import end_ids
+from busrl.config.schema import AGENT
+from busrl.data.chat import LightTokenizer, template_of
+from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
+from busrl.protocol import messages as m
+from busrl.ring import Ring, State, seq_of
+from busrl.ring.calls import AsyncCaller, ModelCall
+from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
+from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
+from busrl.states import Fate, HeaderWord
+from busrl.weights.base import VersionSteps
+
+FATES = {
+    "raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED, "crashed": Fate.POISON,
+    "again": Fate.REWARD_RAISED,
+}
+LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission"]
+REWARDS_AT_ONCE = 256
+REQUEST_EVERY_S = 1.0
+UNANSWERED_LIMIT = 3  # episodes of one sample that an engine left without an answer, until the sample is dropped
+
+
+@dataclass
+class Claim:
+    """A sample of this process: its slot, the word that owns it, and what its line said at the claim."""
+
+    slot: int
+    word: int
+    line: dict[str, Any]
+
+    @property
+    def uid(self) -> int:
+        return int(self.line["uid"])
+
+
+class Agent(Actor):
+    role = AGENT
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.NewTask,)
+    tick_s = 0.02
+    failed: BaseException | None = None  # what ended the task of an episode: a fault of this process
+
+    def setup(self) -> None:
+        topology, own = self.topology, self.topology.agents
+        entry = next(one.spec for one in topology.processes() if one.role == AGENT)
+        named = next((one.spec for one in topology.processes() if one.name == self.name), entry)
+        folder, base = Path(topology.model.path), str(Path(topology.source).parent)
+        text = LightTokenizer.of(folder)
+        if text is None:
+            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
+                                 "tokenizers and jinja2")
+        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
+        self.maker = MessageMaker(parser_of(own.tools, template_of(folder, True) or "", base), own.reasoning)
+        context, sampled, tokens = topology.episode_limits
+        self.limits = Limits(context, sampled, tokens, own.max_turns, own.max_sequences)
+        self.calls = Ring.attach(self.paths.calls_name, calls=True)
+        self.calls.register(self.role, self.name)
+        self.claims: dict[int, Claim] = {}
+        self.playing: set[asyncio.Task[None]] = set()
+        self.ends: Counter[str] = Counter()
+        self.parts: dict[int, dict[str, float]] = {}  # by uid, of rewards that are committed next
+        self.unanswered: Counter[int] = Counter()  # by uid
+        self.steps = VersionSteps()
+        self.bell, self.reward_bell = Doorbell(), Doorbell()
+        self._next_request = 0.0
+        self.loop = asyncio.new_event_loop()
+        self.children = Children(Setup(named.function, base), own.children, own.episode_s)
+        with self.activity("load the function of episodes", topology.limits.ready_s):
+            self.loop.run_until_complete(self.children.start())
+
+    def run_passes(self) -> None:
+        self.loop.run_until_complete(self._passes())
+
+    def work(self) -> bool:
+        """Claim samples, and commit the rewards of episodes that have ended."""
+        self.steps.add(self.ring.header(HeaderWord.VERSION), self.ring.header(HeaderWord.VERSION_STEP))
+        self._request_tasks()
+        taken = self._take()
+        judged = self._commit_rewards() if self.topology.reward.kind == AGENT else 0
+        self.ring_bells(self.bell, self.reward_bell)
+        return bool(taken or judged)
+
+    def teardown(self) -> None:
+        for claim in self.claims.values():
+            self.ring.release(claim.slot, claim.word, State.QUEUED)
+        self.loop.run_until_complete(self.children.close())
+        self.loop.close()
+        self.calls.close()
+
+    # -- the loop -----
+
+    async def _passes(self) -> None:
+        self.news = asyncio.Event()
+        async with AsyncCaller(self.calls, self.bus.send) as self.caller:
+            while not self.stopping:
+                self.look_around()
+                self.work()
+                await self._wait(self.tick_s)
+                if self.failed is not None:
+                    raise self.failed
+            for task in self.playing:
+                task.cancel()
+            await asyncio.gather(*self.playing, return_exceptions=True)
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Until an episode has ended, or the time is over."""
+        self.news.clear()
+        try:
+            await asyncio.wait_for(self.news.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            pass
+
+    def _request_tasks(self) -> None:
+        """Send the scheduler how many episodes this process plays; it answers with doorbells."""
+        if (now := time.monotonic()) >= self._next_request:
+            self._next_request = now + REQUEST_EVERY_S
+            most = self.topology.agents.episodes
+            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=most - len(self.claims), rows=most))
+
+    # -- samples -----
+
+    def _take(self) -> int:
+        room = self.topology.agents.episodes - len(self.claims)
+        if room <= 0:
+            return 0
+        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=ANY_ATTEMPT)
+        lines = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist() if taken else []
+        for (slot, word), values in zip(taken, lines):
+            claim = self.claims[slot] = Claim(slot, word, dict(zip(LINE_FIELDS, values)))
+            task = asyncio.ensure_future(self._play(claim))
+            self.playing.add(task)
+            task.add_done_callback(self._played)
+        return len(taken)
+
+    def _played(self, task: asyncio.Task[None]) -> None:
+        self.playing.discard(task)
+        self.news.set()
+        if not task.cancelled():
+            self.failed = self.failed or task.exception()
+
+    async def _play(self, claim: Claim) -> None:
+        """Play one sample to its end, and give its slot away."""
+        try:
+            task = read_task(self.ring, claim.slot)
+        except UNREADABLE as problem:
+            self._drop(claim, Fate.MALFORMED, f"its task cannot be read: {problem}")
+            return
+        try:
+            played = await self.children.play(lambda: self._episode(claim), task)
+        except CallUnanswered as problem:
+            self._gone_wrong(claim, problem)
+            return
+        self._settle(claim, played)
+
+    def _episode(self, claim: Claim) -> Episode:
+        settings = Settings(int(claim.line["max_new_tokens"]), self.limits, self.topology.agents.parallel)
+        return Episode(claim.uid, lambda call: self._ask(claim, call), self.renderer, self.maker, settings)
+
+    async def _ask(self, claim: Claim, call: Call) -> Answer:
+        line = claim.line
+        asked = ModelCall(
+            call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
+            top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
+            engine=max(0, call.near),
+        )
+        found = await self.caller.ask(asked, self.topology.limits.work_s)
+        waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
+        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made)
+
+    # -- ends -----
+
+    def _settle(self, claim: Claim, played: Played) -> None:
+        ended, tree = played.ended, played.episode.tree
+        self.ends[ended.how] += 1
+        if ended.how in FATES:
+            self._drop(claim, FATES[ended.how], f"its episode {ended.how}: {ended.text}")
+            return
+        made = tree.trajectory()
+        if made is None:
+            self._drop(claim, Fate.MALFORMED, "its episode ended without a model call")
+            return
+        reward = self.topology.agents.failure_reward if ended.how == "used_up" else ended.reward
+        try:
+            write_episode(self.ring, claim.slot, claim.word, made, reward,
+                          tree.transcript(self.topology.agents.transcript_bytes))
+        except SlotTooSmall as problem:
+            self._drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
+            return
+        message = commit_episode(self.ring, claim.slot, claim.word, made, self.steps)
+        del self.claims[claim.slot]
+        if message is not None:
+            self.parts[claim.uid] = ended.parts
+            self.bell.add(lambda: message)
+            self.ring.add(samples=1)
+
+    def _gone_wrong(self, claim: Claim, problem: CallUnanswered) -> None:
+        """Engines gave no answer to a call. The episode is begun again, by whoever takes it, but not for ever."""
+        self.unanswered[claim.uid] += 1
+        if problem.code == "poison":
+            self._drop(claim, Fate.POISON, str(problem))
+        elif self.unanswered[claim.uid] >= UNANSWERED_LIMIT:
+            self._drop(claim, Fate.REWARD_RAISED, f"its calls got no answer {UNANSWERED_LIMIT} times: {problem}")
+        else:
+            self.warn("agent", f"episode {claim.uid} begins again: {problem}", kind="unanswered", uids=[claim.uid])
+            del self.claims[claim.slot]
+            self.ring.release(claim.slot, claim.word, State.QUEUED)
+
+    def _drop(self, claim: Claim, fate: Fate, why: str) -> None:
+        text, _, trace = why.partition("\n")
+        del self.claims[claim.slot]
+        self.unanswered.pop(claim.uid, None)
+        self.warn("agent", f"sample {claim.uid} is dropped: {text}", kind=f"dropped {fate.letter}", uids=[claim.uid],
+                  trace=trace)
+        self.ring.drop(claim.slot, claim.word, fate)
+
+    def _commit_rewards(self) -> int:
+        """What episodes returned, also those of other agent processes that are gone."""
+        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
+        judged = [(slot, word, value) for slot, word in taken if (value := self._returned(slot, word)) is not None]
+        for slot, word, value in judged:
+            uid = int(self.ring.line(slot)["uid"])
+            self.reward_bell.add(partial(m.RewardComputed, slot_id=slot, seq=seq_of(word), uid=uid, reward=value))
+        if judged:
+            self.ring.commit_rewards([(slot, word) for slot, word, _ in judged], [value for *_, value in judged])
+        return len(taken)
+
+    def _returned(self, slot: int, word: int) -> float | None:
+        """The reward of an episode in its slot; None if it is dropped, for it holds none."""
+        uid = int(self.ring.line(slot)["uid"])
+        try:
+            found = reward_of(self.ring, slot)
+        except UNREADABLE as problem:
+            found, why = None, str(problem)
+        else:
+            why = "its slot holds no reward"
+        if found is None:
+            self.warn("agent", f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
+            self.ring.drop(slot, word, Fate.MALFORMED)
+            return None
+        try:
+            write_parts(self.ring, slot, word, self.parts.pop(uid, {}))
+        except SlotTooSmall as problem:  # they are for people: the reward counts all the same
+            self.warn("agent", f"the parts of rewards are not kept: {problem}", kind="parts")
+        return found[0] + turn_rewards_of(self.ring, slot)
