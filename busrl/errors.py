@@ -23,6 +23,10 @@ class BusrlError(Exception):
     exit_code: ClassVar[int] = 2
 
 
+class Stopped(BusrlError):
+    """The process was asked to stop before it was ready: no failure, and not reported as one."""
+
+
 # -- yours to fix -----
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, WriteFailed, cause
+from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded
 from busrl.training.batch import Round, Sample, rounds_of
 from busrl.training.checkpoint import Checkpoint
@@ -73,15 +73,17 @@ class Team:
     builder: TrainerBuilder | None = None
 
     @classmethod
-    def gathered(cls, settings: TeamSettings, waits: Callable[[], object] = lambda: None) -> Team:
-        """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `waits` is
-        called while they are waited for, and ends that if it is true."""
+    def gathered(cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None) -> Team:
+        """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `stopping` is
+        called while they are waited for; if it is true those that are there are dismissed: Stopped."""
         team = cls(settings)
         deadline, streams = time.monotonic() + settings.start_s, dict[int, Stream]()
         with _listening(settings.file) as server:
             while len(streams) < settings.ranks - 1:
-                if waits():
-                    raise RankLost("asked to stop while the ranks were waited for")
+                if stopping():
+                    team.followers = list(streams.values())
+                    team.close()
+                    raise Stopped("while the other ranks were waited for")
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(1, settings.ranks)) - streams.keys())
                     raise RankLost(f"rank {', '.join(map(str, missing))} did not come within {settings.start_s:g} s")
