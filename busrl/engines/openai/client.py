@@ -251,7 +251,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A try without success; `asked_s` is the wait that the server asks for."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
@@ -259,7 +259,7 @@ class Failed(Exception):
         self.asked_s = asked_s
 
 
-class Lost(Failed):
+class Lost(RequestFailed):
     """The server went away in the middle, or does not know a model that it was given."""
 
 
@@ -366,7 +366,7 @@ class Client:
                 except asyncio.CancelledError:
                     if sent.key not in self._sent:
                         raise
-                except Failed as failure:
+                except RequestFailed as failure:
                     if isinstance(failure, Lost) and self.given and self._gate.is_set():
                         self._gate.clear()
                         self.messages.put(Message(sent.key, lost=True))
@@ -405,9 +405,9 @@ class Client:
                 raise UserError(f"{self._answers_url}: {problem}; {remedy}") from problem
             raise
         except Garbage as problem:
-            raise Failed(f"garbage: {problem}") from problem
+            raise RequestFailed(f"garbage: {problem}") from problem
         except asyncio.TimeoutError as problem:
-            raise Failed(f"nothing for {self.settings.timeout_s:g} s") from problem
+            raise RequestFailed(f"nothing for {self.settings.timeout_s:g} s") from problem
         except (aiohttp.ClientError, OSError) as problem:
             raise Lost(f"{type(problem).__name__}: {problem}") from problem
 
@@ -440,7 +440,7 @@ class Client:
         text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
         reply = f"{response.status} {response.reason}: {text}".strip()
         if may_pass(response.status):
-            raise Failed(reply, retry_after_s(response.headers.get("Retry-After", "")))
+            raise RequestFailed(reply, retry_after_s(response.headers.get("Retry-After", "")))
         raise Refused(reply, response.status)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
@@ -474,7 +474,7 @@ class Client:
         if part.finish == "abort" and len(sent.ids) < sent.limit:
             if not self.chat:
                 self.messages.put(Message(sent.key, Part(part.ids, part.logprobs), self.version))
-            raise Failed("the server aborted the request")
+            raise RequestFailed("the server aborted the request")
         if part.ids or part.finish:
             sent.failures = 0
             self._server_lives()
@@ -489,7 +489,7 @@ class Client:
             log.info("%s answers again", self.url)
             self._failing_since = None
 
-    async def _after(self, sent: Sent, failure: Failed) -> None:
+    async def _after(self, sent: Sent, failure: RequestFailed) -> None:
         """Wait before the next try, or give up: this request alone, or the endpoint."""
         now = time.monotonic()
         self.errors += 1
@@ -553,7 +553,7 @@ class Client:
                     return (await response.read()).decode("utf-8", "replace")
             except Refused as problem:
                 raise UserError(f"{url} ({phase}): {problem}") from problem
-            except Failed as problem:
+            except RequestFailed as problem:
                 last, asked_s = str(problem), problem.asked_s
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
                 last = f"{type(problem).__name__}: {problem}"

@@ -37,9 +37,9 @@ from busrl.training.ranks.wire import (
     Build,
     ControlMessage,
     Done,
-    Failed,
     Gather,
     Join,
+    LastWords,
     Leave,
     Micro,
     RankHello,
@@ -119,7 +119,7 @@ class Follower:
         except Exception as problem:
             with contextlib.suppress(RankLost):
                 uids = [] if mesh.of_a_peer(problem) else self._under_way(message)
-                self.stream.send(Failed(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
+                self.stream.send(LastWords(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
             raise
         if answer is not None:
             answer.seq = message.seq

@@ -40,9 +40,9 @@ from busrl.training.ranks.wire import (
     Build,
     ControlMessage,
     Done,
-    Failed,
     Gather,
     Join,
+    LastWords,
     Leave,
     Micro,
     RankHello,
@@ -136,7 +136,7 @@ class Team:
         found = stream.receive(limit_s)
         if found is None:
             raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
-        if isinstance(found, Failed):
+        if isinstance(found, LastWords):
             raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
         if found.seq != self.seq:
             raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
@@ -168,7 +168,7 @@ class Team:
             except RankLost as lost:
                 yield str(lost), []
                 continue
-            if isinstance(words, Failed):
+            if isinstance(words, LastWords):
                 yield f"{stream.name} failed: {words.text}", words.uids
             else:
                 yield f"{stream.name} says nothing: it is stopped or stuck", []

@@ -143,7 +143,7 @@ class Saved(ControlMessage):
     full: bool = False
 
 
-class Failed(ControlMessage):
+class LastWords(ControlMessage):
     """The follower's last words, and the samples that it was computing."""
 
     text: str
@@ -152,7 +152,7 @@ class Failed(ControlMessage):
 
 ControlMessages = (
     RankHello | Join | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Leave | Done | Scored | Saved
-    | Failed
+    | LastWords
 )
 _LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 34
