@@ -26,14 +26,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from busrl.engines.base import Request, seed_of
-from busrl.errors import PeerTimeout, UserError, may_pass
+from busrl.errors import PeerTimeout, UserError, may_pass, retry_after_s
 
 try:
     import aiohttp
@@ -229,18 +228,6 @@ def backoff_s(failures: int, asked_s: float, chance: float) -> float:
     [0, 1) spreads clients over the upper half."""
     own = min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, EXPONENT_MOST)) * (0.5 + 0.5 * chance)
     return max(own, asked_s)
-
-
-def retry_after_s(header: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or as a date; 0 if it says nothing usable."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 class Refused(Exception):
