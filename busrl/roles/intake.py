@@ -342,6 +342,10 @@ class CallIntake(Intake):
         self._sent.pop(slot, None)
         return self.claimed.pop(slot)
 
+    def give_back(self) -> None:
+        super().give_back()
+        self.ring.close()
+
     # -- cancelling and streaming -----
 
     def holds(self, slot: int, seq: int) -> bool:
