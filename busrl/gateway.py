@@ -84,7 +84,8 @@ class ClaimedTask(NamedTuple):
 
 class AnswerLimits(NamedTuple):
     """What the answer to a claim may be: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
-    known), by a version that was published, `newest` at most."""
+    known), by a version that was published, `newest` at most. `prompt_tokens`: of the prompt that comes with it, 0: it
+    comes with none."""
 
     tokens: int
     segment: int
@@ -151,7 +152,8 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAn
     if message.finish == Finish.EOS and not message.done:
         text = "an answer that ended by itself has no further segment"
         raise Refused(f"finish = {Finish.EOS:d} and done = false: {text}")
-    prompt_ids = None if limits.segment else _prompt(message.prompt_ids, limits)
+    brings_prompt = limits.segment == 0 and limits.prompt_tokens > 0
+    prompt_ids = _prompt(message.prompt_ids, limits) if brings_prompt else None
     return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 

@@ -68,6 +68,7 @@ EXTENDING = tuple(f"tests/examples/test_extending.py::test_a_{name}" for name in
 VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py",)
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas",)
+EPISODES = ("tests/roles/test_episode_steps.py",)
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/schedule.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
@@ -253,7 +254,8 @@ MUTANTS = (
            "np.concatenate([sample.behaviour_logprobs for sample in samples]), dtype)",
            "np.roll(np.concatenate([sample.behaviour_logprobs for sample in samples]), 1), dtype)", PPO),
     Mutant("the logits are taken one position late", "busrl/training/batch.py",
-           "+ prompts[rows] - 1\n", "+ prompts[rows]\n", ("tests/training/test_trainer_gradient.py",)),
+           "np.repeat(spans[:, 0], counts) - 1\n", "np.repeat(spans[:, 0], counts)\n",
+           ("tests/training/test_trainer_gradient.py",)),
     # -- the update
     Mutant("no weight decay", OPTIMIZERS,
            '"weight_decay": settings["weight_decay"]}', '"weight_decay": 0.0}', PPO),
@@ -339,7 +341,7 @@ MUTANTS = (
            "self.publisher.version",
            (f"{ANSWERS}::test_a_version_is_that_of_the_present_weights_only_if_it_was_published_after_the_newest_step",)),
     Mutant("answers that ended with these weights count as begun with them", TRAINER,
-           "sample.policy_versions[0] == version", "sample.policy_versions[-1] == version", PPO),
+           "flat.begun(version)", "torch.from_numpy(flat.policy_versions == version).to(self._device)", PPO),
     Mutant("k3 of the other direction", DIAGNOSTICS,
            "ratio - 1 - difference, ratio,", "1 / ratio - 1 + difference, ratio,", PPO),
     Mutant("ess without the square", DIAGNOSTICS,
@@ -426,8 +428,25 @@ MUTANTS = (
            (f"{PARTS}::test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside_it",)),
     Mutant("long answers are paid for", GROUPS,
            "return -(penalty * over / buffer)", "return penalty * over / buffer", ("tests/roles/test_overlong_shaping.py",)),
-    Mutant("cut answers are trained", STEP, "0 if self._cut(record) else record.tokens", "record.tokens",
+    Mutant("cut answers are trained", STEP, "enumerate(records) if not self._cut(record)]", "enumerate(records)]",
            ("tests/roles/test_training_step.py::test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage",)),
+    # -- episodes of several turns
+    Mutant("a turn that is not trained is trained", STEP, "np.where(turns[:, 3] % 2 == 1, left_out, lengths)",
+           "np.repeat(left_out, 1)", EPISODES),
+    Mutant("the rows between two turns are scored in the place of the second", "busrl/training/packing.py",
+           "torch.from_numpy(columns - before[rows] + own_first[rows] - shared)",
+           "torch.from_numpy(numbered(np.bincount(rows)) + own_first[rows] - shared)", EPISODES),
+    Mutant("credit goes in the order of the sequences", STEP, "record.turn_array()[:, 3] // 2", "record.turn_array()[:, 0]",
+           EPISODES),
+    Mutant("what an episode returned is the first call's", STEP, "np.argmax(turns[:, 3])", "np.argmin(turns[:, 3])", EPISODES),
+    Mutant("the baseline of a turn is over those that got there", ADVANTAGES,
+           "(table.sum(0) - table) / (len(rewards) - 1)",
+           "(table.sum(0) - table) / ((table != 0).sum(0) - 1).clamp(min=1)", ("tests/algorithms/test_credit.py",)),
+    Mutant("a turn that is the unit weighs by the tokens of its episode", STEP,
+           "lengths = [sample.trained_of_turns().tolist() for sample in samples]",
+           "lengths = [[sample.trained] * len(sample.turn_lengths()) for sample in samples]", EPISODES),
+    Mutant("the audit takes turns that are not trained for the age", "busrl/ledger/audit/readers.py",
+           "versions = versions[_trained(sample)]", "pass", ("tests/ledger/test_ledger_audit_episodes.py",)),
     # -- a loss of the user's, and what a step is divided by
     Mutant("the trial of a loss does not take masked tokens away", "busrl/training/custom.py",
            "_losses(loss, _part(whole, whole.mask))", "with_others", EXTENDING),

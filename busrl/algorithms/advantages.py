@@ -55,6 +55,34 @@ def reward_alone(rewards: Sequence[float], lengths: Sequence[int] = ()) -> Tenso
     return torch.tensor(list(rewards), dtype=torch.float64)
 
 
+# -- of each turn of an episode --------------------------------------------------
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float]], gamma: float = 1.0, scaled: bool = False
+) -> list[list[float]]:
+    """A_t = G_t - the mean over the *other* episodes of their G_t, with G_t = sum over k >= t of gamma^(k - t) r_k.
+
+    `rewards`: of each episode of a group those of its turns, in order. An episode that has ended by turn t has G_t = 0
+    there, so the baseline of a turn depends on nothing that its own episode does, and is unbiased; a mean over those
+    that got there would not be, where the policy decides when to stop. `scaled`: over the standard deviation of the
+    episodes' sums, as `group_std`.
+    """
+    if len(rewards) < 2:
+        raise ValueError(f"a group of {len(rewards)} has no advantage: rewards are compared with each other; needs 2")
+    longest = max(map(len, rewards))
+    table = torch.zeros(len(rewards), longest, dtype=torch.float64)
+    for row, own in zip(table, rewards, strict=True):
+        row[: len(own)] = torch.tensor(list(own), dtype=torch.float64)
+    totals = table.sum(1)
+    for t in range(longest - 2, -1, -1):
+        table[:, t] += gamma * table[:, t + 1]
+    found = table - (table.sum(0) - table) / (len(rewards) - 1)
+    if scaled:
+        found = found / (totals.std(correction=1) + EPS)
+    return [row[: len(own)].tolist() for row, own in zip(found, rewards, strict=True)]
+
+
 # -- of all groups of a step -----------------------------------------------------
 
 

@@ -245,6 +245,8 @@ def logged(sample: SampleRecord) -> str:
     made = f"versions {versions.min()} to {versions.max()}" if len(versions) else "no tokens"
     if sample.segments:
         made += f" in segments of {', '.join(map(str, sample.segments))}"
+    if sample.turns:
+        made += f" in {len(sample.turn_array())} turns of {len(sample.seqs)} sequences"
     return f"attempt {sample.attempt}, {len(versions)} tokens of {made}, reward {sample.reward:g}"
 
 

@@ -36,6 +36,7 @@ BYTES_FROM = (
 ALIGN = 64  # every tensor begins at a multiple of this
 # Of an answer in one segment: task, prompt_ids, reward_parts and part_names, twice tokens, logprobs, versions and text.
 TENSORS = 12
+EPISODE_TENSORS = 12  # task, reward_parts, part_names and the nine of busrl.roles.episodes
 PER_TOKEN = 12  # id, log-probability, version: 4 bytes each
 REWARD_BYTES, PER_PART = 256, 5  # the value of a part and the end of its name
 TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of the longest token only up to here
@@ -56,6 +57,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
     call_slots, call_slot_bytes = call_ring(topology) if has_callers(topology) else (0, 0)
+    calls_bytes = ring_bytes(call_slots, call_slot_bytes, topology.ring.processes) if call_slots else 0
     found.extend(_most_answers(topology, val_samples))
     derived = Derived(
         limits=bounds,
@@ -64,7 +66,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         slot_bytes=slot_bytes, task_bytes=facts.task_bytes,
         prompt_tokens=facts.prompt_tokens, prompt_text=facts.prompt_text, trial=facts.trial.lines,
         train_prompts=facts.train_prompts, validation_prompts=facts.validation_prompts if rounds else 0,
-        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
+        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes) + calls_bytes, val_samples=val_samples,
         sets=sets,
         call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(
@@ -194,6 +196,16 @@ def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> t
     text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
     short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
     return _at_least(needed, topology.ring.slot_bytes, text, short, found)
+
+
+def episode_bytes(tokens: int, sampled: int, turns: int, sequences: int, transcript: int, text: int) -> dict[str, int]:
+    """Bytes of an episode in its slot, by what they are for: at most so many ids in all its sequences, sampled ids,
+    turns, sequences, bytes of messages and of the last text. For "auto" of ring.slot_bytes where agents play them."""
+    return {
+        f"{tokens} ids": 4 * tokens, f"{sampled} sampled": 8 * sampled, f"{turns} turns": 36 * turns,
+        f"{sequences} sequences": 4 * sequences, "messages": transcript, "text": max(1, text),
+        "alignment": ALIGN * EPISODE_TENSORS,
+    }
 
 
 def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:

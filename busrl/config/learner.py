@@ -99,6 +99,11 @@ class Learner:
                     function=True)
     advantage: str = key("group_std", "how an answer compares with others; see docs/algorithms.md",
                          choices=tuple(catalog.ADVANTAGES), function=True)
+    credit: str = key("episode", "one advantage for all turns of an episode, or one for each: what came of it",
+                      choices=("episode", "turn"))
+    gamma: float = key(1.0, "what a reward one turn later is worth (credit = turn)", above=0, high=1)
+    unit: str = key("episode", "what aggregation and losses of whole samples take as one: an episode, or each turn",
+                    choices=("episode", "turn"))
     aggregation: str = key("token-mean", "from the losses of tokens to that of a step", choices=catalog.AGGREGATIONS)
     length_norm: int = key(0, "aggregation = seq-mean-token-sum-norm: what a sum is divided by; 0 = the limit of an "
                               "answer", low=0, high=1 << 24)

@@ -160,6 +160,11 @@ TABLE = (
     Clash("learner.loss == gspo, learner.aggregation == token-mean",
           "a mean over tokens weighs samples by their length, and GSPO's ratio is of whole samples; "
           'aggregation = "seq-mean-token-mean"'),
+    Clash("learner.credit == turn, learner.advantage != group_std|group_mean|leave_one_out",
+          "a turn is compared with those of the other episodes of its group; "
+          'advantage = "group_std", "group_mean" or "leave_one_out", or credit = "episode"'),
+    Clash("learner.gamma < 1, learner.credit == episode",
+          'an episode\'s turns share one reward; credit = "turn", or remove it', warning=True),
     Clash("groups.size == 1, learner.advantage != reward|gae",
           'a single answer has none to be compared with; size >= 2, or advantage = "gae" or "reward"'),
     Clash("learner.kl != none, learner.kl_coef == 0",

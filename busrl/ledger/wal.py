@@ -13,8 +13,9 @@ ring, of tensors or of the optimiser.
 
 A segment `<number>.wal`, little endian: "BUSRLWAL", u32 layout, u32 crc32 of those 12 bytes; then records: "WREC",
 u32 length, u32 crc32 of the length's 4 bytes and the payload, payload (msgpack map of `Record`). Layout 2 knows the
-segments of an answer; files of layout 1 are read as they are, and never appended to: a reader that knows only layout 1
-would train them without their masks, so it must find a head that it refuses.
+segments of an answer, layout 3 episodes of several turns; a sample without them is written as layout 2 had it. Files
+of earlier layouts are read as they are, and never appended to: a reader that knows only those would train an episode
+as one answer, so it must find a head that it refuses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from busrl import files
 from busrl.errors import FileCorrupt, LedgerError, WriteFailed
 
 MAGIC = b"BUSRLWAL"
-LAYOUT, OLD_LAYOUT = 2, 1
+LAYOUT = 3
 MARK = b"WREC"
 SEGMENT_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
@@ -46,13 +47,26 @@ def _head(layout: int) -> bytes:
     return start + _LENGTH.pack(zlib.crc32(start))
 
 
-HEAD, OLD_HEAD = _head(LAYOUT), _head(OLD_LAYOUT)
-HEADS = (HEAD, OLD_HEAD)  # of one size
+HEADS = tuple(_head(layout) for layout in range(1, LAYOUT + 1))  # of one size
+HEAD = HEADS[-1]
+TURN = 4  # numbers of a turn in a record
 REMEDY = "Restore it, or remove it: what no checkpoint holds of its steps is lost then, and `busrl audit` names what"
 
 
-class SampleRecord(msgspec.Struct, kw_only=True):
-    """One trained trajectory: enough to train it again, without the ring. Arrays are little-endian bytes."""
+def _no_segments() -> list[int]:
+    """A default that is written: layout 2 has it, and ordinary samples stay what they were byte for byte."""
+    return []
+
+
+class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One trained trajectory: enough to train it again, without the ring. Arrays are little-endian bytes.
+
+    An episode of several turns has `seqs`, the lengths of its sequences, and `turns`, four numbers each: sequence,
+    begin and end of what was sampled in it, and 2 x the number of the call + 1 where it is trained (+ 0 where not);
+    sorted by sequence and begin. Then `prompt_ids` is empty, `token_ids` holds the sequences one after another, and
+    log-probabilities and versions have one per sampled id, turn after turn. `reward` includes `turn_rewards`, of which
+    there is one per turn or none.
+    """
 
     uid: int
     group: int
@@ -69,7 +83,10 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     token_ids: bytes  # int32
     logprobs: bytes  # float32, one per token
     versions: bytes  # uint32, one per token
-    segments: list[int] = []  # tokens of each segment; left out when there is one
+    segments: list[int] = msgspec.field(default_factory=_no_segments)  # tokens of each, empty when there is one
+    seqs: list[int] = []
+    turns: list[int] = []
+    turn_rewards: list[float] = []
 
     def prompt_array(self) -> npt.NDArray[np.int32]:
         return np.frombuffer(self.prompt_ids, "<i4")
@@ -83,9 +100,17 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     def version_array(self) -> npt.NDArray[np.uint32]:
         return np.frombuffer(self.versions, "<u4")
 
+    def turn_array(self) -> npt.NDArray[np.int64]:
+        """[turns, 4], as above; one row with the whole answer for a sample without `turns`."""
+        if self.turns:
+            return np.array(self.turns, np.int64).reshape(-1, TURN)
+        begin = len(self.prompt_ids) // 4
+        return np.array([[0, begin, begin + self.tokens, 1]])
+
     @property
     def tokens(self) -> int:
-        return len(self.token_ids) // 4
+        """What was sampled."""
+        return len(self.logprobs) // 4
 
     @property
     def earlier(self) -> int:
@@ -343,7 +368,7 @@ class Wal:
             return
         if data[: len(HEAD)] not in HEADS:
             text = (
-                f"{path}: does not begin with {MAGIC!r}, layout {OLD_LAYOUT} or {LAYOUT}; it is no log of this busrl. "
+                f"{path}: does not begin with {MAGIC!r}, layout 1 to {LAYOUT}; it is no log of this busrl. "
                 f"{REMEDY}"
             )
             if newest:
@@ -351,7 +376,7 @@ class Wal:
             self._doubts.append(text)
             self._segments.append(_Segment(path, [], len(data), path.stat(), old=True))
             return
-        segment = _Segment(path, [], len(HEAD), path.stat(), data[: len(HEAD)] == OLD_HEAD)
+        segment = _Segment(path, [], len(HEAD), path.stat(), data[: len(HEAD)] != HEAD)
         self._segments.append(segment)
         while True:
             for payload, end in frames(data, segment.size):

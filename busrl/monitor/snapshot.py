@@ -43,6 +43,7 @@ def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:
         "charts": _charts(run),
         "policy": run.steps.policy(run.idle),
         "by": run.steps.newest.by if run.steps.newest is not None else {},
+        "left_out": run.left_out or None,
         "sample": run.sample or None,
         "validations": [
             {"round": one.round, "version": one.version, "mean": one.mean, **({"set": one.set} if one.set else {})}

@@ -426,6 +426,7 @@ class RunState:
     faults: bool = False  # on purpose
     validating: bool = False
     waiting: str = ""  # for what the scheduler waits
+    left_out: dict[str, int] = field(default_factory=dict)  # with data.skip: draws left out, and prompts that rest
     credit: int = -1
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
     validations: dict[tuple[str, int], RoundRecord] = field(default_factory=dict)  # by set and round, the newest last
@@ -468,6 +469,8 @@ class RunState:
             self.step(step_of(message), now)
         elif isinstance(message, m.SchedulerState):
             self.waiting, self.credit = message.waiting, message.credit
+            known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
+            self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
         elif isinstance(message, m.ValidationStarted):
             self.validating = True
         elif isinstance(message, (m.ValidationDone, m.ValidationSetDone)):

@@ -239,6 +239,13 @@ def sources(run: RunState) -> str:
     )
 
 
+def left_out(run: RunState) -> str:
+    """What the scheduler leaves out by pass rate, "" where it leaves out nothing."""
+    known = run.left_out
+    draws, resting = short(known.get("left_out", 0)), short(known.get("resting", 0))
+    return f"{draws} draws by pass rate · {resting} prompts rest" if any(known.values()) else ""
+
+
 def idle(run: RunState) -> str:
     """Groups in a row that ended without a step, "" if there are none."""
     row = run.idle
@@ -327,8 +334,8 @@ def labelled(run: RunState, now: float) -> dict[str, str]:
     """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
-        "policy": policy(run), "sources": sources(run), "idle": idle(run), "sample": safe(run.sample),
-        "staleness": staleness(run),
+        "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
+        "sample": safe(run.sample), "staleness": staleness(run),
     }
     return {name: text for name, text in words.items() if text}
 

@@ -61,8 +61,8 @@ class RemoteExtend(Remote, tag="REMOTE_EXTEND"):
 class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
     """The answer to a rollout task: n tokens int32, their log-probabilities float32, weight versions uint32.
 
-    `prompt_ids` (int32) is needed in segment 0. `text` is the whole completion, special tokens visible, a final
-    end-of-sequence token left out. `finish` is 1 (the last token ends the sequence) or 2 (a limit cut it). With
+    `prompt_ids` (int32) is needed in segment 0 of a sample. `text` is the whole completion, special tokens visible, a
+    final end-of-sequence token left out. `finish` is 1 (the last token ends the sequence) or 2 (a limit cut it). With
     `done` false this is one segment more, and the task is queued again.
     """
 
@@ -70,7 +70,7 @@ class RemoteGenerated(Remote, tag="REMOTE_GENERATED"):
     tokens: Tensor
     logprobs: Tensor
     versions: Tensor
-    text: str
+    text: str = ""
     prompt_ids: Tensor | None = None
     finish: Count = 1
     done: bool = True
@@ -125,6 +125,8 @@ class Task(Struct):
     tensors prompt_ids, tokens, logprobs, versions. A reward task has these tensors of the whole answer, and
     `completion`. `version` is the newest weight version when it was claimed. With `segment_tokens` the answer is made
     in segments: one that is not over after so many tokens is sent with `done` false, and its task is queued again.
+    With `kind` "call" it is a model call of an agent: the tensor prompt_ids is all there is to read, `record` is empty,
+    and the answer has neither text nor prompt_ids.
     """
 
     task: TaskId
@@ -141,6 +143,9 @@ class Task(Struct):
     completion: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     segment_tokens: Count = 0
+    kind: Name = ""
+    stream: Count = 0
+    stop: Annotated[list[Count], Meta(max_length=MAX_MAP)] = field(default_factory=list)
 
 
 class GatewayTasks(Message, tag="GATEWAY_TASKS"):

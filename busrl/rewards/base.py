@@ -4,7 +4,9 @@
     async def judge(record, completion, token_ids): ...  # many calls at the same time
     def judge(records: list, completions: list, token_ids: list) -> list: ...  # batch = true
 
-`record` is the whole JSONL line of the prompt. Talks to the import system only. Knows nothing of processes.
+`record` is the whole JSONL line of the prompt. A function that has an argument named `episode` gets what is known of an
+episode of several turns there (None for one answer; a list of them with batch = true). Talks to the import system only.
+Knows nothing of processes.
 
 - A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
   NaN and infinity included.
@@ -128,6 +130,14 @@ def way_of(function: RewardFunction, setup: Setup) -> str:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return ASYNC
     return BATCH if setup.batch or setup.kind == "model" else EACH
+
+
+def takes_episode(function: RewardFunction) -> bool:
+    """Whether it has an argument of that name."""
+    try:
+        return "episode" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
 
 
 def load(target: str, base_dir: str | Path = ".", named: str = "reward.function") -> RewardFunction:

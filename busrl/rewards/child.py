@@ -38,6 +38,7 @@ from busrl.rewards.base import (
     Setup,
     load,
     settle,
+    takes_episode,
     way_of,
 )
 from busrl.rewards.pool import READY, Item, Outcome
@@ -106,9 +107,19 @@ def judge(function: RewardFunction, item: Item) -> Outcome:
     """What becomes of an item; user code may raise anything, SystemExit included."""
     try:
         record: dict[str, Any] = msgspec.json.decode(item.record_line)
-        return settled(item, function(record, item.completion, item.token_ids))
+        return settled(item, function(record, item.completion, item.token_ids, **asked(function, item.episode)))
     except BaseException as problem:
         return failed(item, problem)
+
+
+def asked(function: RewardFunction, episode: Any) -> dict[str, Any]:
+    """The argument `episode`, where the function has one; looked up once."""
+    if id(function) not in _takes:
+        _takes[id(function)] = takes_episode(function)
+    return {"episode": episode} if _takes[id(function)] else {}
+
+
+_takes: dict[int, bool] = {}  # by function, of which a process has one
 
 
 def settled(item: Item, result: Any) -> Outcome:
@@ -144,7 +155,8 @@ def of_list(function: Any, items: Sequence[Item]) -> list[Outcome]:
     """The outcomes of one call."""
     try:
         records = [msgspec.json.decode(item.record_line) for item in items]
-        found = list(function(records, [item.completion for item in items], [item.token_ids for item in items]))
+        more = asked(function, [item.episode for item in items])
+        found = list(function(records, [item.completion for item in items], [item.token_ids for item in items], **more))
         if len(found) != len(items):
             raise MalformedReward(f"the function returned {len(found)} rewards for {len(items)} answers")
     except BaseException as problem:
@@ -202,7 +214,8 @@ class Concurrent:
         async with self.room:
             try:
                 record = msgspec.json.decode(item.record_line)
-                call = asyncio.ensure_future(self.function(record, item.completion, item.token_ids))
+                more = asked(self.function, item.episode)
+                call = asyncio.ensure_future(self.function(record, item.completion, item.token_ids, **more))
                 if not (await asyncio.wait({call}, timeout=self.longest_s))[0]:
                     call.cancel()
                     return Outcome(item.key, error="hung", text=f"no result after {self.longest_s:g} s (timeout_s)")

@@ -32,7 +32,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,13 +45,15 @@ if TYPE_CHECKING:
 READY = -1  # key of the outcome that says whether the function was loaded
 
 
-class Item(msgspec.Struct, frozen=True, gc=False):
-    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome."""
+class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A completion to be judged. `key` is the caller's own, not negative, and comes back with the outcome. Of an
+    episode of several turns it is the last one's text, and `episode` what a function may ask for by that name."""
 
     key: int
     record_line: bytes
     completion: str
     token_ids: list[int]
+    episode: dict[str, Any] | None = None
 
 
 class Outcome(msgspec.Struct, gc=False):

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl._ring import Ring
-from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, RingError
+from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, RingError, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import State
@@ -37,6 +37,7 @@ Send = Callable[[m.Message, str], None]
 OWNER, SEQ = 0x3FFF, (1 << 36) - 1
 POISON_DEATHS = 2
 AFFINITY_S = 0.02
+REFUSAL_BYTES = 1000
 WAIT_S, LOOK_S = 0.5, 0.05
 ANSWER = {"tokens": np.dtype(np.int32), "logprobs": np.dtype(np.float32), "versions": np.dtype(np.uint32)}
 
@@ -124,6 +125,26 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
     if found.dtype != np.int32 or found.ndim != 1 or not len(found):
         raise BadTensor(f"slot {slot}: {name} is {found.dtype} of shape {found.shape}, expected int32 of one or more")
     return found
+
+
+def write_answer(
+    ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
+    finish: int, claimed_ns: int,
+) -> bool:
+    """Put an answer into a call that is held, and commit it; False if the slot has moved. SlotTooSmall, NotOwner."""
+    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns()), np.uint64)
+    for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
+        ring.put(slot, word, name, array, 0)
+    ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
+    return bool(ring.commit_segment(slot, word, True))
+
+
+def write_refusal(ring: Ring, slot: int, word: int, why: str) -> bool:
+    """The reason is the answer; False if the slot has moved. Where it does not fit its caller sees no tensors."""
+    with contextlib.suppress(SlotTooSmall):
+        ring.clear_segments(slot, word, 0)
+        ring.put(slot, word, "refused", np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8), 0)
+    return bool(ring.commit_segment(slot, word, True))
 
 
 # -- the caller ---------------------------------------------

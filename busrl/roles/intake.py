@@ -27,11 +27,11 @@ from busrl.config.pretrained import model_facts
 from busrl.data import prompt_of
 from busrl.engines import Engine, Finished, Request
 from busrl.engines.tokens import NO_IDS, Ids
-from busrl.errors import RingError, SlotTooSmall
+from busrl.errors import SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
-from busrl.ring.calls import CallDetails, Served, read_ids
+from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles.actor import Doorbell
 from busrl.roles.trajectory import (
     UNREADABLE,
@@ -40,7 +40,6 @@ from busrl.roles.trajectory import (
     read_generated,
     read_prompt_ids,
     read_task,
-    write_segment,
 )
 from busrl.scheduling.admission import Waves
 from busrl.states import Fate, Finish, SampleClass
@@ -48,7 +47,6 @@ from busrl.weights.base import VersionSteps
 
 Warn = Callable[..., None]
 ORPHANS_EVERY_S = 1.0
-REFUSAL_BYTES = 1000
 
 
 class Intake(ABC):
@@ -85,8 +83,8 @@ class Intake(ABC):
         """Put an answer back. True if this worker is done with the slot: the answer is whole, or there is none."""
 
     @abstractmethod
-    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
-        """What is to be announced now, and to whom ("" = everybody)."""
+    def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
+        """What is to be announced now, and to whom ("" = everybody); `engine`: where it can say what was drawn."""
 
     def holds(self, slot: int, seq: int) -> bool:
         """Whether it may be cancelled, and is the claim that is spoken of."""
@@ -143,7 +141,7 @@ class SampleIntake(Intake):
         self.only_validates = self.segments.cls == SampleClass.VALIDATE
         self.trains = not self.only_validates
 
-    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+    def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
         for bell in (self.bell, self.segment_bell):
             if (message := bell.take()) is not None:
                 yield message, ""
@@ -330,33 +328,23 @@ class CallIntake(Intake):
         return True
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
+        made = answer.token_ids, answer.logprobs, answer.versions
         try:
-            write_segment(self.ring, slot, task.word, 0, answer.token_ids, answer.logprobs, answer.versions)
-            served = Served(self.ring.index, task.claimed_ns, time.monotonic_ns())
-            self.ring.put(slot, task.word, "served", np.array(served, np.uint64), 0)
-        except (SlotTooSmall, *UNREADABLE) as problem:
+            write_answer(self.ring, slot, task.word, *made, answer.finish, task.claimed_ns)
+        except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
-            return
-        self.ring.set(
-            slot, task.word, finish=answer.finish, response_tokens=len(answer.token_ids),
-            version=int(answer.versions.min()),
-        )
-        self.ring.commit_segment(slot, task.word, True)
 
     def _refuse(self, slot: int, word: int, why: str) -> None:
-        """The reason is the answer."""
         self.warn("rollout", f"a model call gets no answer: {why}", kind="call refused")
-        text = np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8)
-        try:
-            self.ring.clear_segments(slot, word, 0)
-            self.ring.put(slot, word, "refused", text, 0)
-        except RingError as problem:  # its caller sees an answer without tensors
-            self.warn("rollout", f"slot {slot}: {problem}", kind="call refused")
-        self.ring.commit_segment(slot, word, True)
+        write_refusal(self.ring, slot, word, why)
 
     def _let_go(self, slot: int) -> ClaimedCall:
         self._sent.pop(slot, None)
         return self.claimed.pop(slot)
+
+    def give_back(self) -> None:
+        super().give_back()
+        self.ring.close()
 
     # -- cancelling and streaming -----
 
@@ -374,9 +362,11 @@ class CallIntake(Intake):
         self._next_orphans = now + ORPHANS_EVERY_S
         return [slot for slot in self.claimed if self.ring.is_orphan(slot)]
 
-    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+    def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
+        if engine is None:
+            return
         for slot, sent in list(self._sent.items()):
-            new: Ids = engine.drawn(slot, sent)
+            new: Ids = engine.drawn(slot, sent)[: m.MAX_MAP]
             if len(new):
                 task = self.claimed[slot]
                 self._sent[slot] = sent + len(new)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from busrl import files
@@ -32,7 +33,8 @@ from busrl.gateway import BAD, AnswerLimits, ClaimedTask, ClaimGone, Desk, Refus
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, address, is_address
-from busrl.ring import UID_NONE, Ring, State, segments_of, seq_of, state_of
+from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
+from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
@@ -95,11 +97,11 @@ class RingLedger:
         self.ring.leave_remote(index)
 
     def show(self, index: int, tasks: int) -> None:
-        stand_in = self._stand_in(index)
+        stand_in = self.stand_in(index)
         stand_in.activity(f"remote, holds {tasks}")
         stand_in.progress()
 
-    def _stand_in(self, index: int) -> Ring:
+    def stand_in(self, index: int) -> Ring:
         if index not in self._stand_ins:
             self._stand_ins[index] = self.ring.stand_in(index)
         return self._stand_ins[index]
@@ -108,7 +110,7 @@ class RingLedger:
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
-        stand_in = self._stand_in(index)
+        stand_in = self.stand_in(index)
         if role == "reward":
             taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         else:
@@ -150,7 +152,7 @@ class RingLedger:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
-        stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
+        stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
         line, limits = self.ring.line(slot), self.limits(claim)
         whole = self._whole(limits, answer)
         with _as_refusals():
@@ -180,7 +182,7 @@ class RingLedger:
         )
 
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
-        stand_in, slot, word = self._stand_in(index), claim.slot, claim.word
+        stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
         with _as_refusals():
             write_parts(stand_in, slot, word, parts)
             stand_in.set(slot, word, reward=reward, reward_parts=1)
@@ -191,18 +193,18 @@ class RingLedger:
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
 
     def give_back(self, index: int, claim: ClaimedTask) -> None:
-        self._stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
+        self.stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
 
     def expire(self, index: int, claim: ClaimedTask) -> bool:
         rewarding = state_of(claim.word) == State.REWARDING
         if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
             self.drop(index, claim, Fate.REWARD_HUNG)
             return True
-        self._stand_in(index).expire(claim.slot, claim.word)
+        self.stand_in(index).expire(claim.slot, claim.word)
         return False
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
-        self._stand_in(index).drop(claim.slot, claim.word, fate)
+        self.stand_in(index).drop(claim.slot, claim.word, fate)
         if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
 
@@ -211,6 +213,138 @@ class RingLedger:
             return False
         line = self.ring.line(slot)
         return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
+
+
+class CallLedger:
+    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights."""
+
+    def __init__(self, ring: Ring, samples: RingLedger) -> None:
+        self.ring, self.samples = ring, samples
+        self._entries = RingLedger(ring, samples.announce, samples.cuts, 0, samples.vocabulary)
+        self.members, self.enter, self.leave = self._entries.members, self._entries.enter, self._entries.leave
+        self.show, self.claims, self.committed = self._entries.show, self._entries.claims, self._entries.committed
+        self.give_back, self.expire = self._entries.give_back, self._entries.expire
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        taken, _ = claim_queued(self._entries.stand_in(index), None, limit, idle)
+        return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
+
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        line, slot = self.ring.line(claim.slot), claim.slot
+        try:
+            ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT)
+            details = msgspec.msgpack.decode(self.ring.get(slot, "call").tobytes(), type=CallDetails)
+        except (RingError, msgspec.MsgspecError) as problem:
+            self.refuse(index, claim, f"the call cannot be read: {problem}")
+            return None
+        return g.Task(
+            task=claim.task, slot_id=slot, seq=claim.seq, uid=claim.uid, record="", attempt=int(line["attempt"]),
+            max_new_tokens=int(line["max_new_tokens"]), temperature=float(line["temperature"]),
+            top_p=float(line["top_p"]), version=self.samples.ring.header(HeaderWord.VERSION),
+            tensors={"prompt_ids": tensor(ids)}, kind="call", stream=details.stream, stop=details.stop,
+        )
+
+    def limits(self, claim: ClaimedTask) -> AnswerLimits:
+        most = int(self.ring.line(claim.slot)["max_new_tokens"])
+        return AnswerLimits(most, 0, 0, self.samples.vocabulary, self.samples.ring.header(HeaderWord.VERSION))
+
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+        if not answer.done:
+            raise Refused("the answer to a model call is sent whole, with done = true")
+        stand_in, made = self._entries.stand_in(index), (answer.token_ids, answer.logprobs, answer.versions)
+        claimed_ns = int(self.ring.line(claim.slot)["changed_ns"])
+        with _as_refusals():
+            if not write_answer(stand_in, claim.slot, claim.word, *made, answer.finish, claimed_ns):
+                raise ClaimGone
+        stand_in.add(tokens=len(answer.token_ids), samples=1)
+
+    def refuse(self, index: int, claim: ClaimedTask, why: str) -> None:
+        write_refusal(self._entries.stand_in(index), claim.slot, claim.word, why)
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        """A call has no fate: its caller is told instead."""
+        self.refuse(index, claim, f"a worker from outside gave it up: {fate.words}")
+
+
+class BothLedgers:
+    """The `RemoteLedger` of a run with model calls: rollouts work on those, rewards on samples. Entries and slots of
+    the ring of calls are numbered behind those of the samples' ring, so that a claim has one name."""
+
+    def __init__(self, samples: RingLedger, calls: CallLedger) -> None:
+        self.samples, self.calls = samples, calls
+        self._entries, self._slots = samples.ring.n_processes, samples.ring.n_slots
+
+    def note_version(self) -> None:
+        self.samples.note_version()
+
+    def members(self) -> list[tuple[int, str, str, int]]:
+        behind = ((index + self._entries, role, name, life) for index, role, name, life in self.calls.members())
+        return [*self.samples.members(), *behind]
+
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
+        behind = [(index + self._entries, self._shown(claim)) for index, claim in self.calls.claims()]
+        return [*self.samples.claims(), *behind]
+
+    def enter(self, role: str, name: str, life: int) -> int:
+        if role == "rollout":
+            return self.calls.enter(role, name, life) + self._entries
+        return self.samples.enter(role, name, life)
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        if index < self._entries:
+            return self.samples.take(index, role, limit, idle)
+        return [self._shown(claim) for claim in self.calls.take(index - self._entries, role, limit, idle)]
+
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        book, entry, own = self._own(index, claim)
+        task = book.task(entry, own)
+        return task and msgspec.structs.replace(task, task=claim.task, slot_id=claim.slot)
+
+    def limits(self, claim: ClaimedTask) -> AnswerLimits:
+        book, _, own = self._own(0 if claim.slot < self._slots else self._entries, claim)
+        return book.limits(own)
+
+    def leave(self, index: int) -> None:
+        book, entry = self._book(index)
+        book.leave(entry)
+
+    def show(self, index: int, tasks: int) -> None:
+        book, entry = self._book(index)
+        book.show(entry, tasks)
+
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+        book, entry, own = self._own(index, claim)
+        book.commit_answer(entry, own, answer)
+
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
+        self.samples.commit_reward(index, claim, reward, parts)
+
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        book, entry, own = self._own(index, claim)
+        book.give_back(entry, own)
+
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        book, entry, own = self._own(index, claim)
+        return book.expire(entry, own)
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        book, entry, own = self._own(index, claim)
+        book.drop(entry, own, fate)
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        if slot < self._slots:
+            return self.samples.committed(slot, seq, uid)
+        return self.calls.committed(slot - self._slots, seq, uid)
+
+    def _shown(self, claim: ClaimedTask) -> ClaimedTask:
+        return claim._replace(slot=claim.slot + self._slots)
+
+    def _book(self, index: int) -> tuple[RingLedger | CallLedger, int]:
+        return (self.samples, index) if index < self._entries else (self.calls, index - self._entries)
+
+    def _own(self, index: int, claim: ClaimedTask) -> tuple[RingLedger | CallLedger, int, ClaimedTask]:
+        book, entry = self._book(index)
+        return book, entry, claim if book is self.samples else claim._replace(slot=claim.slot - self._slots)
 
 
 @contextlib.contextmanager
@@ -229,7 +363,7 @@ def _claim(slot: int, line: np.void) -> ClaimedTask:
     return ClaimedTask(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
-def desk_of(topology: Topology, book: RingLedger, tally: Tally) -> Desk:
+def desk_of(topology: Topology, book: RingLedger | BothLedgers, tally: Tally) -> Desk:
     """The desk of a run. Remote workers never take the entries that the run itself may need."""
     data, processes = topology.data, topology.processes()
     welcome = g.GatewayWelcome(
@@ -263,14 +397,16 @@ class Keeper(Actor):
 
     def setup(self) -> None:
         self._next_look = self._next_save = 0.0
-        called = self.topology.derived.call_slots
-        self.calls = Ring.attach(self.paths.calls_name, calls=True) if called else None
+        if self.topology.derived.call_slots:
+            self.calls = Ring.attach(self.paths.calls_name, calls=True)
+            self.calls.register(self.role, self.name)
         self._named: set[str] = set()
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
         self.tally = Tally(read_counts(self.paths.gateway))
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
-        self.book = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
+        book = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
+        self.book = book if self.calls is None else BothLedgers(book, CallLedger(self.calls, book))
         self.desk = desk_of(self.topology, self.book, self.tally)
         self.bus.on_reject = self._answer_unreadable
 

@@ -19,6 +19,7 @@ from busrl.protocol import messages as m
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.episodes import last_ids, seen_by_reward, turn_rewards_of
 from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.states import REWARD_FATES
 
@@ -154,32 +155,37 @@ class Reward(Actor):
         self.claimed.update(taken)
         try:
             both = zip(read_copies(self.ring, taken, "task"), map(text_of, read_copies(self.ring, taken, "text")))
-            return [Item(slot, *read, self._ids(slot, word)) for (slot, word), read in zip(taken, both)]
+            return [Item(slot, *read, *self._more(slot, word)) for (slot, word), read in zip(taken, both)]
         except UNREADABLE:  # one by one, to find which of them
             return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
 
     def _item(self, slot: int, word: int) -> Item | None:
         try:
             text = read_text(self.ring, slot, segments_of(word))
-            return Item(slot, read_task(self.ring, slot), text, self._ids(slot, word))
+            return Item(slot, read_task(self.ring, slot), text, *self._more(slot, word))
         except UNREADABLE as problem:
             self._drop(slot, "malformed", f"has a payload that cannot be read: {problem}")
             return None
 
-    def _ids(self, slot: int, word: int) -> Any:
-        """The token ids; none where only the text is judged."""
-        return read_generated(self.ring, slot, "tokens", segments_of(word)).tolist() if self.wants_ids else []
+    def _more(self, slot: int, word: int) -> tuple[list[int], dict[str, Any] | None]:
+        """The token ids, none where only the text is judged; and of an episode all that a function may ask for."""
+        if not self.wants_ids:
+            return [], None
+        if (ids := last_ids(self.ring, slot)) is not None:
+            return ids, seen_by_reward(self.ring, slot)
+        return read_generated(self.ring, slot, "tokens", segments_of(word)).tolist(), None
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:
         owned = [(outcome.key, self.claimed.pop(outcome.key)) for outcome in outcomes]
+        rewards = [outcome.value + turn_rewards_of(self.ring, outcome.key) for outcome in outcomes]
         for (slot, word), outcome in zip(owned, outcomes):
             try:
                 write_parts(self.ring, slot, word, outcome.parts)
             except SlotTooSmall as problem:  # they are for people: the reward counts all the same
                 self.warn("reward", f"the parts of rewards are not kept: {problem}", kind="parts")
         if owned:
-            self.bell.add(lambda: self._message(*owned[0], outcomes[0].value), len(owned))
-            self.ring.commit_rewards(owned, [outcome.value for outcome in outcomes])
+            self.bell.add(lambda: self._message(*owned[0], rewards[0]), len(owned))
+            self.ring.commit_rewards(owned, rewards)
 
     def _message(self, slot: int, word: int, reward: float) -> m.RewardComputed:
         return m.RewardComputed(slot_id=slot, seq=seq_of(word), uid=int(self.ring.line(slot)["uid"]), reward=reward)

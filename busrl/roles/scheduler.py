@@ -156,7 +156,9 @@ class Scheduler(Actor):
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
-        self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
+        with self.activity("read what prompts were answered", self.topology.limits.work_s):
+            self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
+            self.skipped.look()
         self._unread = False  # draws were left out, and there may be more to open behind them
         self._repair_next_admission()
 

@@ -11,6 +11,8 @@
 | reward_parts | -     | float32 | reward     | parts of the reward, where the function gives any     |
 | part_names | -       | uint8   | reward     | their names, a newline between two; may be missing    |
 
+An episode of several model calls has other tensors in the place of prompt_ids and tokens: `busrl.roles.episodes`.
+
 Joins the topology, `busrl.scheduling` and the caller's clock readings; talks to the ring. Knows nothing of how tokens
 are generated or judged.
 

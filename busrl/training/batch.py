@@ -5,8 +5,10 @@ losses.
 
 - Trained are the generated tokens: the prompt never, the end token always, and a length cut has no end token. The
   first `context` of a sample are left out: they get a place in the flat order, and are masked.
-- The flat order is sample by sample, token by token; `forward` returns its logits in that order, one row per
-  generated token.
+- An episode of several turns is one sample of several sequences (pieces), in each of which some spans were generated;
+  an answer is one piece with one span. What stands between spans is read and never trained.
+- The flat order is sample by sample, piece by piece, token by token; `forward` returns its logits in that order, one
+  row per generated token.
 - The logits of position t predict token t + 1; this shift is in `predicting_positions` and nowhere else.
 """
 
@@ -15,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +26,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Worth = float | Sequence[float]  # of a sample: a number, or one for each of its turns
+
+
+class Piece(NamedTuple):
+    """A sequence that is read at once, up to the last token that was generated in it."""
+
+    ids: NDArray[np.int32]
+    spans: Ints  # [spans, 2]: begin and end of what was generated; at least one, ascending, none at the very start
+    offset: int  # of its first generated token among all of the sample
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Where the turns of an episode stand in its ids."""
+
+    seqs: Ints  # lengths of its sequences, at least one turn in each
+    rows: Ints  # [turns, 3]: sequence, and begin and end in it; sorted, disjoint
+    skipped: Bools  # of each generated token: whether it is read and not trained
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Generated tokens of each turn."""
+        found: Ints = self.rows[:, 2] - self.rows[:, 1]
+        return found
+
+    def places(self) -> Ints:
+        """Where each generated token stands in all ids."""
+        begins = (np.cumsum(self.seqs) - self.seqs)[self.rows[:, 0]] + self.rows[:, 1]
+        return numbered(self.lengths) + np.repeat(begins, self.lengths)
+
+    def pieces(self, ids: NDArray[np.int32]) -> list[Piece]:
+        begins, offsets = np.cumsum(self.seqs) - self.seqs, np.cumsum(self.lengths) - self.lengths
+        found = []
+        for number, begin in enumerate(begins.tolist()):
+            own = self.rows[:, 0] == number
+            spans = self.rows[own, 1:]
+            found.append(Piece(ids[begin : begin + int(spans[-1, 1])], spans, int(offsets[own][0])))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,28 +75,68 @@ class Sample:
     group: int
     member: int
     prompt_ids: NDArray[np.int32]
-    token_ids: NDArray[np.int32]  # what was generated, the end token included
+    token_ids: NDArray[np.int32]  # what was generated, the end token included; of an episode all of its sequences
     behaviour_logprobs: NDArray[np.float32]  # of each generated token, under the distribution it was sampled from
     policy_versions: NDArray[np.uint32]  # of the weights that sampled each token; for accounting
     reward: float = 0.0
     temperature: float = 1.0
     finish: int = 1  # 1 end token, 2 length cut
     context: int = 0  # generated tokens at the start that are read and not trained: earlier segments
+    turns: Turns | None = None  # of an episode, which has neither prompt_ids nor context
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        if self.turns is not None:
+            return self.turns.pieces(self.token_ids)
+        begin = len(self.prompt_ids)
+        return [Piece(np.concatenate([self.prompt_ids, self.token_ids]), np.array([[begin, self.length]]), 0)]
+
+    @property
+    def longest(self) -> int:
+        """Length of its longest piece."""
+        return max(len(piece.ids) for piece in self.pieces)
+
+    @property
+    def generated(self) -> int:
+        """How many tokens were generated."""
+        return len(self.token_ids) if self.turns is None else int(self.turns.lengths.sum())
+
+    @property
+    def trained(self) -> int:
+        """How many of them are trained."""
+        return self.generated - (self.context if self.turns is None else int(self.turns.skipped.sum()))
+
+    def targets(self) -> NDArray[np.int32]:
+        """What was generated."""
+        return self.token_ids if self.turns is None else self.token_ids[self.turns.places()]
+
+    def mask(self) -> Bools:
+        """Of each generated token whether it is trained."""
+        return ~self.turns.skipped if self.turns is not None else np.arange(len(self.token_ids)) >= self.context
+
+    def turn_lengths(self) -> Ints:
+        """Generated tokens of each turn."""
+        return np.array([len(self.token_ids)]) if self.turns is None else self.turns.lengths
+
+    def trained_of_turns(self) -> Ints:
+        """Trained tokens of each turn."""
+        lengths = self.turn_lengths()
+        return np.add.reduceat(self.mask().astype(np.int64), np.cumsum(lengths) - lengths)
+
     def fault(self) -> str:
         """What is wrong with its shape or its numbers; "" for a sound sample."""
-        if len(self.prompt_ids) < 1 or len(self.token_ids) < 1:
+        if self.turns is None and (len(self.prompt_ids) < 1 or len(self.token_ids) < 1):
             return f"{len(self.prompt_ids)} prompt and {len(self.token_ids)} generated tokens: at least one of each"
-        counts = len(self.token_ids), len(self.behaviour_logprobs), len(self.policy_versions)
+        counts = self.generated, len(self.behaviour_logprobs), len(self.policy_versions)
         if len(set(counts)) > 1:
             return "{} tokens, {} log-probabilities, {} versions".format(*counts)
         if not math.isfinite(self.reward):
             return f"reward {self.reward}: training needs a finite number"
-        if not 0 <= self.context < len(self.token_ids):
+        if self.turns is None and not 0 <= self.context < len(self.token_ids):
             return f"{self.context} of {len(self.token_ids)} tokens are context: at least one must be left to train"
         return "" if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
 
@@ -69,7 +151,7 @@ def first_fault(samples: Sequence[Sample], vocabulary: int) -> tuple[int, str] |
     bad = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= 0)))
     if len(bad):
         text = f"a log-probability is above 0 or not a finite number: {logprobs[bad[:1]].tolist()}"
-        return _sample_at(bad[0], [len(sample.token_ids) for sample in samples]), text
+        return _sample_at(bad[0], [sample.generated for sample in samples]), text
     ids = np.concatenate([part for sample in samples for part in (sample.prompt_ids, sample.token_ids)])
     outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if len(outside):
@@ -90,54 +172,59 @@ def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[
     place, and the budget is in real tokens. A single sample above the budget is one micro-batch.
     """
     lengths = [sample.length for sample in samples]
-    by_length = [(lengths[i], s.group, s.member) for i, s in enumerate(samples)]
+    widths = lengths if together else [sample.longest for sample in samples]
+    by_length = [(widths[i], s.group, s.member) for i, s in enumerate(samples)]
     order = sorted(range(len(samples)), key=[by[1:] if together else by for by in by_length].__getitem__)
     # Parts of about equal size: a small last part would cost as many calls as a full one.
     target = sum(lengths) / max(1, -(-sum(lengths) // budget))
     parts: list[list[int]] = []
-    size = filled = 0
+    size = filled = rows = 0
     for index in order:
-        length = lengths[index]
+        length, own = lengths[index], len(samples[index].pieces)
         if together:
             full = size + length > budget or filled >= target * len(parts)
         else:  # ascending: the next is the widest
-            full = bool(parts) and length * (len(parts[-1]) + 1) > budget
+            full = bool(parts) and widths[index] * (rows + own) > budget
         if full or not parts:
             parts.append([])
-            size = 0
+            size = rows = 0
         parts[-1].append(index)
-        size, filled = size + length, filled + length
+        size, filled, rows = size + length, filled + length, rows + own
     return [sorted(part, key=by_length.__getitem__) for part in parts]
 
 
+def pieces_of(samples: Sequence[Sample]) -> list[Piece]:
+    return [piece for sample in samples for piece in sample.pieces]
+
+
 def pad(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """The ids of whole samples, right-padded with 0, [samples, longest]; and, per generated token, its row and the
+    """The ids of whole pieces, right-padded with 0, [pieces, longest]; and, per generated token, its row and the
     column that predicts it. Causal attention never looks right, so the padding needs no mask."""
-    prompts = np.array([len(sample.prompt_ids) for sample in samples])
-    responses = np.array([len(sample.token_ids) for sample in samples])
-    lengths = prompts + responses
-    ids = np.zeros((len(samples), int(lengths.max())), np.int64)
-    pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids)]
-    ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate(pieces)
-    rows, columns = predicting_positions(prompts, responses)
+    pieces = pieces_of(samples)
+    lengths = np.array([len(piece.ids) for piece in pieces])
+    ids = np.zeros((len(pieces), int(lengths.max())), np.int64)
+    ids[np.arange(ids.shape[1]) < lengths[:, None]] = np.concatenate([piece.ids for piece in pieces])
+    rows, columns = predicting_positions(pieces)
     return torch.from_numpy(ids), torch.from_numpy(rows), torch.from_numpy(columns)
 
 
 def join(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """The ids of whole samples but for their last tokens, which predict nothing, one after another; positions that
+    """The ids of whole pieces but for their last tokens, which predict nothing, one after another; positions that
     begin at 0 in each; and, per generated token, the place that predicts it."""
-    lengths = np.array([sample.length - 1 for sample in samples])
-    responses = np.array([len(sample.token_ids) for sample in samples])
-    pieces = [part for sample in samples for part in (sample.prompt_ids, sample.token_ids[:-1])]
-    wanted = numbered(responses) + np.repeat(np.cumsum(lengths) - responses, responses)
-    ids = np.concatenate(pieces).astype(np.int64)
+    pieces = pieces_of(samples)
+    lengths = np.array([len(piece.ids) - 1 for piece in pieces])
+    rows, columns = predicting_positions(pieces)
+    ids = np.concatenate([piece.ids[:-1] for piece in pieces]).astype(np.int64)
+    wanted = columns + (np.cumsum(lengths) - lengths)[rows]
     return torch.from_numpy(ids), torch.from_numpy(numbered(lengths)), torch.from_numpy(wanted)
 
 
-def predicting_positions(prompts: Ints, responses: Ints) -> tuple[Ints, Ints]:
-    """Row and column whose logits predict each generated token: from the last prompt token to the last but one."""
-    rows = np.repeat(np.arange(len(prompts)), responses)
-    return rows, numbered(responses) + prompts[rows] - 1
+def predicting_positions(pieces: Sequence[Piece]) -> tuple[Ints, Ints]:
+    """Piece and column whose logits predict each generated token: of a span from begin - 1 to end - 2."""
+    spans = np.concatenate([piece.spans for piece in pieces])
+    counts = spans[:, 1] - spans[:, 0]
+    rows = np.repeat(np.repeat(np.arange(len(pieces)), [len(piece.spans) for piece in pieces]), counts)
+    return rows, numbered(counts) + np.repeat(spans[:, 0], counts) - 1
 
 
 def numbered(counts: Ints) -> Ints:
@@ -147,20 +234,43 @@ def numbered(counts: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Flat:
-    """The generated tokens of a micro-batch, one entry per token; `lengths` and `uids` have one per sample."""
+    """The generated tokens of a micro-batch, one entry per token; `lengths` and `uids` have one per sample, and
+    `turn_lengths` one per turn."""
 
     targets: Tensor
     behaviour_logprobs: Tensor
     policy_versions: NDArray[np.uint32]
     rows: Tensor  # the sample of each token
     lengths: Tensor  # trained tokens of each sample
+    turns: Tensor  # the turn of each token, counted over all samples
+    turn_lengths: Tensor  # trained tokens of each turn
+    turn_begins: Ints  # the first token of each turn
+    turn_counts: list[int]  # turns of each sample
     temperature: Tensor | None  # per token; None if all are 1
     mask: Tensor | None  # true where trained; None if all are
     uids: list[int]
 
-    def per_token(self, per_sample: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """A value of each sample, repeated for its tokens: all of them share its advantage."""
-        return torch.tensor(list(per_sample), dtype=dtype, device=self.rows.device)[self.rows]
+    def per_token(self, worth: Sequence[Worth], dtype: torch.dtype) -> Tensor:
+        """A value of each sample, or of each of its turns, repeated for its tokens."""
+        values = [one for own, count in zip(worth, self.turn_counts, strict=True) for one in by_turn(own, count)]
+        return torch.tensor(values, dtype=dtype, device=self.turns.device)[self.turns]
+
+    def begun(self, version: int) -> Tensor:
+        """Of each token whether weights of `version` drew the first one of its turn."""
+        first = self.policy_versions[self.turn_begins]
+        return torch.from_numpy(first == version).to(self.turns.device)[self.turns]
+
+
+def by_turn(worth: Worth, turns: int) -> Sequence[float]:
+    """A sample's value for each of its turns."""
+    return [worth] * turns if isinstance(worth, (int, float)) else worth
+
+
+def spread(samples: Sequence[Sample], worth: Sequence[Worth]) -> NDArray[np.float64]:
+    """A value of each sample, or of each of its turns, repeated for its generated tokens."""
+    lengths = [sample.turn_lengths() for sample in samples]
+    values = [by_turn(own, len(counts)) for own, counts in zip(worth, lengths, strict=True)]
+    return np.repeat(np.concatenate(values).astype(np.float64), np.concatenate(lengths))
 
 
 def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) -> Flat:
@@ -169,18 +279,26 @@ def flatten(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device)
     def placed(values: NDArray[Any], kind: torch.dtype) -> Tensor:
         return torch.from_numpy(values).to(device, kind)
 
-    counts = np.array([len(sample.token_ids) for sample in samples])
-    context = np.array([sample.context for sample in samples])
+    counts = np.array([sample.generated for sample in samples])
+    trained = np.array([sample.trained for sample in samples])
     temperatures = np.array([sample.temperature for sample in samples])
-    rows = np.repeat(np.arange(len(samples)), counts)
+    numbers = np.repeat(np.arange(len(samples)), counts)
+    rows, lengths = placed(numbers, torch.int64), placed(trained, torch.int64)
+    mask = np.concatenate([sample.mask() for sample in samples]) if (trained < counts).any() else None
+    turns, turn_lengths, every, turn_counts = rows, lengths, counts, [1] * len(samples)
+    if any(sample.turns is not None for sample in samples):
+        own = [sample.turn_lengths() for sample in samples]
+        every, turn_counts = np.concatenate(own), [len(one) for one in own]
+        turns = placed(np.repeat(np.arange(len(every)), every), torch.int64)
+        turn_lengths = placed(np.concatenate([sample.trained_of_turns() for sample in samples]), torch.int64)
     return Flat(
-        targets=placed(np.concatenate([sample.token_ids for sample in samples]), torch.int64),
+        targets=placed(np.concatenate([sample.targets() for sample in samples]), torch.int64),
         behaviour_logprobs=placed(np.concatenate([sample.behaviour_logprobs for sample in samples]), dtype),
         policy_versions=np.concatenate([sample.policy_versions for sample in samples]),
-        rows=placed(rows, torch.int64), lengths=placed(counts - context, torch.int64),
-        temperature=None if (temperatures == 1).all() else placed(temperatures[rows], dtype),
-        mask=placed(numbered(counts) >= context[rows], torch.bool) if context.any() else None,
-        uids=[sample.uid for sample in samples],
+        rows=rows, lengths=lengths, turns=turns, turn_lengths=turn_lengths, turn_counts=turn_counts,
+        turn_begins=np.cumsum(every) - every,
+        temperature=None if (temperatures == 1).all() else placed(temperatures[numbers], dtype),
+        mask=None if mask is None else placed(mask, torch.bool), uids=[sample.uid for sample in samples],
     )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
-from busrl.training.batch import Flat, Sample, flatten, join, pad
+from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
 from busrl.training.head import Head
 from busrl.training.model import silence_chance, vocabulary
 
@@ -91,7 +91,7 @@ class Forward:
 
     def size(self, samples: Sequence[Sample]) -> int:
         """How many positions are computed, padding included."""
-        lengths = [sample.length for sample in samples]
+        lengths = [len(piece.ids) for piece in pieces_of(samples)]
         return sum(lengths) if self.together else len(lengths) * max(lengths)
 
     def _padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +145,8 @@ class PackedRows(PaddedRows):
         found: Tensor = self.model.base_model(
             input_ids=plan.ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
         )[0]
-        return found[0, plan.shared :]
+        own = found[0, plan.shared :]
+        return own if plan.wanted is None else own[plan.wanted]
 
 
 class JoinedRows(PaddedRows):

@@ -3,7 +3,7 @@
 `plan_of` lays samples out; `attend` is the attention that transformers calls in every layer of a model that `adopt`
 prepared, with the plan as an argument of the model's call. Knows nothing of heads, losses or optimisers.
 
-- A generated token attends to the prompt of its own sample and to what was generated before it there, to nothing else.
+- A token attends to the prompt of its own sequence and to what stands before it there, to nothing else.
 - Positions begin at 0 in every sample. Sliding window, cap of the scores and attention sinks are those of the layer.
 - On a GPU one call of torch's flash attention computes all sequences of a layer, where its kernel knows the layer's
   rule and has given what the slow way gives. On a CPU short sequences are computed together, as rectangles of similar
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from busrl.training.batch import Ints, Sample, numbered
+from busrl.training.batch import Ints, Sample, numbered, pieces_of, predicting_positions
 
 NAME = "busrl_packed"  # by which transformers knows `attend`
 LONGEST_TOGETHER = 256  # of a rectangle: above, its padding and its scores cost more than separate calls
@@ -52,31 +52,39 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of a micro-batch: the prompt of a group but for its last token, once for all members, then one row per
-    generated token, in flat order: the position that predicts it."""
+    """The rows of a micro-batch: what stands before the first generated token but for its last, once for all pieces
+    that begin with it, then the rest of each piece, in flat order: the positions that predict its tokens."""
 
     ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     shared: int  # rows of the first kind
-    sequences: Sequences  # cover all rows, in order: prompts, then samples
+    sequences: Sequences  # cover all rows, in order: prompts, then pieces
+    wanted: Tensor | None = None  # of the rows of the second kind those that predict a generated token; None: all
 
 
 def plan_of(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Plan:
     """The plan of these samples, whose ids are int32."""
+    parts = pieces_of(samples)
+    firsts = np.array([piece.spans[0, 0] for piece in parts])
     prompts: dict[bytes, int] = {}
-    which = np.array([prompts.setdefault(sample.prompt_ids.tobytes(), len(prompts)) for sample in samples])
+    which = np.array([
+        prompts.setdefault(piece.ids[:first].tobytes(), len(prompts)) for piece, first in zip(parts, firsts.tolist())
+    ])
     pieces = [np.frombuffer(prompt, np.int32)[:-1] for prompt in prompts]
     shared_lengths = np.array([len(piece) for piece in pieces])
-    own_lengths = np.array([len(sample.token_ids) for sample in samples])
-    pieces += [part for sample in samples for part in (sample.prompt_ids[-1:], sample.token_ids[:-1])]
+    own_lengths = np.array([len(piece.ids) for piece in parts]) - firsts
+    pieces += [piece.ids[first - 1 : -1] for piece, first in zip(parts, firsts.tolist())]
     shared, before = int(shared_lengths.sum()), shared_lengths[which]
     positions = np.concatenate([numbered(shared_lengths), numbered(own_lengths) + np.repeat(before, own_lengths)])
     shared_first = np.cumsum(shared_lengths) - shared_lengths
     own_first = np.cumsum(own_lengths) - own_lengths + shared
-    none = np.zeros_like(shared_lengths)
+    none, wanted = np.zeros_like(shared_lengths), None
+    if any(len(piece.spans) > 1 for piece in parts):
+        rows, columns = predicting_positions(parts)
+        wanted = torch.from_numpy(columns - before[rows] + own_first[rows] - shared).to(device)
     return Plan(
         ids=torch.from_numpy(np.concatenate(pieces).astype(np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device), shared=shared,
+        positions=torch.from_numpy(positions).to(device), shared=shared, wanted=wanted,
         sequences=Sequences(
             np.concatenate([none, shared_first[which]]), np.concatenate([none, before]),
             np.concatenate([shared_first, own_first]), np.concatenate([shared_lengths, own_lengths]),

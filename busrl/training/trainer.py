@@ -30,7 +30,7 @@ from busrl.algorithms import catalog, diagnostics, losses, terms
 from busrl.algorithms.gae import Valued, ValueSettings, value_loss
 from busrl.algorithms.losses import LossSettings
 from busrl.training import batch, optimizers, sharded, sharded_state
-from busrl.training.batch import Flat, Sample
+from busrl.training.batch import Flat, Sample, Worth, pieces_of
 from busrl.training.checkpoint import Checkpoint, buffers
 from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, Scores, checkpoint_layers, choose_forward, compile_layers
@@ -63,6 +63,7 @@ class TrainerSettings(LossSettings):
     newest_ratio: str = "recorded"  # "one": tokens drawn by the very weights that are trained have ratio 1
     kl_in: str = "loss"
     ratio_one: bool = False  # segments.loss = "pois"
+    unit: str = "episode"  # what losses of whole samples take as one: an episode, or each of its turns
     compute_dtype: str = "float32"  # "bfloat16": of forward and backward; what is trained stays float32
     activation_checkpointing: str = "none"
     head_rows: int = 0
@@ -93,8 +94,8 @@ Versions = NDArray[np.uint32]
 class Given:
     """What the samples of a call are trained with: a number or a row for each; None where the default holds."""
 
-    advantages: Sequence[float]  # not read where `valued` has those of each token
-    weights: Sequence[float] | None = None  # of the loss of a sample's tokens; 1
+    advantages: Sequence[Worth]  # not read where `valued` has those of each token
+    weights: Sequence[Worth] | None = None  # of the loss of a sample's tokens; 1
     proximal: Sequence[Floats] | None = None  # log-probabilities by `score` as the step began; those of the forward
     chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
     valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
@@ -161,7 +162,7 @@ class Trainer:
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
 
     def accumulate(
-        self, samples: Sequence[Sample], given: Given | Sequence[float], version: int | None = None
+        self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, added to the step under way.
 
@@ -183,7 +184,7 @@ class Trainer:
         flat = batch.flatten(samples, self._dtype, self._device)
         inputs, entropy, values = self._computed_inputs(samples, flat, given)
         logprobs = inputs.trainer_logprobs
-        marks = self._of_these_weights(samples, flat, version)
+        marks = self._of_these_weights(flat, version)
         in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
         loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
         if self.skip_mastered:
@@ -246,11 +247,13 @@ class Trainer:
         advantages = flat.per_token(given.advantages, self._dtype)
         if given.valued is not None:
             advantages = torch.from_numpy(np.concatenate([one.advantages for one in given.valued])).to(advantages)
+        by_turn = self.settings.unit == "turn"
         return losses.LossInputs(
             trainer_logprobs=logprobs, behaviour_logprobs=flat.behaviour_logprobs, proximal_logprobs=before,
-            advantages=advantages, mask=flat.mask, samples=flat.rows,
+            advantages=advantages, mask=flat.mask, samples=flat.turns if by_turn else flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
-            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device), lengths=flat.lengths,
+            ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
+            lengths=flat.turn_lengths if by_turn else flat.lengths,
             entropy=entropy, reference_logprobs=referred, chosen=chosen,
         )
 
@@ -313,22 +316,18 @@ class Trainer:
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
         whole = loss if of_values is None else loss + of_values.loss.detach()
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, whole)))
-        context = sum(sample.context for sample in samples)
+        context = sum(sample.generated - sample.trained for sample in samples)
         self._tokens += len(flat.targets) - context
         self._context += context
         self._sequences += len(samples)
         self._computed += self.forward.size(samples)
-        self._real += sum(sample.length for sample in samples)
+        self._real += sum(len(piece.ids) for piece in pieces_of(samples))
 
-    def _of_these_weights(
-        self, samples: Sequence[Sample], flat: Flat, version: int | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Which tokens the weights of `version` drew, and which of them in answers that began with these weights."""
+    def _of_these_weights(self, flat: Flat, version: int | None) -> tuple[Tensor | None, Tensor | None]:
+        """Which tokens the weights of `version` drew, and which of them in turns that began with these weights."""
         if version is None:
             return None, None
-        began = np.fromiter((sample.policy_versions[0] == version for sample in samples), np.bool_, len(samples))
-        drawn = torch.from_numpy(flat.policy_versions == version).to(self._device)
-        return drawn, torch.from_numpy(began).to(self._device)[flat.rows]
+        return torch.from_numpy(flat.policy_versions == version).to(self._device), flat.begun(version)
 
     @torch.no_grad()
     def score_reference(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -360,7 +359,7 @@ class Trainer:
         for part, values in parts:
             if not part:  # of a rank without work
                 continue
-            ends = np.cumsum([len(samples[i].token_ids) for i in part])[:-1]
+            ends = np.cumsum([samples[i].generated for i in part])[:-1]
             for index, row in zip(part, np.split(values.float().cpu().numpy(), ends), strict=True):
                 found[index] = row
         return found

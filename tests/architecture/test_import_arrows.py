@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "_blocks"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
-        "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device",
+        "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device", "agents",
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
@@ -144,7 +144,9 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
         assert allowed, f"{path.relative_to(ROOT)} imports {sorted(uses)}"
 
 
-SHARED_BY_ROLES = {"process", "actor", "trajectory", "intake", "predictor_state", "prompt_filter", "version_pin"}
+SHARED_BY_ROLES = {
+    "process", "actor", "trajectory", "episodes", "intake", "predictor_state", "prompt_filter", "version_pin",
+}
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 
 

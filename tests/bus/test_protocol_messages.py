@@ -18,7 +18,7 @@ LOGS_MAP = {"dtype": "float32", "shape": [1], "data": b"\0\0\x80\xbf"}
 TASK_MAP = {
     "task": "1.2.3", "slot_id": 1, "seq": 2, "uid": 3, "record": "{}", "segment": 0, "attempt": 0,
     "max_new_tokens": 0, "temperature": 1.0, "top_p": 1.0, "version": 0, "completion": "x",
-    "tensors": {"tokens": IDS_MAP}, "segment_tokens": 0,
+    "tensors": {"tokens": IDS_MAP}, "segment_tokens": 0, "kind": "", "stream": 0, "stop": [],
 }
 GOLDEN: list[tuple[m.Message, dict]] = [
     (

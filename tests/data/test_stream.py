@@ -281,6 +281,22 @@ def test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs(
             assert shuffle or own[start : start + part.count] == list(range(part.count))
 
 
+@given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50))
+@settings(max_examples=15, deadline=None)
+def test_a_place_names_source_and_line_and_no_draw_of_a_block_is_in_a_later_epoch_than_its_end(
+    parts: list[Part], seed: int, block: int
+) -> None:
+    draws = range(block * BLOCK, (block + 1) * BLOCK)
+    with mixed(parts, seed) as stream:
+        places = [stream.place(draw) for draw in draws]
+        assert all(stream.item(draw).index == place.line for draw, place in zip(draws[::50], places[::50]))
+        last = stream.epochs(draws[7])
+    for number, part in enumerate(parts):
+        own = [place for place in places if place.source == number]
+        assert all(part.start <= place.line < part.start + part.count for place in own)
+        assert max((place.epoch for place in own), default=-1) == last[number]
+
+
 @given(mixtures(), st.integers(0, 2**31 - 1), st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
 @settings(max_examples=25, deadline=None)
 def test_a_draw_of_a_mixture_is_the_same_item_after_any_restart_and_for_the_audit(

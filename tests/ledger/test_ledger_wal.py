@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, WriteFailed
-from busrl.ledger.wal import HEAD, MARK, OLD_HEAD, Record, SampleRecord, Wal, frames
+from busrl.ledger.wal import HEAD, HEADS, MARK, Record, SampleRecord, Wal, frames
 
 
 def sample(uid: int, tokens: int = 3) -> SampleRecord:
@@ -255,26 +255,30 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def as_layout_1(directory: Path) -> None:
-    """The only segment as the first busrl wrote it: without the fields of layout 2."""
+def as_layout(number: int, directory: Path) -> None:
+    """The only segment as an earlier busrl wrote it; the first without the fields of layout 2."""
     path = directory / "00000001.wal"
-    parts = [OLD_HEAD]
+    parts = [HEADS[number - 1]]
     for payload, _ in frames(path.read_bytes()):
         content = msgspec.msgpack.decode(payload)
-        del content["dmmpt"]
-        for one in content["samples"]:
-            del one["segments"]
+        if number == 1:
+            del content["dmmpt"]
+            for one in content["samples"]:
+                del one["segments"]
         body = msgspec.msgpack.encode(content)
         size = struct.pack("<I", len(body))
         parts += [MARK, size, struct.pack("<I", zlib.crc32(body, zlib.crc32(size))), body]
     path.write_bytes(b"".join(parts))
 
 
-def test_a_log_of_the_first_layout_is_read_and_new_records_go_into_a_file_that_it_would_refuse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [1, 2])
+def test_a_log_of_an_earlier_layout_is_read_and_new_records_go_into_a_file_that_it_would_refuse(
+    tmp_path: Path, layout: int
+) -> None:
     with Wal(tmp_path / "wal") as wal:
         wal.append(record(1))
         wal.append(record(2))
-    as_layout_1(tmp_path / "wal")
+    as_layout(layout, tmp_path / "wal")
     old = (tmp_path / "wal" / "00000001.wal").read_bytes()
     with Wal(tmp_path / "wal") as wal:
         assert list(wal.records()) == [record(1), record(2)]  # one segment each, nothing left out
@@ -283,6 +287,31 @@ def test_a_log_of_the_first_layout_is_read_and_new_records_go_into_a_file_that_i
     assert segments(tmp_path / "wal") == ["00000001.wal", "00000002.wal"]
     assert (tmp_path / "wal" / "00000001.wal").read_bytes() == old
     assert (tmp_path / "wal" / "00000002.wal").read_bytes().startswith(HEAD)
+
+
+def test_a_sample_of_one_turn_is_written_byte_for_byte_as_layout_2_had_it(tmp_path: Path) -> None:
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(record(1, range(1)))
+    ((payload, _),) = frames((tmp_path / "wal" / "00000001.wal").read_bytes())
+    one = sample(0)
+    names = ("uid", "group", "admission", "member", "attempt", "prompt_crc", "reward", "temperature", "version", "step",
+             "finish", "prompt_ids", "token_ids", "logprobs", "versions", "segments")
+    written = {name: getattr(one, name) for name in names}
+    content = {"step": 1, "version": 2, "cause": "count", "groups": [0], "samples": [written], "dmmpt": False}
+    assert bytes(payload) == msgspec.msgpack.encode(content)
+
+
+def test_an_episode_comes_back_with_its_sequences_turns_and_their_rewards(tmp_path: Path) -> None:
+    ids, logprobs = np.arange(12, dtype="<i4").tobytes(), np.full(5, -1, "<f4").tobytes()
+    own = {"seqs": [7, 5], "turns": [0, 2, 4, 1, 0, 6, 7, 2, 1, 3, 5, 5], "turn_rewards": [0.5, 0.0, -1.0]}
+    one = msgspec.structs.replace(sample(3), prompt_ids=b"", token_ids=ids, logprobs=logprobs, versions=logprobs, **own)
+    with Wal(tmp_path / "wal") as wal:
+        wal.append(msgspec.structs.replace(record(1), samples=[one, sample(4)]))
+    with Wal(tmp_path / "wal") as wal:
+        ((found, plain),) = (step.samples for step in wal.records())
+    assert found == one and found.tokens == 5 and plain == sample(4)
+    assert found.turn_array().tolist() == [[0, 2, 4, 1], [0, 6, 7, 2], [1, 3, 5, 5]]
+    assert plain.turn_array().tolist() == [[0, 2, 5, 1]] and plain.tokens == 3 and not plain.seqs
 
 
 def test_the_bounds_of_segments_and_the_mask_of_a_step_are_in_the_log(tmp_path: Path) -> None:
@@ -298,10 +327,10 @@ def test_the_bounds_of_segments_and_the_mask_of_a_step_are_in_the_log(tmp_path: 
 
 
 def test_a_log_of_a_layout_to_come_is_refused_by_name(tmp_path: Path) -> None:
-    start = b"BUSRLWAL" + struct.pack("<I", 3)
+    start = b"BUSRLWAL" + struct.pack("<I", 4)
     (tmp_path / "wal").mkdir()
     (tmp_path / "wal" / "00000001.wal").write_bytes(start + struct.pack("<I", zlib.crc32(start)))
-    with pytest.raises(FileCorrupt, match="layout 1 or 2"):
+    with pytest.raises(FileCorrupt, match="layout 1 to 3"):
         Wal(tmp_path / "wal")
 
 

@@ -123,6 +123,15 @@ def test_lines_and_data_show_what_was_thrown_away_and_a_sample() -> None:
     assert snapshot(RunState(), 0.0, 0.0)["policy"]["flat_share"] is None
 
 
+def test_prompts_that_the_scheduler_leaves_out_are_shown() -> None:
+    made = picture()
+    made.handle(m.SchedulerState(values={"left_out": 0.0, "resting": 0.0}), 1.0)
+    assert not any("left out" in line for line in plain.lines(made, 2.0, 1010.0)), "nothing was"
+    made.handle(m.SchedulerState(values={"left_out": 12.0, "resting": 5.0, "left_out/a": 12.0}), 1.0)
+    assert any("left out  12 draws by pass rate · 5 prompts rest" in one for one in plain.lines(made, 2.0, 1010.0))
+    assert snapshot(made, 2.0, 1010.0)["left_out"] == {"left_out": 12, "resting": 5}
+
+
 def test_prompts_of_several_sources_are_shown_with_reward_and_pass_rate_each() -> None:
     made = picture()
     assert not any("sources" in line for line in plain.lines(made, 2.0, 1010.0)), "one source is the whole"

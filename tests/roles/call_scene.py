@@ -28,7 +28,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.quickstart.cache import ensure
 from busrl.ring import Ring, State
-from busrl.ring.calls import AsyncCaller, Caller, ModelCall
+from busrl.ring.calls import AsyncCaller, CallAnswer, Caller, ModelCall, PendingCall
 from busrl.states import HeaderWord
 from busrl.weights.base import Sender
 from busrl.weights.factory import TransportSettings, make_sender
@@ -120,12 +120,23 @@ class Scene:
 
     def answers(self, *calls: ModelCall) -> list[list[int]]:
         """The ids of each answer, in the order of the calls."""
-        put = [self.caller.put(one) for one in calls]
+        return [answer.ids.tolist() for answer in self.results(*[self.caller.put(one) for one in calls])]
+
+    def results(self, *put: PendingCall) -> list[CallAnswer]:
+        """The answers to calls under way, once all of them are there."""
+        self.ended(*put)
+        return [one.result() for one in put]
+
+    def ended(self, *put: PendingCall) -> None:
+        """Wait until all of these calls are done with, in whatever way."""
         end = time.monotonic() + PATIENCE_S
-        while not all(one.done for one in put) and time.monotonic() < end:
-            self.caller.wait(1.0)
-        assert all(one.done for one in put), f"{[self.caller.whose(one) for one in put if not one.done]} {self.logs()}"
-        return [one.result().ids.tolist() for one in put]
+        while not all(one.done for one in put):
+            assert time.monotonic() < end, f"{[self.caller.whose(one) for one in put if not one.done]} {self.logs()}"
+            self.caller.wait(0.1)
+
+    def emptied(self) -> None:
+        """Wait until all slots are FREE."""
+        self.until("all slots to be free", lambda: (self.caller.poll(), self.all_free())[1])
 
     def publish(self, version: int, scale: float) -> None:
         """The model's weights, those of the head scaled, as a learner would publish them."""

@@ -52,8 +52,7 @@ def test_the_same_stream_gives_the_same_tokens_whatever_the_order_and_the_compan
 
 def test_an_answer_has_ids_logprobs_versions_and_who_made_it(scene: Scene) -> None:
     pending = scene.caller.put(call(3, max_new_tokens=5))
-    scene.until("the answer", lambda: scene.caller.wait(0.1) or pending.done)
-    answer = pending.result()
+    [answer] = scene.results(pending)
     assert 1 <= len(answer.ids) == len(answer.logprobs) == len(answer.versions) <= 5
     assert (answer.logprobs <= 0).all() and answer.finish in (Finish.EOS, Finish.LENGTH)
     [engine] = [one for one in scene.ring.processes() if one.role == "rollout"]
@@ -75,8 +74,7 @@ def test_the_answer_of_a_killed_engine_comes_from_its_next_start_and_is_the_same
     scene.until("an engine at work", lambda: any(scene.is_generating(one.slot) for one in put))
     scene.kill("rollout/0")
     scene.start("rollout/0")
-    scene.until("all answers", lambda: scene.caller.wait(0.1) or all(one.done for one in put))
-    assert [one.result().ids.tolist() for one in put] == before
+    assert [answer.ids.tolist() for answer in scene.results(*put)] == before
     assert scene.all_free()
 
 
@@ -89,7 +87,7 @@ def test_all_slots_are_free_after_a_killed_caller(scene: Scene) -> None:
     assert not scene.all_free()
     child.send_signal(signal.SIGKILL)
     child.communicate()
-    scene.until("slots without a caller to be free", scene.all_free)
+    scene.emptied()
     assert [one.label for one in scene.ring.processes() if one.role == "agent"] == ["agent/0"]
 
 
@@ -97,18 +95,19 @@ def test_a_cancelled_call_is_left_by_its_engine(scene: Scene) -> None:
     one = scene.caller.put(call(1))
     scene.until("an engine at work", lambda: scene.is_generating(one.slot))
     scene.caller.cancel(one)
-    scene.until("the slot to be free", lambda: scene.caller.poll() or scene.all_free())
+    scene.ended(one)
     assert isinstance(one.error, CallUnanswered) and one.error.code == "cancelled"
     waiting = [scene.caller.put(call(number)) for number in range(8)]
     for each in waiting:
         scene.caller.cancel(each)
-    scene.until("all slots to be free", lambda: scene.caller.poll() or scene.all_free())
+    scene.ended(*waiting)
+    scene.emptied()
     assert {each.error.code for each in waiting} == {"cancelled"}
 
 
 def test_a_call_with_an_id_that_the_model_does_not_know_is_refused_and_the_engine_lives(scene: Scene) -> None:
     one = scene.caller.put(ModelCall(np.array([1, 1 << 30], np.int32), 4))
-    scene.until("the refusal", lambda: scene.caller.wait(0.1) or one.done)
+    scene.ended(one)
     with pytest.raises(CallUnanswered, match=f"token id {1 << 30}: the model knows 0 to") as refused:
         one.result()
     assert refused.value.code == "refused" and scene.answers(call(0, max_new_tokens=2)) and scene.all_free()
@@ -116,13 +115,12 @@ def test_a_call_with_an_id_that_the_model_does_not_know_is_refused_and_the_engin
 
 def test_every_token_has_the_version_that_drew_it_when_weights_change_during_a_call(scene: Scene) -> None:
     scene.publish(1, 1.0)
-    scene.until("version 1", lambda: scene.answers(call(5, max_new_tokens=1)) and _versions(scene, 5) == {1})
+    scene.until("version 1", lambda: _versions(scene, 5) == {1})
     for version in range(2, 30):
         one = scene.caller.put(call(5))
         scene.until("an engine at work", lambda one=one: one.done or scene.is_generating(one.slot))
         scene.publish(version, 1.0)
-        scene.until("the answer", lambda one=one: scene.caller.wait(0.1) or one.done)
-        versions = one.result().versions
+        versions = scene.results(one)[0].versions
         assert (np.diff(versions.astype(int)) >= 0).all()
         if len(set(versions.tolist())) == 2:
             break
@@ -131,9 +129,7 @@ def test_every_token_has_the_version_that_drew_it_when_weights_change_during_a_c
 
 
 def _versions(scene: Scene, number: int) -> set[int]:
-    one = scene.caller.put(call(number, max_new_tokens=1))
-    scene.until("the answer", lambda: scene.caller.wait(0.1) or one.done)
-    return set(one.result().versions.tolist())
+    return set(scene.results(scene.caller.put(call(number, max_new_tokens=1)))[0].versions.tolist())
 
 
 def test_coroutines_ask_more_than_there_are_slots_and_a_late_one_names_who_had_its_call(scene: Scene) -> None:
@@ -148,7 +144,7 @@ def test_coroutines_ask_more_than_there_are_slots_and_a_late_one_names_who_had_i
 
     answers = asyncio.run(many())
     assert answers == [answers[n % 5] for n in range(len(answers))]
-    scene.until("all slots to be free", lambda: scene.caller.poll() or scene.all_free())
+    scene.emptied()
 
 
 def test_a_stream_gives_the_answer_piece_by_piece_and_whole_without_messages(scene: Scene) -> None:

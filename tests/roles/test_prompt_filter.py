@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from busrl.config import Topology, load
-from busrl.config.prompts import Skip
+from busrl.config.prompts import Skip, SourceLines
 from busrl.data import JsonlStream
 from busrl.errors import DiskFull
 from busrl.ledger.skips import newest_skips, skip_lines
@@ -126,3 +126,18 @@ def test_damaged_lines_of_groups_leave_their_prompts_in(place: Place) -> None:
     with open(place.paths.groups, "a") as file:
         file.write('{"draws": [2], "rewards": "none"}\n\xff\n{"draws": [3], "rewards": [[1, 1]]')
     assert take(place.filter(), 6, 12) == [6, 8, 9, 10, 11]
+
+
+def test_prompts_of_several_sources_are_counted_by_source(place: Place) -> None:
+    parts = (SourceLines("easy", 0, 2, 500, ""), SourceLines("hard", 2, 4, 500, ""))
+    topology = place.topology(Skip(max_pass_rate=0.9, rest=0))
+    topology = dataclasses.replace(topology, derived=dataclasses.replace(topology.derived, sources=parts))
+    stream = JsonlStream(place.root / "p.jsonl", 0, shuffle=False, sections=parts)
+    easy = [draw for draw in range(40) if stream.place(draw).source == 0]
+    place.ended(*easy[:2], right=SIZE)
+    found = SkippedPrompts(topology, place.paths, stream, place.fates, place.told.append)
+    assert take(found, 20, 40) == [draw for draw in range(20, 40) if draw not in easy] and not place.told
+    out = float(len([draw for draw in easy if draw >= 20]))
+    assert found.metrics() == {
+        "left_out": out, "resting": 2.0, "left_out/easy": out, "left_out/hard": 0.0, "resting/easy": 2.0,
+        "resting/hard": 0.0}

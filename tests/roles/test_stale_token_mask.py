@@ -32,14 +32,14 @@ def at(bound: int | None, *noted: tuple[int, int]) -> StaleTokenMask:
 
 def test_leading_tokens_above_the_bound_are_left_out_and_counted() -> None:
     old = at(2, *[(version, version) for version in range(8)])
-    assert old.leading(record([3, 4, 4, 5, 6], step=3)) == 3  # made at steps 3, 4, 4: now is 7
-    assert old.leading(record([5, 6, 7], step=5)) == 0
+    assert old.leading(record([3, 4, 4, 5, 6], step=3)) == [3]  # made at steps 3, 4, 4: now is 7
+    assert old.leading(record([5, 6, 7], step=5)) == [0]
     assert old.taken() == 3 and old.taken() == 0
 
 
 def test_a_late_worker_in_the_middle_costs_what_came_before_it() -> None:
     old = at(1, *[(version, version) for version in range(6)])
-    assert old.leading(record([4, 5, 2, 5], step=2)) == 3
+    assert old.leading(record([4, 5, 2, 5], step=2)) == [3]
 
 
 def test_a_version_published_again_after_a_restart_keeps_its_step() -> None:
@@ -48,7 +48,7 @@ def test_a_version_published_again_after_a_restart_keeps_its_step() -> None:
 
 
 def test_without_a_bound_nothing_is_old() -> None:
-    assert at(None, (9, 9)).leading(record([0, 0], step=0)) == 0
+    assert at(None, (9, 9)).leading(record([0, 0], step=0)) == [0]
 
 
 def test_the_step_of_versions_survives_a_checkpoint() -> None:
@@ -62,7 +62,7 @@ def test_the_age_of_a_token_counts_the_steps_since_its_version_was_published() -
 
 
 def test_what_is_left_out_becomes_context() -> None:
-    made = to_sample(record([3, 4, 5, 6], step=3), skipped=2)
+    made = to_sample(record([3, 4, 5, 6], step=3), skipped=[2])
     assert made.context == 2 and made.token_ids.tolist() == to_sample(record([3, 4, 5, 6], step=3)).token_ids.tolist()
     assert to_sample(record([3, 4], step=3)).context == 0
 

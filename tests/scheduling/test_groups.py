@@ -72,7 +72,7 @@ def test_below_g_min_survivors_a_resolved_group_is_not_usable(ring: Any) -> None
     assert view.resolved[0] and not view.usable[0] and view.survivors[0] == 2
 
 
-@pytest.mark.parametrize("fate", "foielT")
+@pytest.mark.parametrize("fate", "foielsT")
 def test_a_group_that_a_rule_or_training_has_begun_to_end_takes_no_new_member(ring: Any, fate: str) -> None:
     slots = ring.put_group(0, [1.0, 0.0, 0.5])
     ring.end(slots[0], fate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from busrl.training.forward import Forward, PackedRows, PaddedRows
 from busrl.training.model import load
 from busrl.training.step_stats import StepStats
 from busrl.training.trainer import Given, Trainer, TrainerSettings
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests
 
 VOCABULARY = 23
 WAYS = {"full": Forward, "padded": PaddedRows, "packed": PackedRows}

@@ -116,9 +116,9 @@ good_positions, good_loss, good_plan = batch.predicting_positions, losses.per_to
 good_seen, good_flatten, good_per_token = packing._seen, batch.flatten, batch.Flat.per_token
 
 
-def shifted_by_one(prompts: Any, responses: Any) -> Any:
-    rows, columns = good_positions(prompts, responses)
-    return rows, np.minimum(columns + 1, prompts[rows] + responses[rows] - 2)
+def shifted_by_one(pieces: Any) -> Any:
+    rows, columns = good_positions(pieces)
+    return rows, np.minimum(columns + 1, np.array([len(piece.ids) for piece in pieces])[rows] - 2)
 
 
 def end_untrained(samples: Any, dtype: Any, device: Any) -> Any:

@@ -157,8 +157,8 @@ def read_log(directory: Path) -> list[Step]:
         if len(data) < HEAD.size:
             continue
         magic, layout, crc = HEAD.unpack_from(data)
-        if magic != b"BUSRLWAL" or layout not in (1, 2) or crc != zlib.crc32(data[:12]):
-            raise ValueError(f"{path}: no log of layout 1 or 2")
+        if magic != b"BUSRLWAL" or layout not in (1, 2, 3) or crc != zlib.crc32(data[:12]):
+            raise ValueError(f"{path}: no log of layout 1 to 3")
         steps += [_step(payload) for payload in _payloads(path, data)]
     return steps
 

@@ -121,6 +121,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.4": {
         "CALL_CANCEL": "slot_id seq",
         "CALL_TOKENS": "slot_id seq at ids",
+        "Task": "kind stream stop",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

@@ -59,7 +59,7 @@ TYPICAL: Final[dict[str, Any]] = {
     "attempt": 1, "max_new_tokens": 32, "segment_tokens": 16, "temperature": 1.0, "top_p": 1.0,
     "record": '{"prompt":"312=","answer":"123"}',
     "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
-    "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14],
+    "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14], "kind": "", "stream": 0, "stop": [],
 }
 WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
 

@@ -125,7 +125,7 @@ BLOCK = 4 << 20
 CHECKPOINT_LOOKS = 10
 ENTRY = np.dtype([("uid", "<u8"), ("attempt", "<u4"), ("crc", "<u4")])
 WAL_HEAD = struct.Struct("<8sII")
-WAL_LAYOUTS = (1, 2)  # 2 says where the segments of an answer end
+WAL_LAYOUTS = (1, 2, 3)  # 2 says where the segments of an answer end, 3 where turns begin and end
 WAL_FRAME = struct.Struct("<4sII")
 TRAINED_HEAD = struct.Struct("<8sIIQQ")
 OPEN_HEAD = struct.Struct("<8sIIII")
@@ -145,8 +145,11 @@ class LoggedSample(msgspec.Struct):
     versions: bytes  # looked at: each once; half a number at the end, which `bad_payload` names, is left out
     step: int = -1  # that its age counts from
     segments: list[int] = []  # tokens of each, where there are several
+    seqs: list[int] = []  # of an episode: lengths of its sequences,
+    turns: list[int] = []  # and of each turn: sequence, begin, end, 2 x call + 1 where it is trained
+    turn_rewards: list[float] = []
     last_versions: bytes = b""  # of the tokens of the last segment, each once
-    whole: bool = True  # its log-probs and versions match its tokens
+    whole: bool = True  # its log-probs and versions match its tokens, its turns lie in its sequences
 
 
 class LoggedStep(msgspec.Struct):
@@ -291,15 +294,40 @@ def _without_payload(step: LoggedStep) -> LoggedStep:
     """Looked at, the tokens of a sample are let go: two checkpoints' worth of steps may be more than fits in memory."""
     for sample in step.samples:
         sample.whole = _whole(sample)
-        sample.token_ids = sample.logprobs = b""
         versions = np.frombuffer(sample.versions[: len(sample.versions) // 4 * 4], "<u4")
+        if sample.turns and sample.whole:
+            versions = versions[_trained(sample)]
+        sample.token_ids = sample.logprobs = b""
+        sample.seqs = sample.turns = []
         sample.last_versions = np.unique(versions[sum(sample.segments[:-1]) :]).tobytes()
         sample.versions = np.unique(versions).tobytes()
     return step
 
 
+def _trained(sample: LoggedSample) -> npt.NDArray[np.bool_]:
+    """Of each sampled id of an episode whether its turn is trained."""
+    turns = np.array(sample.turns).reshape(-1, 4)
+    return np.repeat(turns[:, 3] % 2 == 1, turns[:, 2] - turns[:, 1])
+
+
+def _sampled(sample: LoggedSample) -> int:
+    """How many ids were sampled; -1 where the turns of an episode do not lie in its sequences, in their order."""
+    if not sample.seqs and not sample.turns:
+        return -1 if len(sample.token_ids) % 4 else len(sample.token_ids) // 4
+    if len(sample.turns) % 4 or not sample.turns or 4 * sum(sample.seqs) != len(sample.token_ids):
+        return -1
+    turns = [sample.turns[at : at + 4] for at in range(0, len(sample.turns), 4)]
+    before = (-1, 0)  # sequence of the turn before, and its end
+    for sequence, begin, end, _ in turns:
+        least = before[1] if sequence == before[0] else 1
+        if not (before[0] <= sequence < len(sample.seqs) and max(1, least) <= begin < end <= sample.seqs[sequence]):
+            return -1
+        before = (sequence, end)
+    return -1 if len(sample.turn_rewards) not in (0, len(turns)) else sum(end - begin for _, begin, end, _ in turns)
+
+
 def _whole(sample: LoggedSample) -> bool:
-    if not len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) or len(sample.logprobs) % 4:
+    if not 4 * _sampled(sample) == len(sample.logprobs) == len(sample.versions):
         return False
     logprobs = np.frombuffer(sample.logprobs, "<f4")
     return bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all())

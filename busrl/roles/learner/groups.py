@@ -28,6 +28,7 @@ from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
+from busrl.roles.episodes import messages_of, read_episode
 from busrl.roles.trajectory import (
     UNREADABLE,
     read_copies,
@@ -108,29 +109,31 @@ def make_records(ring: Ring, owned: Owned, own: Lines) -> list[SampleRecord]:
     """Copy samples out of their slots, checked."""
     fields = zip(*(own[name].tolist() for name in FIELDS))
     records = []
-    for position, (values, (payload, segments)) in enumerate(zip(fields, _payloads(ring, owned))):
-        counts = [len(part) // 4 for part in payload[1:]]
-        if not counts[0] == counts[1] == counts[2] > 0:
+    for position, (values, payload) in enumerate(zip(fields, _payloads(ring, owned))):
+        counts = [len(payload[name]) // 4 for name in TENSORS[1:]]
+        if "turns" not in payload and not counts[0] == counts[1] == counts[2] > 0:
             raise Malformed(position, "{} tokens, {} log-probs, {} versions".format(*counts))
-        found: dict[str, Any] = dict(zip((*FIELDS, *TENSORS), (*values, *payload)))
-        records.append(SampleRecord(**found, segments=segments))
+        records.append(SampleRecord(**dict(zip(FIELDS, values)), **payload))
     return records
 
 
-Payload = tuple[tuple[bytes, ...], list[int]]
+Payload = dict[str, Any]  # fields of a record
 
 
 def _payloads(ring: Ring, owned: Owned) -> Iterable[Payload]:
-    """Per slot: bytes of prompt, tokens, log-probabilities, versions; the tokens of each segment if several."""
+    """Per slot: bytes of prompt, tokens, log-probabilities, versions; the tokens of each segment if several; or those
+    of an episode, checked."""
     if all(segments_of(word) == 1 for _, word in owned):
         with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
             whole = zip(*(read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
-            return [(payload, []) for payload in whole]
+            return [dict(zip(TENSORS, payload)) for payload in whole]
     return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
 
 
 def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
     try:
+        if segments == 1 and (episode := read_episode(ring, slot)) is not None:
+            return episode.logged()
         parts = [[read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
         prompt = read_prompt_ids(ring, slot).tobytes()
     except UNREADABLE as problem:
@@ -138,7 +141,8 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
     sizes = [[len(part) for part in name] for name in parts]
     if segments > 1 and not (sizes[0] == sizes[1] == sizes[2] and all(sizes[0])):
         raise Malformed(position, "its segments have {} tokens, {} log-probs, {} versions".format(*sizes))
-    return (prompt, *(np.concatenate(name).tobytes() for name in parts)), sizes[0] if segments > 1 else []
+    payload = dict(zip(TENSORS, (prompt, *(np.concatenate(name).tobytes() for name in parts))))
+    return {**payload, "segments": sizes[0]} if segments > 1 else payload
 
 
 def give_back(ring: Ring, owned: Owned) -> None:
@@ -243,6 +247,7 @@ class Excerpts:
             "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
             "rewards_of_group": [one.reward for one in claimed.records],
             **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
+            **(_episode(ring, slot, record) if record.turns else {}),
         }
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
@@ -263,6 +268,13 @@ class Excerpts:
             return self._chat.text(prompt_of(record, self.data)), rest
         except DataError:  # of a scripted run, say, whose model needs no template
             return plain_text(record.get(self.data.prompt_key, "")), rest
+
+
+def _episode(ring: Ring, slot: int, record: SampleRecord) -> dict[str, Any]:
+    """What an episode has beside its last turn's text."""
+    rewards = {"turn_rewards": record.turn_rewards} if record.turn_rewards else {}
+    return {"turns": len(record.turn_array()), "sequences": len(record.seqs), **rewards,
+            "messages": messages_of(ring, slot)}
 
 
 def _text_or_problem(read_it: Callable[[], str]) -> str:

@@ -32,7 +32,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.scheduling.controller import EntropyGate
 from busrl.states import Finish
 from busrl.training import checkpoint
-from busrl.training.batch import Flat, Sample, first_fault
+from busrl.training.batch import Flat, Sample, Turns, Worth, first_fault, numbered, spread
 from busrl.training.checkpoint import Checkpoint, Pending
 from busrl.training.custom import OwnLoss, load_estimator
 from busrl.training.forward import AUTO, Forward, choose_forward
@@ -59,13 +59,13 @@ KEPT = 256  # versions whose step is remembered; older ones count as at most as 
 
 
 class StaleTokenMask:
-    """Which leading tokens of a sample are older than `bound` steps (weights.max_staleness): context, not trained.
+    """Which leading tokens of a turn are older than `bound` steps (weights.max_staleness): context, not trained.
 
-    A group that is over age is trained under `over_age = "wait"`, but no token of it that is older than the bound. Such
-    tokens count in no denominator; the reward, and so the advantage, is of the whole answer. Everything up to the last
-    of them is left out, so what remains is one piece at the end. The step of a version is known from the records of the
-    log alone, so a replay leaves out the same tokens. `bound` None: nothing is too old. Call `at` before the samples of
-    a step, then `leading` for each.
+    A group that is over age is trained under `over_age = "wait"`, but no token of it that is older than the bound.
+    Such tokens count in no denominator; the reward, and so the advantage, is of the whole answer. Everything up to
+    the last of them is left out, so what remains is one piece at the end; an answer is one turn. The step of a
+    version is known from the records of the log alone, so a replay leaves out the same tokens. `bound` None:
+    nothing is too old. Call `at` before the samples of a step, then `leading` for each.
     """
 
     def __init__(self, bound: int | None) -> None:
@@ -89,23 +89,29 @@ class StaleTokenMask:
         ages = np.array([max(0, self.now - self.step_of(version)) for version in which.tolist()], np.int64)
         return ages[place]
 
-    def leading(self, record: SampleRecord) -> int:
-        """How many tokens at the start of the answer are not to be trained, counted."""
-        count = self.count(record)
-        self.masked += count
-        return count
+    def leading(self, record: SampleRecord) -> list[int]:
+        """How many tokens at the start of each turn are not to be trained, counted."""
+        counts = self.count(record)
+        self.masked += sum(counts)
+        return counts
 
-    def count(self, record: SampleRecord) -> int:
-        """The same, not counted."""
+    def count(self, record: SampleRecord) -> list[int]:
+        """The same, not counted. Of a turn that is not trained at all: none."""
+        turns = record.turn_array()
         if self.bound is None or self.now - record.step <= self.bound:
-            return 0
-        late = np.flatnonzero(self.ages(record.version_array()) > self.bound)
-        return int(late[-1]) + 1 if len(late) else 0
+            return [0] * len(turns)
+        late, ends = self.ages(record.version_array()) > self.bound, np.cumsum(turns[:, 2] - turns[:, 1])
+        own = zip(np.split(late, ends[:-1]), turns[:, 3].tolist(), strict=True)
+        return [_leading(np.flatnonzero(part)) if mark % 2 else 0 for part, mark in own]
 
     def taken(self) -> int:
         """Tokens that were left out since the last call."""
         masked, self.masked = self.masked, 0
         return masked
+
+
+def _leading(late: npt.NDArray[np.int64]) -> int:
+    return int(late[-1]) + 1 if len(late) else 0
 
 
 ADAPTER = "adapter"  # folder of a checkpoint
@@ -276,22 +282,35 @@ class TrainingStep:
         if not records:
             return
         begun = time.monotonic()
-        whole = [0 if self._cut(record) else record.tokens for record in records]
-        skipped = [self.stale.leading(record) if whole[i] else 0 for i, record in enumerate(records)]
-        kept = [i for i, tokens in enumerate(whole) if skipped[i] < tokens]
-        self.gone_tokens += sum(tokens for i, tokens in enumerate(whole) if skipped[i] == tokens)
-        samples = [to_sample(records[i], self.last_only, skipped[i]) for i in kept]
-        own = given.of(kept)
-        tokens = [len(sample.token_ids) - sample.context for sample in samples]
-        weights, denominator = formulas.weights(
-            self.config.aggregation, tokens, [sample.group for sample in samples], self.config.length_norm
-        )
+        whole = [i for i, record in enumerate(records) if not self._cut(record)]
+        every = [to_sample(records[i], self.last_only, self.stale.leading(records[i])) for i in whole]
+        self.gone_tokens += sum(sample.generated for sample in every if not sample.trained)
+        samples = [sample for sample in every if sample.trained]
+        own = given.of([i for i, sample in zip(whole, every, strict=True) if sample.trained])
+        weights, denominator = self._weights(samples)
         self._denominator += denominator
-        plain = self.config.aggregation in UNWEIGHTED
-        own = replace(own, weights=None if plain else weights, chosen=self._chosen(samples, own, number))
+        own = replace(own, weights=weights, chosen=self._chosen(samples, own, number))
         self.trainer.accumulate(samples, own, version)
         if self.pace is not None:
             self.pace(begun, sum(record.tokens for record in records))
+
+    def _weights(self, samples: Sequence[Sample]) -> tuple[list[Worth] | None, float]:
+        """What multiplies the loss of each sample's tokens (None: nothing), by turns where these are the unit; and what
+        is added to the denominator. A turn without trained tokens is in neither."""
+        if self.config.unit == "turn":
+            lengths = [sample.trained_of_turns().tolist() for sample in samples]
+        else:
+            lengths = [[sample.trained] for sample in samples]
+        units = [(count, sample.group) for sample, own in zip(samples, lengths, strict=True) for count in own if count]
+        found, denominator = formulas.weights(
+            self.config.aggregation, [count for count, _ in units], [group for _, group in units],
+            self.config.length_norm,
+        )
+        if self.config.aggregation in UNWEIGHTED:
+            return None, denominator
+        each = iter(found)
+        rows = [[next(each) if count else 0.0 for count in own] for own in lengths]
+        return [row[0] if len(row) == 1 else row for row in rows], denominator
 
     def _cut(self, record: SampleRecord) -> bool:
         """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
@@ -306,10 +325,10 @@ class TrainingStep:
         if (choice := losses.CHOICES.get(self.config.loss)) is None or not samples:
             return None
         now = self.trainer.score(samples)
-        counts = [len(sample.token_ids) for sample in samples]
+        counts = [sample.generated for sample in samples]
         drawn = [sample.behaviour_logprobs for sample in samples]
-        trained = [np.arange(len(sample.token_ids)) >= sample.context for sample in samples]
-        worth = np.repeat(np.array(given.advantages, np.float64), counts)
+        trained = [sample.mask() for sample in samples]
+        worth = spread(samples, given.advantages)
         if given.valued is not None:
             worth = np.concatenate([one.advantages for one in given.valued])
         inputs = losses.LossInputs(
@@ -340,12 +359,13 @@ class TrainingStep:
 
     def _trained(self, record: SampleRecord) -> npt.NDArray[np.bool_]:
         """Which tokens of the answer will be trained."""
-        tokens = np.arange(record.tokens)
         cut = self.masks_cut and record.finish == Finish.LENGTH
-        return (tokens >= to_sample(record, self.last_only, self.stale.count(record)).context) & (not cut)
+        return to_sample(record, self.last_only, self.stale.count(record)).mask() & (not cut)
 
-    def _advantages(self, records: Sequence[SampleRecord]) -> list[float]:
+    def _advantages(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
         """Of whole groups, all that a step has where its advantages depend on the others."""
+        if self.config.credit == "turn":
+            return self._turn_advantages(records)
         if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
             return formulas.advantages(self.estimator, self._rewards(records), _lengths(records))
         found = self._group_advantages(records)
@@ -355,13 +375,29 @@ class TrainingStep:
         return found
 
     def _group_advantages(self, records: Sequence[SampleRecord]) -> list[float]:
-        rewards, found, begin = self._rewards(records), [], 0  # type: list[float], list[float], int
+        return [
+            value for own, rewards in self._by_group(records)
+            for value in formulas.advantages(self.estimator, rewards, _lengths(own))
+        ]
+
+    def _turn_advantages(self, records: Sequence[SampleRecord]) -> list[Worth]:
+        """Of each turn of whole groups, in the order of the records' turns; credit goes in the order of the calls."""
+        found: list[Worth] = []
+        for own, rewards in self._by_group(records):
+            orders = [np.argsort(record.turn_array()[:, 3] // 2, kind="stable") for record in own]
+            each = zip(own, rewards, orders, strict=True)
+            steps = [_turn_rewards(record, reward)[order].tolist() for record, reward, order in each]
+            worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
+            found += [np.array(values)[np.argsort(order)].tolist() for order, values in zip(orders, worth, strict=True)]
+        return found
+
+    def _by_group(self, records: Sequence[SampleRecord]) -> Iterator[tuple[list[SampleRecord], list[float]]]:
+        """The members of each group, with what their advantages are made of."""
+        begin, rewards = 0, self._rewards(records)
         for _, members in groupby(records, key=lambda record: record.group):
             own = list(members)
-            end = begin + len(own)
-            found += formulas.advantages(self.estimator, rewards[begin:end], _lengths(own))
-            begin = end
-        return found
+            yield own, rewards[begin : begin + len(own)]
+            begin += len(own)
 
     def _rewards(self, records: Sequence[SampleRecord]) -> list[float]:
         """What advantages are made of: the reward, with kl_in = "reward" less the KL of the answer to the reference."""
@@ -560,19 +596,39 @@ def _lengths(records: Sequence[SampleRecord]) -> list[int]:
     return [record.tokens for record in records]
 
 
-def to_sample(record: SampleRecord, last_only: bool = False, skipped: int = 0) -> Sample:
+def to_sample(record: SampleRecord, last_only: bool = False, skipped: Sequence[int] = (0,)) -> Sample:
     """A record of the log as the trainer takes it; the arrays share the record's bytes.
 
-    The first `skipped` tokens of the answer are context: seen by the model, in no loss and no denominator; `last_only`:
+    The first `skipped` tokens of each turn are context: seen by the model, in no loss and no denominator; `last_only`:
     all segments but the last are.
     """
     return Sample(
         uid=record.uid, group=record.group, member=record.member, reward=record.reward,
         temperature=record.temperature, finish=record.finish, prompt_ids=record.prompt_array(),
         token_ids=record.token_array(), behaviour_logprobs=record.logprob_array(),
-        policy_versions=record.version_array(),
-        context=max(skipped, record.earlier if last_only else 0),
+        policy_versions=record.version_array(), turns=_turns(record, skipped),
+        context=0 if record.turns else max(skipped[0], record.earlier if last_only else 0),
     )
+
+
+def _turns(record: SampleRecord, skipped: Sequence[int]) -> Turns | None:
+    """Where the turns of an episode stand; None for one answer."""
+    if not record.turns:
+        return None
+    turns = record.turn_array()
+    lengths = turns[:, 2] - turns[:, 1]
+    left_out = np.zeros(len(turns), np.int64)
+    left_out[: len(skipped)] = skipped
+    hidden = numbered(lengths) < np.repeat(np.where(turns[:, 3] % 2 == 1, left_out, lengths), lengths)
+    return Turns(np.array(record.seqs, np.int64), turns[:, :3], hidden)
+
+
+def _turn_rewards(record: SampleRecord, reward: float) -> npt.NDArray[np.float64]:
+    """The reward of each turn; what the episode has beside them, and all of an answer, is the last call's."""
+    turns = record.turn_array()
+    found = np.array(record.turn_rewards, np.float64) if record.turn_rewards else np.zeros(len(turns))
+    found[int(np.argmax(turns[:, 3]))] += reward - found.sum()
+    return found
 
 
 def _split(records: Sequence[SampleRecord], parts: int, seed: int | None = None) -> list[list[int]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded
-from busrl.training.batch import Round, Sample, rounds_of
+from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter
 from busrl.training.ranks import mesh
@@ -243,7 +243,7 @@ class Leader(Trainer):
         return rounds_of(lengths, self.team.settings.axes.shares, self.settings.micro_batch_tokens, self._cost)
 
     def accumulate(
-        self, samples: Sequence[Sample], given: Given | Sequence[float], version: int | None = None
+        self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
         given = given if isinstance(given, Given) else Given(given)
@@ -252,7 +252,7 @@ class Leader(Trainer):
             parts: list[Any] = []
             for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], given.of(share), version))
-                self._planned[number] += sum(len(one.token_ids) - one.context for one in parts[-1][0])
+                self._planned[number] += sum(one.trained for one in parts[-1][0])
             self.team.tell([Micro(work=work_of(self, *part)) for part in self.team.each(parts)])
             with self.team.together("a micro-batch", [one.uid for one in parts[0][0]]):
                 if shares[0]:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from busrl.errors import RankLost
-from busrl.training.batch import Sample
+from busrl.training.batch import Sample, Turns, Worth
 from busrl.training.trainer import Given, Trainer
 
 # -- messages -----------------------------------------------------------------------
@@ -67,13 +67,17 @@ class Adopt(ControlMessage):
     folder: str
 
 
+SentTurns = tuple[bytes, bytes, bytes]  # the fields of Turns
+SentSample = tuple[int, int, int, int, bytes, bytes, bytes, float, float, int, int, SentTurns | None]
+
+
 class Work(msgspec.Struct, array_like=True):
     """The samples of one rank in one round; a prompt stands once. Arrays are little-endian bytes."""
 
     prompts: list[bytes]
-    samples: list[tuple[int, int, int, int, bytes, bytes, bytes, float, float, int, int]]
-    advantages: list[float]
-    weights: list[float] | None
+    samples: list[SentSample]
+    advantages: list[float | list[float]]
+    weights: list[float | list[float]] | None
     proximal: list[bytes] | None  # float32
     chosen: list[bytes] | None  # a byte per token
     valued: list[tuple[bytes, bytes, bytes]] | None  # float64, the fields of Valued
@@ -234,12 +238,14 @@ def work_of(
     prompts: dict[bytes, int] = {}
     rows = [
         (s.uid, s.group, s.member, prompts.setdefault(s.prompt_ids.tobytes(), len(prompts)), s.token_ids.tobytes(),
-         s.behaviour_logprobs.tobytes(), s.policy_versions.tobytes(), s.reward, s.temperature, s.finish, s.context)
+         s.behaviour_logprobs.tobytes(), s.policy_versions.tobytes(), s.reward, s.temperature, s.finish, s.context,
+         None if s.turns is None else (s.turns.seqs.tobytes(), s.turns.rows.tobytes(), s.turns.skipped.tobytes()))
         for s in samples
     ]
     versions = np.unique(np.concatenate([s.policy_versions for s in samples])) if samples else np.zeros(0, np.uint32)
     ages = dict(zip(versions.tolist(), trainer.ages_of(versions).tolist(), strict=True))
-    weights = None if given.weights is None else list(given.weights)
+    worth, weights = (None if rows is None else [_plain(row) for row in rows]
+                      for rows in (given.advantages, given.weights))
     before, chosen = (
         None if values is None else [row.tobytes() for row in values] for values in (given.proximal, given.chosen)
     )
@@ -247,7 +253,7 @@ def work_of(
         (one.advantages.tobytes(), one.returns.tobytes(), one.values.tobytes()) for one in given.valued
     ]
     return Work(
-        list(prompts), rows, list(given.advantages), weights, before, chosen, valued, version, ages,
+        list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages,
         trainer.skip_mastered,
     )
 
@@ -258,7 +264,20 @@ def samples_of(work: Work) -> list[Sample]:
     return [
         Sample(
             uid, group, member, prompts[prompt], np.frombuffer(tokens, np.int32), np.frombuffer(logprobs, np.float32),
-            np.frombuffer(versions, np.uint32), reward, temperature, finish, context,
+            np.frombuffer(versions, np.uint32), reward, temperature, finish, context, _turns(turns),
         )
-        for uid, group, member, prompt, tokens, logprobs, versions, reward, temperature, finish, context in work.samples
+        for (uid, group, member, prompt, tokens, logprobs, versions, reward, temperature, finish, context,
+             turns) in work.samples
     ]
+
+
+def _turns(sent: SentTurns | None) -> Turns | None:
+    if sent is None:
+        return None
+    seqs, rows, skipped = sent
+    return Turns(np.frombuffer(seqs, np.int64), np.frombuffer(rows, np.int64).reshape(-1, 3),
+                 np.frombuffer(skipped, np.bool_))
+
+
+def _plain(worth: Worth) -> float | list[float]:
+    return worth if isinstance(worth, (int, float)) else [float(one) for one in worth]

@@ -1,0 +1,106 @@
+"""Credit by turn: unbiased where the policy decides when to stop, against exact sums over a small world."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from busrl.algorithms.advantages import group_std, turn_advantages
+
+rewards = st.floats(-5, 5).map(lambda value: round(value, 3))
+groups = st.lists(st.lists(rewards, min_size=1, max_size=5), min_size=2, max_size=5)
+
+
+@given(group=groups, gamma=st.sampled_from([1.0, 0.9, 0.5]))
+def test_an_advantage_is_what_came_of_a_turn_less_the_mean_of_the_others_where_an_ended_one_counts_0(
+    group: list[list[float]], gamma: float
+) -> None:
+    returns = [[sum(r * gamma**k for k, r in enumerate(own[t:])) for t in range(len(own))] for own in group]
+    found = turn_advantages(group, gamma)
+    for i, row in enumerate(found):
+        assert len(row) == len(group[i])
+        for t, value in enumerate(row):
+            others = [own[t] if t < len(own) else 0.0 for j, own in enumerate(returns) if j != i]
+            assert value == pytest.approx(returns[i][t] - sum(others) / len(others), abs=1e-9)
+
+
+@given(group=groups)
+def test_the_advantages_of_a_turn_that_all_reached_add_up_to_0(group: list[list[float]]) -> None:
+    found = turn_advantages(group)
+    for t in range(min(map(len, group))):
+        assert math.fsum(row[t] for row in found) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_episode_that_ended_earlier_counts_0_in_the_baseline_of_the_turns_behind_its_end() -> None:
+    assert turn_advantages([[1.0, 2.0, 4.0], [8.0]]) == [[7.0 - 8.0, 6.0, 4.0], [8.0 - 7.0]]
+
+
+def test_episodes_of_one_turn_compare_as_leave_one_out_and_are_scaled_as_group_std() -> None:
+    values = [0.0, 1.0, 1.0, 4.0]
+    found = torch.tensor(turn_advantages([[one] for one in values], scaled=True), dtype=torch.float64)[:, 0]
+    assert torch.allclose(found, group_std(values) * 4 / 3)
+    with pytest.raises(ValueError, match="a group of 1 has no advantage"):
+        turn_advantages([[1.0]])
+
+
+# -- bias, over all episodes of a world of three turns ----
+
+TURNS = 3
+WORTH = ((1.0, -2.0), (0.5, 3.0), (-1.0, 4.0))  # of going on at each turn, of stopping there
+Advantages = Callable[[Sequence[Sequence[float]]], Sequence[Sequence[float]]]
+
+
+def episodes(stop: Tensor) -> list[tuple[list[float], list[Tensor]]]:
+    """All that can happen, by the chances to stop at each turn: rewards, and the log-probability of each act."""
+    found = []
+    for last in range(TURNS):
+        acts = [torch.log(1 - stop[t]) for t in range(last)] + [torch.log(stop[last])]
+        found.append(([*(WORTH[t][0] for t in range(last)), WORTH[last][1]], acts))
+    acts = [torch.log(1 - stop[t]) for t in range(TURNS)]
+    return [*found, ([going for going, _ in WORTH], acts)]
+
+
+def expected(policy: Tensor, advantages: Advantages) -> Tensor:
+    """The expectation of the gradient estimate of groups of 2, exactly: over all pairs of episodes."""
+    world = episodes(torch.sigmoid(policy))
+    total = torch.zeros(())
+    for pair in itertools.product(world, repeat=2):
+        probability = math.exp(sum(float(act.detach()) for _, acts in pair for act in acts))
+        values = advantages([own for own, _ in pair])
+        score = sum(
+            (act * value for (_, acts), row in zip(pair, values, strict=True) for act, value in zip(acts, row)),
+            start=torch.zeros(()),
+        )
+        total = total + probability * score / 2
+    (gradient,) = torch.autograd.grad(total, policy)
+    return gradient
+
+
+def right(policy: Tensor) -> Tensor:
+    """The gradient of the mean reward."""
+    value = sum((torch.stack(acts).sum().exp() * sum(own) for own, acts in episodes(torch.sigmoid(policy))),
+                start=torch.zeros(()))
+    (gradient,) = torch.autograd.grad(value, policy)
+    return gradient
+
+
+def among_those_that_got_there(group: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The biased variant: the mean over the episodes that have a turn at t, itself included."""
+    returns = [[sum(own[t:]) for t in range(len(own))] for own in group]
+    there = [[row[t] for row in returns if t < len(row)] for t in range(max(map(len, returns)))]
+    return [[value - sum(there[t]) / len(there[t]) for t, value in enumerate(row)] for row in returns]
+
+
+def test_the_gradient_has_no_bias_where_the_policy_learns_when_to_stop_and_normalised_per_turn_it_has() -> None:
+    policy = torch.tensor([-0.4, 0.3, 0.8], dtype=torch.float64, requires_grad=True)
+    wanted = right(policy)
+    error = float((expected(policy, turn_advantages) - wanted).norm() / wanted.norm())
+    assert error < 1e-12
+    assert float((expected(policy, among_those_that_got_there) - wanted).norm() / wanted.norm()) > 0.1
