@@ -11,6 +11,7 @@ import pytest
 from harness import ROOT, Run, read_lines, running
 
 from busrl.ledger.wal import HEAD, Wal
+from tools.oracle.check import check
 
 JUDGE = '''
 def score(record, completion, token_ids, episode):
@@ -50,6 +51,9 @@ def test_a_run_of_episodes_trains_each_once_and_replays_them_after_a_kill(tmp_pa
         assert (line["turns"], line["sequences"], line["tokens"]) == (3, 2, 12) and len(line["messages"]) == 2
         assert line["reward"] == pytest.approx(line["reward_parts"]["odd"] + sum(line["turn_rewards"]))
     with_untrained(run)
+    again = check(run.directory)
+    # Of validation it draws the answers anew, as busrl's own engine would.
+    assert set(again.kinds) <= {"validation"} and again.done["weights"], again
 
 
 def with_untrained(run: Run) -> None:
