@@ -57,6 +57,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
     call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
+    calls_bytes = ring_bytes(call_slots, call_slot_bytes, topology.ring.processes) if call_slots else 0
     found.extend(_most_answers(topology, val_samples))
     derived = Derived(
         limits=bounds,
@@ -65,7 +66,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         slot_bytes=slot_bytes, task_bytes=facts.task_bytes,
         prompt_tokens=facts.prompt_tokens, prompt_text=facts.prompt_text, trial=facts.trial.lines,
         train_prompts=facts.train_prompts, validation_prompts=facts.validation_prompts if rounds else 0,
-        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes), val_samples=val_samples,
+        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes) + calls_bytes, val_samples=val_samples,
         sets=sets,
         call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(

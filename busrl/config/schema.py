@@ -539,7 +539,7 @@ class Derived:
     task_bytes: int  # longest JSONL line
     train_prompts: int  # lines of data.train
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
-    ring_bytes: int  # size of the shared-memory file
+    ring_bytes: int  # size of the shared-memory file, or of both where there is a ring of calls
     val_samples: int  # answers of one validation round over all sets, 0 = validation is off
     sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before

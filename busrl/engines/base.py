@@ -192,7 +192,10 @@ class Engine(ABC):
 
     def drawn(self, key: int, begin: int) -> Ids:
         """Tokens of a running request from number `begin` on; an engine that cannot tell gives none before its end."""
-        return NO_IDS
+        running = self._running.get(key)
+        if not isinstance(running, PartialAnswer):
+            return NO_IDS
+        return np.array(running.token_ids[begin:], np.int32)
 
     def abort(self, key: int) -> Finished | None:
         """End a request now: its tokens so far, ABORTED if it had not ended; None if it is not here (any more)."""

@@ -83,8 +83,8 @@ class Intake(ABC):
         """Put an answer back. True if this worker is done with the slot: the answer is whole, or there is none."""
 
     @abstractmethod
-    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
-        """What is to be announced now, and to whom ("" = everybody)."""
+    def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
+        """What is to be announced now, and to whom ("" = everybody); `engine`: where it can say what was drawn."""
 
     def holds(self, slot: int, seq: int) -> bool:
         """Whether it may be cancelled, and is the claim that is spoken of."""
@@ -141,7 +141,7 @@ class SampleIntake(Intake):
         self.only_validates = self.segments.cls == SampleClass.VALIDATE
         self.trains = not self.only_validates
 
-    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+    def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
         for bell in (self.bell, self.segment_bell):
             if (message := bell.take()) is not None:
                 yield message, ""
@@ -342,6 +342,10 @@ class CallIntake(Intake):
         self._sent.pop(slot, None)
         return self.claimed.pop(slot)
 
+    def give_back(self) -> None:
+        super().give_back()
+        self.ring.close()
+
     # -- cancelling and streaming -----
 
     def holds(self, slot: int, seq: int) -> bool:
@@ -358,9 +362,11 @@ class CallIntake(Intake):
         self._next_orphans = now + ORPHANS_EVERY_S
         return [slot for slot in self.claimed if self.ring.is_orphan(slot)]
 
-    def bells(self, engine: Engine) -> Iterator[tuple[m.Message, str]]:
+    def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
+        if engine is None:
+            return
         for slot, sent in list(self._sent.items()):
-            new: Ids = engine.drawn(slot, sent)
+            new: Ids = engine.drawn(slot, sent)[: m.MAX_MAP]
             if len(new):
                 task = self.claimed[slot]
                 self._sent[slot] = sent + len(new)

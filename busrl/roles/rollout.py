@@ -236,7 +236,8 @@ class Rollout(Actor):
             self._ring_bells()
 
     def _ring_bells(self) -> None:
-        for message, to in self.intake.bells(self.engine):
+        # An engine that restarts numbers the tokens of each piece of an answer from 0: its answers come whole.
+        for message, to in self.intake.bells(self.engine if self.restart is None else None):
             self.bus.send(message, to)
 
     def idle(self, timeout_s: float) -> None:

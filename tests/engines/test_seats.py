@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.engines import Request
 from busrl.engines.torch.engine import Seats
+from busrl.states import Finish
 
 
 def request(key: int) -> Request:
@@ -49,3 +52,16 @@ def test_tokens_are_recorded_with_the_version_of_their_step() -> None:
     assert seats.free == [int(everyone[1])]
     assert result.token_ids.tolist() == [4] * 4 and result.versions.tolist() == [10, 10, 11, 11]
     assert result.logprobs.tolist() == [-2.0] * 4 and result.key == 1
+
+
+def test_a_stop_id_of_one_sequence_ends_that_one_alone_and_counts_as_its_end() -> None:
+    seats = Seats(2, 16, np.zeros(8, np.bool_))
+    both = np.array([seats.sit(replace(request(0), stop_ids=(3, 5))), seats.sit(request(1))], np.intp)
+    assert seats.record(both, np.asarray([4, 3]), np.asarray([-1, -2], np.float32), 1).tolist() == [False, False]
+    assert seats.record(both, np.asarray([5, 5]), np.asarray([-1, -2], np.float32), 1).tolist() == [True, False]
+    assert [seats.drawn(int(seat), 1).tolist() for seat in both] == [[5], [5]]
+    stopped, seat = seats.leave(int(both[0])), int(both[0])
+    assert stopped.token_ids.tolist() == [4, 5] and stopped.finish == Finish.EOS
+    assert seats.sit(request(2)) == seat
+    assert not seats.record(both[:1], np.asarray([5]), np.asarray([-1], np.float32), 1)[0], "the seat has forgotten it"
+    assert seats.leave(seat, aborted=True).finish == Finish.ABORTED

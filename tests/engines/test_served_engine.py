@@ -137,6 +137,17 @@ def test_a_prefix_is_part_of_the_prompt_and_a_prompt_without_room_ends_at_once(s
     assert (found[1].finish, len(found[1].token_ids)) == (Finish.LENGTH, 0)
 
 
+def test_what_was_drawn_so_far_can_be_asked_for_and_stop_ids_are_sent(start: Start, make: Make) -> None:
+    endpoint = start(token_s=0.01)
+    engine = make(endpoint.url)
+    engine.submit([request(0, LONG, max_new_tokens=20, stop_ids=(39,))])
+    until(engine, 3)
+    early = engine.drawn(0, 1).tolist()
+    whole = until_idle(engine)[0].token_ids.tolist()
+    assert len(early) >= 2 and whole[1 : 1 + len(early)] == early
+    assert engine.drawn(0, 0).tolist() == [] and 39 in endpoint.log[-1]["body"]["stop_token_ids"]
+
+
 @pytest.mark.parametrize(
     "how",
     ["500", "503/0.05", "429/0.05", "429/Fri, 01 Jan 2021 00:00:00 GMT", "html", "no ids", "unknown id", "nan",
