@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from busrl.agents.child import Setup
+from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.pool import Children, Played
@@ -93,7 +93,7 @@ class Agent(Actor):
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
         self.loop = asyncio.new_event_loop()
-        self.children = Children(Setup(named.function, base), own.children, own.episode_s)
+        self.children = Children(EpisodeSetup(named.function, base), own.children, own.episode_s)
         with self.activity("load the function of episodes", topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
 

@@ -1,0 +1,130 @@
+"""Agents in real runs: episodes in children, model calls through their ring, every end that an episode can have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chat_run import make_all
+from checks import check_end
+from harness import ROOT, Run, read_lines, running
+
+from busrl.ledger.wal import Wal
+from busrl.ring import Ring
+
+AGENTS = ROOT / "configs" / "agents.toml"
+TALK = '''
+from busrl.agents.llm import Again, Failed
+
+async def episode(task, llm):
+    """Three turns about one prompt; their history is echoed as it came."""
+    prompt = task["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    for turn in range(3):
+        reply = await llm.chat(messages, max_tokens=6)
+        await llm.reward(0.125 * (reply.completion_tokens % 2))
+        messages += [reply, {"role": "user", "content": f"go on {turn}"}]
+    return {"length": float(sum(len(one["content"] or "") for one in messages) % 7)}
+'''
+ENDS = '''
+import asyncio
+import os
+
+from busrl.agents.llm import Again, Failed
+
+async def episode(task, llm):
+    """What becomes of it depends on the prompt's first digit."""
+    kind = int(task["prompt"][0])
+    if kind == 1:
+        return 1.0  # without a call
+    answer = await llm.complete(task["prompt"], max_tokens=4)
+    if kind == 2:
+        raise RuntimeError("a fault of the user's")
+    if kind == 3:
+        raise Failed(0.25, "given up")
+    if kind == 4:
+        raise Again("another time")
+    if kind == 5:
+        os._exit(3)
+    if kind == 6:
+        await asyncio.sleep(3600)
+    if kind == 7:
+        while True:
+            await llm.complete(task["prompt"])  # until its budget is used up
+    return float(sum(answer.ids) % 2)
+'''
+
+
+def slots_of_calls(run: Run) -> dict[str, int]:
+    ring = Ring.attach(run.paths.calls_name, read_only=True, calls=True)
+    try:
+        return {state: count for state, count in ring.stats().occupancy.items() if count}
+    finally:
+        ring.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
+    chat_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_all(tmp_path / "mine", chat_folder("chatml"))
+    (tmp_path / "mine" / "talk.py").write_text(TALK)
+    text = config.read_text().replace('[reward]\nkind = "python"\nfunction = "judge.py:score"\n', "")
+    text = text.replace('role = "reward"\n', 'role = "agent"\nfunction = "talk.py:episode"\n')
+    config.write_text(f"{text}[agents]\ncontext = 256\n")
+    run = Run(tmp_path / "run", "learner.checkpoint_every=0", "validation.samples=0", config=config, steps=3)
+    with running(run):
+        check_end(run, run.wait())
+    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
+    assert len(samples) >= 3 * 8 * 4 and {len(one.seqs) for one in samples} == {1}
+    assert {len(one.turn_array()) for one in samples} == {3}
+    measured = [row["mismatch"] for row in run.metrics() if row["mismatch"] is not None]
+    assert measured and max(measured) < 1e-2, "what was trained is not what was drawn"
+    assert {0.0} != {sum(one.turn_rewards) for one in samples}
+
+
+@pytest.mark.slow
+def test_what_an_episode_does_decides_what_becomes_of_its_sample(tmp_path: Path, quickstart: None) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    run = Run(
+        tmp_path / "run", f"process.agent.function={tmp_path}/ends.py:episode", "agents.episode_s=2",
+        "agents.episodes=24", "agents.failure_reward=-1.0", "learner.checkpoint_every=0", config=AGENTS, steps=3,
+    )
+    with running(run):
+        assert run.wait() == 0, run.tail()
+    report = run.audit()
+    assert not report.errors and report.counts.lost == 0 and report.counts.trained_twice == 0, report
+    assert {"reward raised", "reward hung", "poison", "malformed"} == set(report.accidents), report.accidents
+    told = " ".join(line["text"] for line in read_lines(run.paths.errors))
+    for words in ("a fault of the user's", "agents.episode_s", "without a model call", "with this episode alone"):
+        assert words in told, words
+    rewards = {one.reward for record in Wal(run.paths.wal).records() for one in record.samples}
+    assert {0.25, -1.0} <= rewards, "Failed, and a budget that was used up, are trained"
+    assert run.restarts("agent/0") == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_episodes_survives_deaths_of_agent_child_engine_keeper_and_learner(
+    tmp_path: Path, quickstart: None
+) -> None:
+    run = Run(tmp_path / "run", config=AGENTS, steps=40)
+    with running(run):
+        for step, name in ((3, "agent/0"), (7, "rollout/0"), (11, "keeper"), (15, "learner"), (19, "agent/0")):
+            run.until_step(step)
+            run.kill(name)
+        run.until_step(24)
+        for child in children_of(run.processes()["agent/0"].pid):
+            os.kill(child, signal.SIGKILL)
+        run.until_step(30)
+        run.until("all calls of dead callers are free", lambda: slots_of_calls(run).get("RESERVED", 0) == 0)
+        code = run.wait()
+    check_end(run, code)
+    assert run.restarts("agent/0") == 2 and run.restarts("rollout/0") == 1
+    rewards = [row["reward"] for row in run.metrics()]
+    assert sum(rewards[-8:]) > sum(rewards[:8]), "it learns all the same"
