@@ -215,15 +215,21 @@ def seen_by_reward(ring: Ring, slot: int) -> dict[str, Any] | None:
     }
 
 
-def last_ids(ring: Ring, slot: int) -> list[int] | None:
-    """What the last call of a slot's episode sampled; None where it holds none."""
+def last_call(ring: Ring, slot: int) -> dict[str, Array] | None:
+    """What the last call of a slot's episode read and sampled, by the names that an answer has; None where it holds no
+    episode. BadTensor or NoSuchTensor where it breaks a rule."""
     episode = read_episode(ring, slot)
     if episode is None:
         return None
-    row = episode.turns[int(np.argmax(episode.turns[:, CALL]))].tolist()
-    first = int(episode.seqs[: row[SEQUENCE]].sum())
-    found: list[int] = episode.ids[first + row[BEGIN] : first + row[END]].tolist()
-    return found
+    at = int(np.argmax(episode.turns[:, CALL]))
+    lengths = episode.turns[:, END] - episode.turns[:, BEGIN]
+    row, first = episode.turns[at].tolist(), int(lengths[:at].sum())
+    sampled = slice(first, first + int(lengths[at]))
+    path = episode.ids[int(episode.seqs[: row[SEQUENCE]].sum()) :][: row[END]]
+    return {
+        "prompt_ids": path[: row[BEGIN]], "tokens": path[row[BEGIN] :], "logprobs": episode.logprobs[sampled],
+        "versions": episode.versions[sampled],
+    }
 
 
 def _read(ring: Ring, slot: int, name: str) -> Array:

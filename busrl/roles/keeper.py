@@ -38,6 +38,7 @@ from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.episodes import last_call, turn_rewards_of
 from busrl.roles.trajectory import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
@@ -139,6 +140,8 @@ class RingLedger:
     def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
         if not segments:
             return {}
+        if (last := last_call(self.ring, slot)) is not None:
+            return {name: tensor(array) for name, array in last.items()}
         arrays = {name: read_generated(self.ring, slot, name, segments) for name in TENSORS}
         arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
         return {name: tensor(array) for name, array in arrays.items()}
@@ -183,6 +186,7 @@ class RingLedger:
 
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
         stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
+        reward += turn_rewards_of(self.ring, slot)
         with _as_refusals():
             write_parts(stand_in, slot, word, parts)
             stand_in.set(slot, word, reward=reward, reward_parts=1)

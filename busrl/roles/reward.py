@@ -19,7 +19,7 @@ from busrl.protocol import messages as m
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.episodes import last_ids, seen_by_reward, turn_rewards_of
+from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
 from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.states import REWARD_FATES
 
@@ -171,8 +171,8 @@ class Reward(Actor):
         """The token ids, none where only the text is judged; and of an episode all that a function may ask for."""
         if not self.wants_ids:
             return [], None
-        if (ids := last_ids(self.ring, slot)) is not None:
-            return ids, seen_by_reward(self.ring, slot)
+        if (last := last_call(self.ring, slot)) is not None:
+            return last["tokens"].tolist(), seen_by_reward(self.ring, slot)
         return read_generated(self.ring, slot, "tokens", segments_of(word)).tolist(), None
 
     def _commit(self, outcomes: Sequence[Outcome]) -> None:

@@ -21,7 +21,7 @@ from busrl.ring import Fates, Ring, State
 from busrl.roles.episodes import (
     CALL,
     commit_episode,
-    last_ids,
+    last_call,
     messages_of,
     read_episode,
     reward_of,
@@ -159,14 +159,18 @@ def test_reward_functions_see_turns_in_the_order_of_calls_and_the_last_ones_ids(
     assert seen["turn_rewards"] == [0.5, 0.0, -2.0] and seen["reward"] == 0.75
     assert seen["messages"] == [[{"role": "user", "content": "a"}], []] == messages_of(ring, slot)
     assert reward_of(ring, slot) == (0.75, [1.0, -0.25]) and turn_rewards_of(ring, slot) == -1.5
-    assert last_ids(ring, slot) == [5, 6]
+    last = last_call(ring, slot)
+    assert last is not None and {name: array.tolist() for name, array in last.items()} == {
+        "prompt_ids": [7, 8, 1, 2, 3, 6, 6], "tokens": [5, 6], "versions": [4, 4],
+        "logprobs": pytest.approx([-1.0, -1.1]),
+    }
     freed(ring, slot) if claim(ring, slot) else None
 
 
 def test_a_slot_with_an_answer_holds_no_episode(ring: Ring) -> None:
     slot, word = claimed_for_generation(ring)
     ring.put(slot, word, "tokens", np.arange(3, dtype=np.int32), 0)
-    assert read_episode(ring, slot) is None and last_ids(ring, slot) is None and seen_by_reward(ring, slot) is None
+    assert read_episode(ring, slot) is None and last_call(ring, slot) is None and seen_by_reward(ring, slot) is None
     assert turn_rewards_of(ring, slot) == 0.0 and reward_of(ring, slot) is None and messages_of(ring, slot) == []
     ring.drop(slot, word, Fate.MALFORMED)
 

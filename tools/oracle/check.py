@@ -15,7 +15,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ KNOWN = {
     "learner.loss": ("ppo_clip", "decoupled"), "learner.advantage": ("group_std", "group_mean"),
     "learner.aggregation": ("token-mean",), "learner.ratio": ("behaviour",), "learner.newest_ratio": ("recorded",),
     "learner.passes_per_batch": (1,), "learner.correction": ("none",), "learner.kl": ("none",),
-    "learner.entropy_coef": (0.0,),
+    "learner.entropy_coef": (0.0,), "learner.credit": ("episode", "turn"), "learner.unit": ("episode",),
 }
 
 
@@ -225,12 +225,14 @@ class _Check:
         every = [one for made in updates for one in made]
         trained = sum(len(one.loss) for one in every)
         mastered = sum(one.mastered for one in every)
-        old = [self.too_old(step, sample) for sample in step.samples]
+        untrained = sum(int((~sample.trained).sum()) for sample in step.samples)
+        old = [sum(self.too_old(step, one) for one in turns_of(sample)) for sample in step.samples]
         whole = [old_ == len(sample.tokens) for old_, sample in zip(old, step.samples)]  # left out altogether
         earlier = [0 if out else self.context(s, o) - o for s, o, out in zip(step.samples, old, whole)]
-        context = sum(0 if out else o + e for o, e, out in zip(old, earlier, whole))
+        context = untrained + sum(0 if out else o + e for o, e, out in zip(old, earlier, whole))
+        more = {"untrained": untrained} if untrained else {}
         return {
-            "masked": {"earlier_segments": sum(earlier), "too_old": sum(old), "mastered": mastered},
+            "masked": {"earlier_segments": sum(earlier), "too_old": sum(old), "mastered": mastered, **more},
             "never_trained": (context + mastered) / max(1, trained + context),
         }
 
@@ -292,13 +294,14 @@ class _Check:
         made = []
         for group in groups:
             own = step.members(group)
-            values = maths.advantages(self.learner["advantage"], [step.samples[i].reward for i in own])
+            values = self.advantages([step.samples[i] for i in own])
             scored = self.model.score(self.trained.effective(), [step.samples[i] for i in own])
-            for i, value, (logp, entropy) in zip(own, values, scored):
-                sample = step.samples[i]
-                context = self.context(sample, self.too_old(step, sample))
-                if context < len(sample.tokens):
-                    made.append(self.tokens(step, sample, value, logp, entropy, start[i], context))
+            for i, worth, (logp, entropy) in zip(own, values, scored):
+                for part, sample, value in zip(parts_of(step.samples[i]), turns_of(step.samples[i]), worth):
+                    context = self.context(sample, self.too_old(step, sample))
+                    if context < len(sample.tokens):
+                        scores = logp[part], entropy[part], start[i][part]
+                        made.append(self.tokens(step, sample, value, *scores, context))
         count = sum(len(one.logp) for one in made)
         if count:
             total = sum((one.loss.sum() for one in made), torch.zeros((), dtype=self.model.dtype)) / count
@@ -308,6 +311,20 @@ class _Check:
             self.adamw.step(self.trained.leaves, slope, rate)
         self.trained.leaves = {name: value.detach() for name, value in self.trained.leaves.items()}
         return made
+
+    def advantages(self, samples: list[Sample]) -> list[list[float]]:
+        """Of each turn of each sample of a group, in the order of the log."""
+        kind = self.learner["advantage"]
+        if self.learner.get("credit", "episode") == "episode":
+            values = maths.advantages(kind, [one.reward for one in samples])
+            return [[value] * len(one.turns) for value, one in zip(values, samples)]
+        orders = [sorted(range(len(one.turns)), key=lambda at, one=one: one.turns[at, 3]) for one in samples]
+        rewards = []
+        for one, order in zip(samples, orders):
+            own = [(one.turn_rewards or [0.0] * len(order))[at] for at in order]
+            rewards.append([*own[:-1], own[-1] + one.reward - math.fsum(own)])
+        worth = maths.turn_advantages(kind, rewards, self.learner["gamma"])
+        return [[row[order.index(at)] for at in range(len(order))] for row, order in zip(worth, orders)]
 
     def tokens(
         self, step: Step, sample: Sample, advantage: float, logp: Tensor, entropy: Tensor, start: Tensor, context: int
@@ -363,10 +380,11 @@ class _Check:
     def answers(self, step: Step) -> None:
         for sample in step.samples:
             self.found.done["answers"] += 1
-            self.end(sample.uid, sample.tokens, sample.finish, len(sample.prompt))
+            if not sample.is_episode:
+                self.end(sample.uid, sample.tokens, sample.finish, len(sample.prompt))
+                self.reward(sample)
             if abs(sample.temperature - self.generation["temperature"]) > 1e-6:
                 self.found.error("temperature", f"sample {sample.uid} has {sample.temperature} in the log")
-            self.reward(sample)
             self.versions(step, sample)
         self.drawn(step)
 
@@ -397,7 +415,7 @@ class _Check:
     def versions(self, step: Step, sample: Sample) -> None:
         """Within a segment they only grow, none is newer than the newest published one."""
         begin = 0
-        for length in sample.segments:
+        for length in (sample.turns[:, 2] - sample.turns[:, 1]).tolist() if sample.is_episode else sample.segments:
             part = sample.versions[begin : begin + length]
             begin += length
             if (np.diff(part) < 0).any() or part.max() > step.version:
@@ -410,8 +428,8 @@ class _Check:
         if engines != {"torch"} or self.lora:
             return
         for version in sorted({version for sample in step.samples for version in sample.versions.tolist()}):
-            own = [sample for sample in step.samples if (sample.versions == version).any()]
-            if (weights := self.kept.get(self.step_of(version))) is None:
+            own = [one for one in step.samples if not one.is_episode and (one.versions == version).any()]
+            if not own or (weights := self.kept.get(self.step_of(version))) is None:
                 continue
             logits = self.model.logits(weights, padded([np.concatenate([s.prompt, s.tokens]) for s in own])).numpy()
             for row, sample in enumerate(own):
@@ -582,6 +600,24 @@ def _newest_before(files: RunFiles) -> list[tuple[int, int]]:
     live = {step: row for step, row in files.rows.items() if "version" in row and not row.get("replayed")}
     found = {1: 0} | {step + 1: int(row["version"]) for step, row in live.items()}
     return sorted((found | {step.step: step.version for step in files.steps}).items())
+
+
+def parts_of(sample: Sample) -> list[slice]:
+    """The generated tokens of each turn among all of a sample; of an answer all."""
+    ends = np.cumsum(sample.turns[:, 2] - sample.turns[:, 1]).tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
+
+
+def turns_of(sample: Sample) -> list[Sample]:
+    """Each turn as an answer of its own; one that is not trained has no token."""
+    if not sample.is_episode:
+        return [sample]
+    return [
+        replace(sample, tokens=sample.tokens[part][:most], logprobs=sample.logprobs[part][:most],
+                versions=sample.versions[part][:most], segments=[most])
+        for part, mark in zip(parts_of(sample), sample.turns[:, 3].tolist())
+        for most in [part.stop - part.start if mark % 2 else 0]
+    ]
 
 
 def _joined(updates: Iterable[list[_Tokens]], learner: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,27 @@ class Sample:
     logprobs: np.ndarray
     versions: np.ndarray
     segments: list[int]  # tokens of each
+    ids: np.ndarray  # all sequences of an episode, one after another; prompt and tokens of an answer
+    seqs: list[int]  # their lengths
+    turns: np.ndarray  # [turns, 4]: sequence, begin, end, 2 x call + 1 where it is trained
+    turn_rewards: list[float]
+
+    @property
+    def is_episode(self) -> bool:
+        return not len(self.prompt)
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Of each generated token whether its turn is trained."""
+        return np.repeat(self.turns[:, 3] % 2 == 1, self.turns[:, 2] - self.turns[:, 1])
+
+    def sequences(self) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
+        """The ids of each sequence, with begin and end of what was generated in it."""
+        ends = np.cumsum(self.seqs)
+        return [
+            (self.ids[end - length : end], [(b, e) for s, b, e, _ in self.turns.tolist() if s == number])
+            for number, (end, length) in enumerate(zip(ends.tolist(), self.seqs))
+        ]
 
     @property
     def last_begins(self) -> int:
@@ -184,13 +205,19 @@ def _step(payload: bytes) -> Step:
 
 
 def _sample(raw: dict[str, Any]) -> Sample:
-    tokens = np.frombuffer(raw["token_ids"], "<i4").astype(np.int64)
+    prompt, ids = (np.frombuffer(raw[name], "<i4").astype(np.int64) for name in ("prompt_ids", "token_ids"))
+    ids = np.concatenate([prompt, ids])
+    seqs = list(raw.get("seqs") or [len(ids)])
+    turns = np.array(raw.get("turns") or [0, len(prompt), len(ids), 1], np.int64).reshape(-1, 4)
+    begins = (np.cumsum(seqs) - seqs)[turns[:, 0]]
+    tokens = np.concatenate([ids[at + b : at + e] for at, (_, b, e, _) in zip(begins.tolist(), turns.tolist())])
     same = ("uid", "group", "member", "prompt_crc", "reward", "temperature", "version", "step", "finish")
     return Sample(
         **{name: raw[name] for name in same},
-        prompt=np.frombuffer(raw["prompt_ids"], "<i4").astype(np.int64),
+        prompt=prompt,
         tokens=tokens,
         logprobs=np.frombuffer(raw["logprobs"], "<f4").astype(np.float64),
         versions=np.frombuffer(raw["versions"], "<u4").astype(np.int64),
         segments=list(raw.get("segments") or [len(tokens)]),
+        ids=ids, seqs=seqs, turns=turns, turn_rewards=list(raw.get("turn_rewards") or []),
     )

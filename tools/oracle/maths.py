@@ -26,6 +26,22 @@ def advantages(kind: str, rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (math.sqrt(variance) + 1e-6) for reward in rewards]
 
 
+def turn_advantages(kind: str, rewards: Sequence[Sequence[float]], gamma: float) -> list[list[float]]:
+    """What came of each turn less the mean of what came of the other episodes' turns of that number (0 where one had
+    ended), for group_std divided by (std of the sums + 1e-6)."""
+    returns = [[math.fsum(r * gamma**k for k, r in enumerate(own[t:])) for t in range(len(own))] for own in rewards]
+    sums, scale = [math.fsum(own) for own in rewards], 1.0
+    if kind == "group_std":
+        mean = math.fsum(sums) / len(sums)
+        scale = math.sqrt(math.fsum((one - mean) ** 2 for one in sums) / (len(sums) - 1)) + 1e-6
+    found = []
+    for i, own in enumerate(returns):
+        others = [row for j, row in enumerate(returns) if j != i]
+        bases = [math.fsum(row[t] for row in others if t < len(row)) / len(others) for t in range(len(own))]
+        found.append([(value - base) / scale for value, base in zip(own, bases)])
+    return found
+
+
 def mini_batches(groups: Sequence[int], count: int) -> list[list[int]]:
     """The groups of a step in `count` shares, in order: group number i is in share i * count // groups."""
     count = min(count, len(groups))

@@ -55,10 +55,15 @@ class Model:
         found: list[tuple[Tensor, Tensor]] = []
         for begin in range(0, len(samples), ROWS):
             part = samples[begin : begin + ROWS]
-            logits = self.logits(weights, padded([np.concatenate([s.prompt, s.tokens]) for s in part]))
-            for row, sample in enumerate(part):
-                first = len(sample.prompt) - 1  # the logits at a position are about the token after it
-                own = logits[row, first : first + len(sample.tokens)] / sample.temperature
+            rows = [one for sample in part for one in sample.sequences()]
+            logits = iter(zip(self.logits(weights, padded([ids for ids, _ in rows])), rows, strict=True))
+            for sample in part:
+                pieces = []
+                for _ in sample.seqs:
+                    scores, (_, spans) = next(logits)
+                    # The logits at a position are about the token after it.
+                    pieces += [scores[first - 1 : last - 1] for first, last in spans]
+                own = torch.cat(pieces) / sample.temperature
                 every = torch.log_softmax(own, -1)
                 entropy = -(every.exp() * every.clamp(min=-1e4)).sum(-1)
                 found.append((every[torch.arange(len(own)), torch.from_numpy(sample.tokens)], entropy.detach()))

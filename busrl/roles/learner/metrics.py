@@ -261,7 +261,7 @@ class StepMetrics:
             "skipped": stats.skipped,
             "culprits": list(stats.culprits),
             **_trained(record),
-            **_training(stats),
+            **_training(stats, record.samples),
             "blocked_by": self._blocker,
             "publish_s": round(published_s, 5),
             "checkpoint_s": round(self.checkpoint_s, 4),
@@ -304,7 +304,7 @@ class StepMetrics:
         ended.add_line(line)
         self._write({
             "step": record.step, "version": record.version, "cause": record.cause, "replayed": True, "time_s": 0.0,
-            "seconds": 0.0, **ended.row(), **_trained(record), **_training(stats),
+            "seconds": 0.0, **ended.row(), **_trained(record), **_training(stats, record.samples),
         })
 
     def _write(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()) -> None:
@@ -350,13 +350,15 @@ def _line_of(record: Record, tags: Mapping[int, str] | None = None) -> GroupsLin
     )
 
 
-def _training(stats: StepStats) -> dict[str, Any]:
-    earlier = stats.context_tokens - stats.old_tokens
+def _training(stats: StepStats, samples: Sequence[SampleRecord] = ()) -> dict[str, Any]:
+    untrained = sum(_untrained(sample) for sample in samples if sample.turns)
+    earlier = stats.context_tokens - stats.old_tokens - untrained
     whole = stats.context_tokens + stats.cut_tokens
-    masked = {"earlier_segments": earlier, "too_old": stats.old_tokens, "mastered": stats.mastered_tokens}
+    masked = {"earlier_segments": max(0, earlier), "too_old": stats.old_tokens, "mastered": stats.mastered_tokens}
+    more = {"cut": stats.cut_tokens, "untrained": untrained}  # named where there are any
     return {
         "tokens": stats.tokens,
-        "masked": {**masked, **({"cut": stats.cut_tokens} if stats.cut_tokens else {})},
+        "masked": {**masked, **{name: count for name, count in more.items() if count}},
         # Of the tokens of the step's samples.
         "never_trained": (whole + stats.mastered_tokens) / max(1, stats.tokens + whole),
         "lr": stats.lr,
@@ -391,7 +393,31 @@ def _trained(record: Record) -> dict[str, Any]:
         "age_p95": float(np.percentile(ages, 95)),
         "age_max": int(ages.max()),
         "age_by_length": _by_quartile(members, ages),
+        **_episodes([sample for sample in record.samples if sample.turns]),
     }
+
+
+def _untrained(sample: SampleRecord) -> int:
+    """Sampled tokens of turns that are not trained."""
+    turns = sample.turn_array()
+    return int((turns[:, 2] - turns[:, 1])[turns[:, 3] % 2 == 0].sum())
+
+
+def _episodes(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+    """Of episodes of several turns: turns, sequences, tokens that were read, and sums of turn rewards of each."""
+    if not samples:
+        return {}
+    each = {
+        "turns": [len(sample.turn_array()) for sample in samples],
+        "sequences": [len(sample.seqs) for sample in samples],
+        "context_tokens": [len(sample.token_ids) // 4 - sample.tokens for sample in samples],
+    }
+    found: dict[str, Any] = {"count": len(samples)}
+    for name, values in each.items():
+        found |= {f"{name}_mean": float(np.mean(values)), f"{name}_p95": float(np.percentile(values, 95))}
+    if any(sample.turn_rewards for sample in samples):
+        found["turn_rewards"] = float(np.mean([sum(sample.turn_rewards) for sample in samples]))
+    return {"episodes": found}
 
 
 def _lengths(samples: Sequence[SampleRecord]) -> npt.NDArray[np.int64]:
