@@ -19,7 +19,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("cpu", "cuda", "npu")
+LARGE_MODEL = 10**9  # parameters
 WANTED = ("auto", *KINDS)
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -144,6 +145,12 @@ def keep_freed_memory(parameters: int = 0, slack: int = 1 << 26) -> bool:
 
 
 # -- which device ----------------------------------------------------------------------------------------------
+
+
+def computes_again(asked: str, kind: str, parameters: Callable[[], int]) -> bool:
+    """Whether backward computes layers again: where `asked` is "full", and under "auto" those of a large model on an
+    accelerator, whose memory is the scarce one."""
+    return asked == "full" or (asked == "auto" and kind != "cpu" and parameters() >= LARGE_MODEL)
 
 
 def choose(wanted: str = "auto") -> torch.device:

@@ -10,7 +10,9 @@ Knows nothing of the rest of busrl.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -21,6 +23,10 @@ class BusrlError(Exception):
     """Base of all; `exit_code` is what the command line ends with."""
 
     exit_code: ClassVar[int] = 2
+
+
+class Stopped(BusrlError):
+    """The process was asked to stop before it was ready: no failure, and not reported as one."""
 
 
 # -- yours to fix -----
@@ -336,6 +342,20 @@ def may_pass(status: int) -> bool:
     """Whether the same HTTP request may succeed later: an error of the server, or one of the 4xx that say nothing about
     the request itself (time-out, conflict, too early, too many requests)."""
     return status >= 500 or status in (408, 409, 425, 429)
+
+
+def retry_after_s(header: str) -> float:
+    """Seconds that a reply's Retry-After asks for, as a number or as a date; 0 if it says nothing usable."""
+    from email.utils import parsedate_to_datetime  # only here: every process loads this module
+
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
 def first_line(text: str, width: int = 200) -> str:

@@ -35,7 +35,7 @@ READY_S = 120.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasuredRound:
     """What is measured: `of`, drawn as the round of that number draws it, in a run whose rounds have `answers`."""
 
     of: AskedSet
@@ -82,7 +82,7 @@ class EvaluationFigures:
 class Evaluation:
     """`run` once: rows by their place in the round. The engine lives in this process, or where it puts itself."""
 
-    def __init__(self, topology: Topology, asked: Asked) -> None:
+    def __init__(self, topology: Topology, asked: MeasuredRound) -> None:
         self.topology, self.asked = topology, asked
         self.stream = JsonlStream(asked.of.data, topology.run.seed, False, topology.data.prompt_key)
         self.lines: npt.NDArray[np.int64] = lines_of(asked.of.prompts, len(self.stream), asked.of.k)

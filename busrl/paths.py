@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+CHECKPOINT = "global_step_"  # and the number of the step: a folder in checkpoints/
+# The folder of an adapter, as peft has it; the prefix stands before the names that the model has without one.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PREFIX = (
+    "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+)
 
 
 class _Named:

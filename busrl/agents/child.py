@@ -1,7 +1,8 @@
 """The process in which the code of episodes runs: `python -m busrl.agents.child PARENT_PID`.
 
-Talks to its parent over `busrl.pipes` only, in lines of JSON (`busrl.agents.pool` has the parent's side): first a
-Setup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. Knows nothing of ids, trees or slots.
+Talks to its parent over `busrl.pipes` only, in lines of JSON (`busrl.agents.pool` has the parent's side): first an
+EpisodeSetup, then Begin, Answered and Cancel; back come Ready, Beat, Asked and Over. Knows nothing of ids, trees or
+slots.
 
 - Episodes run beside each other on one loop; a function that does not await runs in a thread for each episode.
 - A thread of its own beats, and says for how long the loop has stood still, and where: user code may block it.
@@ -31,7 +32,7 @@ MOST_THREADS = 1 << 14  # as many as there are episodes: one that had to wait fo
 STANDS_S = 2.0  # without a step the loop is said to stand still
 
 
-class Setup(msgspec.Struct, tag="setup"):
+class EpisodeSetup(msgspec.Struct, tag="setup"):
     """The function of episodes, or the class that has it, by its import path."""
 
     function: str
@@ -86,7 +87,7 @@ class Over(msgspec.Struct, tag="over"):
     ended: Ended
 
 
-ToChild = Setup | Begin | Answered | Cancel
+ToChild = EpisodeSetup | Begin | Answered | Cancel
 FromChild = Ready | Beat | Asked | Over
 _frames: msgspec.json.Decoder[ToChild] = msgspec.json.Decoder(ToChild)
 
@@ -121,7 +122,7 @@ class Process:
         self._step(loop)
         threading.Thread(target=self._beat, daemon=True).start()
         setup = await self._next()
-        if not isinstance(setup, Setup):
+        if not isinstance(setup, EpisodeSetup):
             return 0
         try:
             await self._load(setup)
@@ -135,7 +136,7 @@ class Process:
             await _awaited(self._close())
         return 0
 
-    async def _load(self, setup: Setup) -> None:
+    async def _load(self, setup: EpisodeSetup) -> None:
         """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
         module = setup.function.rpartition(":")[0]
         self._package = "" if module.endswith(".py") else module.rpartition(".")[0] or module

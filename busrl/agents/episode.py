@@ -39,7 +39,7 @@ from busrl.agents.llm import (
 )
 from busrl.agents.parsers import MessageMaker
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import Asked, History, Ids, Limits, Message, Tree, Turn
+from busrl.agents.tree import History, Ids, Limits, Message, OpenCall, Tree, Turn
 from busrl.errors import CallRefused
 from busrl.states import Finish
 
@@ -86,7 +86,7 @@ class Settings:
 
 
 @dataclass
-class Given:
+class Delivery:
     """The answers to one request. Whoever has handed them over says so; otherwise they are not trained."""
 
     turns: list[Turn]
@@ -104,7 +104,7 @@ class Exchange:
     """A request and its answer, which is made or kept. `waiting`: clients that wait for it; `delivered_at`: when one
     of them got it last, None before."""
 
-    answer: asyncio.Future[tuple[Given, Response]]
+    answer: asyncio.Future[tuple[Delivery, Response]]
     waiting: int = 0
     delivered_at: float | None = None
     giving_up: asyncio.TimerHandle | None = None  # since the last of its clients has gone
@@ -119,7 +119,7 @@ class Retries:
         self._keep_s = keep_s
         self._of: dict[bytes, list[Exchange]] = {}
 
-    def first(self, key: bytes, answer: asyncio.Future[tuple[Given, Response]]) -> Exchange:
+    def first(self, key: bytes, answer: asyncio.Future[tuple[Delivery, Response]]) -> Exchange:
         """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
         request = Exchange(answer)
         self._of.setdefault(key, []).append(request)
@@ -179,20 +179,20 @@ class Episode:
 
         return Llm(ask, task)
 
-    async def answer(self, request: Request) -> tuple[Given, Response]:
+    async def answer(self, request: Request) -> tuple[Delivery, Response]:
         """Answer a request; what is refused is so in the response. The caller says when it was delivered."""
         try:
             if isinstance(request, RewardRequest):
                 self._reward(request)
-                return Given([]), Choices([])
+                return Delivery([]), Choices([])
             with self._at_work():
                 given = await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
             return given, Choices([choice_of(turn) for turn in given.turns])
         except CallRefused as refused:
             self.counts["refused"] += 1
-            return Given([]), Refusal(refused.code, str(refused), refused.param)
+            return Delivery([]), Refusal(refused.code, str(refused), refused.param)
 
-    async def answer_once(self, body: bytes, retried: bool, request: Request) -> tuple[Given, Response]:
+    async def answer_once(self, body: bytes, retried: bool, request: Request) -> tuple[Delivery, Response]:
         """`answer`, for clients that may ask again: with `retried` the same `body` gets the answer of the request that
         it repeats, if there is one. Cancelled: the client went away. For the HTTP door."""
         key = hashlib.blake2b(body, digest_size=16).digest()
@@ -250,7 +250,7 @@ class Episode:
 
     # -- calls -----
 
-    async def _chat(self, request: ChatRequest) -> Given:
+    async def _chat(self, request: ChatRequest) -> Delivery:
         history = self.tree.read(request.messages, request.tools, request.arguments)
         tools = msgspec.json.decode(request.tools) or []
         arguments = msgspec.json.decode(request.arguments) or {}
@@ -261,7 +261,7 @@ class Episode:
         found = self._renderer.prompt(self.tree, history, tools, arguments)
         return await self._several(request, found.parent, found.new, history, found.text, tools)
 
-    async def _complete(self, request: CompleteRequest) -> Given:
+    async def _complete(self, request: CompleteRequest) -> Delivery:
         ids = request.prompt if isinstance(request.prompt, list) else self._renderer.encode(request.prompt)
         most = self._renderer.vocabulary
         if wrong := next((f"{one}" for one in ids if not 0 <= one < most), ""):
@@ -272,7 +272,7 @@ class Episode:
         return await self._several(request, parent, new, None, None, [])
 
     async def _several(self, request: ChatRequest | CompleteRequest, parent: Turn | None, new: Ids | Sequence[int],
-                       history: History | None, text: str | None, tools: list[Any]) -> Given:
+                       history: History | None, text: str | None, tools: list[Any]) -> Delivery:
         if not 1 <= request.n <= MOST_ANSWERS:
             raise CallRefused("invalid", f"n = {request.n}: must be 1 to {MOST_ANSWERS}", "n")
         if request.max_tokens < 0:
@@ -284,7 +284,7 @@ class Episode:
         calls = [self._started(self._call(parent, new, wanted, history, text, tools, request.trained))
                  for _ in range(request.n)]
         try:
-            return Given(list(await asyncio.gather(*calls)))
+            return Delivery(list(await asyncio.gather(*calls)))
         finally:
             for call in calls:
                 call.cancel()
@@ -320,7 +320,7 @@ class Episode:
             raise self.tree.used_up(parent, new)
         return share
 
-    def _settle(self, asked: Asked, answer: Answer, tools: list[Any]) -> Turn:
+    def _settle(self, asked: OpenCall, answer: Answer, tools: list[Any]) -> Turn:
         said, end = self._renderer.said(answer.ids)
         message, unparsed = self._message(asked, said, tools)
         turn = self.tree.answer(asked, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
@@ -329,7 +329,7 @@ class Episode:
         self._engines[turn.number] = answer.engine
         return turn
 
-    def _message(self, asked: Asked, said: str, tools: list[Any]) -> tuple[Message, int]:
+    def _message(self, asked: OpenCall, said: str, tools: list[Any]) -> tuple[Message, int]:
         if asked.history is None:
             return {"role": "assistant", "content": said}, 0
         return self._maker.message(said, asked.text or "", tools, asked.number)

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, FromChild, Over, Ready, Setup, ToChild
+from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import Ended, Refusal
 from busrl.errors import AgentNotLoaded, MachineError
@@ -72,7 +72,7 @@ class Child:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._work: set[asyncio.Task[None]] = set()
 
-    async def start(self, setup: Setup) -> None:
+    async def start(self, setup: EpisodeSetup) -> None:
         """AgentNotLoaded with the cause, if the function cannot be had; ChildLost if the process dies before."""
         # From the main thread: the child is tied to the life of the thread that starts it.
         self._process = subprocess.Popen(
@@ -228,7 +228,7 @@ class Child:
 class Children:
     """`count` children that share the episodes, and more for those that have to be alone."""
 
-    def __init__(self, setup: Setup, count: int, episode_s: float) -> None:
+    def __init__(self, setup: EpisodeSetup, count: int, episode_s: float) -> None:
         self._setup, self._count, self._episode_s = setup, count, episode_s
         self._shared: list[Child] = []
         self._starting = asyncio.Lock()

@@ -202,7 +202,7 @@ class Path:
 
 
 @dataclass(eq=False)
-class Asked:
+class OpenCall:
     """A call under way: `prompt` is all that the engine is given, `room` how many ids it may sample, `stream` names
     the random numbers of the call: a function of the prompt and of how often this episode has asked just that."""
 
@@ -232,7 +232,7 @@ class Turn:
     """A call that was answered. In its path its sampled ids stand from `begin` to `end`, what it had to read from
     `read_from` to `begin`."""
 
-    asked: Asked
+    asked: OpenCall
     end: int
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
@@ -377,7 +377,7 @@ class Tree:
         return CallRefused("context_length_exceeded", self._why((parent.end if parent else 0) + new), "messages")
 
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
-            text: str | None = None, trained: bool = True) -> Asked:
+            text: str | None = None, trained: bool = True) -> OpenCall:
         """A call that reads the ids `new` (at least one) behind `parent`; CallRefused where no room is left for it."""
         room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
         if not len(new):
@@ -394,9 +394,9 @@ class Tree:
         if parent:
             parent.open, parent.continued = parent.open + 1, True
         stream = self._stream(hashed.digest())
-        return Asked(self._calls - 1, parent, path, begin, room, stream, trained, history, text, hashed)
+        return OpenCall(self._calls - 1, parent, path, begin, room, stream, trained, history, text, hashed)
 
-    def answer(self, asked: Asked, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
+    def answer(self, asked: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
                generated_ms: int = 0) -> Turn:
         """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
@@ -417,14 +417,14 @@ class Tree:
             self._ends.setdefault(state, []).append(turn)
         return turn
 
-    def cancel(self, asked: Asked) -> None:
+    def cancel(self, asked: OpenCall) -> None:
         """The call comes to nothing."""
         self._release(asked, asked.room)
         self._asked -= 1
         more, sequences = self._adds(asked.parent, asked.begin)
         self._tokens, self._sequences = self._tokens - more, self._sequences - sequences
 
-    def _release(self, asked: Asked, unused: int) -> None:
+    def _release(self, asked: OpenCall, unused: int) -> None:
         self.open -= 1
         self._sampled, self._tokens = self._sampled - unused, self._tokens - unused
         if asked.parent:

@@ -42,13 +42,13 @@ SHOWN = 3  # kinds of failures that are printed
 
 def evaluate(options: argparse.Namespace) -> int:
     """Measure and print; 1 if no sample got a reward."""
-    from busrl.evaluate import Asked, Evaluation, write_rows
+    from busrl.evaluate import Evaluation, MeasuredRound, write_rows
 
     named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
     topology = materialise(with_model(named, folder))
     of = _asked(topology, options)
     others = sum(one.answers for one in topology.sets if one.name != of.name)
-    asked = Asked(of, others + of.answers, step)
+    asked = MeasuredRound(of, others + of.answers, step)
     out = options.out or out
     with _writing(out):  # before anything is computed; rows of an earlier time stay until there are new ones
         out.parent.mkdir(parents=True, exist_ok=True)

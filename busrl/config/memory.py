@@ -25,7 +25,6 @@ from busrl.errors import UserError
 FLOAT = 4
 STATES = {"adamw": 8.0, "adamw8bit": 2.04, "adafactor": 0.0}  # bytes per trained parameter; one of the user's: AdamW's
 TEMPORARY = {"adafactor": 3}  # tensors as large as the largest parameter, while an optimiser updates
-LARGE = 10**9  # parameters from which on "auto" computes layers again on an accelerator
 LIBRARIES = {"cpu": 350 << 20}  # resident bytes of Python, torch and transformers; of a driver's context elsewhere
 CONTEXT = 512 << 20
 LOGITS = {"cpu": 1 << 26}  # bytes of one buffer of logits, and of one on an accelerator
@@ -254,8 +253,7 @@ def work_of(t: Topology) -> Work:
     """What the learner of a topology does at a time, at most."""
     kind, own, memory = device.expected(t.device_of("learner")), t.learner, t.learner.memory
     step = t.derived.limits.n_hi * t.groups.size * t.longest
-    large = kind != "cpu" and pretrained.parameters(t) >= LARGE
-    again = memory.activation_checkpointing == "full" or (memory.activation_checkpointing == "auto" and large)
+    again = device.computes_again(memory.activation_checkpointing, kind, lambda: pretrained.parameters(t))
     return Work(
         tokens=min(max(own.micro_batch_tokens, t.longest), step), dtype=t.model.dtype, checkpointing=again,
         lora_rank=t.lora.rank, targets=t.lora.targets, head_rows=memory.head_rows, kind=kind, optimizer=own.optimizer,

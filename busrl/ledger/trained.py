@@ -37,7 +37,7 @@ from busrl.errors import FileCorrupt, LedgerError
 from busrl.files import finish_replacements
 from busrl.ledger.trainlog import UID_LIMIT, TrainLine
 from busrl.ledger.wal import Record, Wal
-from busrl.paths import RunPaths
+from busrl.paths import CHECKPOINT, RunPaths
 
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1
@@ -146,13 +146,13 @@ def _checkpoints(paths: RunPaths) -> list[Path]:
 
 def checkpoints_of(root: Path) -> list[Path]:
     """The directories with a checkpoint's name, newest first."""
-    named = [one for one in root.glob("global_step_*") if is_checkpoint(one) and one.is_dir()]
+    named = [one for one in root.glob(f"{CHECKPOINT}*") if is_checkpoint(one) and one.is_dir()]
     return sorted(named, key=step_of, reverse=True)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether it has a checkpoint's name."""
-    return re.fullmatch(r"global_step_[0-9]+", path.name) is not None
+    return re.fullmatch(CHECKPOINT + "[0-9]+", path.name) is not None
 
 
 def step_of(checkpoint: Path) -> int:

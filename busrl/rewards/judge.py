@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from busrl.data.prompts import plain_text
-from busrl.errors import RewardNotLoaded, may_pass
+from busrl.errors import RewardNotLoaded, may_pass, retry_after_s
 from busrl.rewards.base import Setup, compiled
 
 try:
@@ -136,7 +136,7 @@ class Judge:
             body = await _body(response)
             if response.status != 200:
                 why = f"status {response.status}: {_shown(body)}"
-                raise TryFailed(why, may_pass(response.status), _seconds(response.headers.get("Retry-After", "")))
+                raise TryFailed(why, may_pass(response.status), retry_after_s(response.headers.get("Retry-After", "")))
         try:
             content = json.loads(body)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -177,10 +177,6 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
             response.close()
             raise TryFailed(f"an answer of more than {BODY_BYTES >> 20} MiB")
     return bytes(data)
-
-
-def _seconds(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d{1,5}(\.\d+)?", text) else 0.0
 
 
 def _shown(body: bytes) -> str:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from busrl.bus import Endpoint
 from busrl.config import Topology
-from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, cause
+from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
@@ -130,6 +130,9 @@ class Actor(ABC):
                     return 0
             self._connect()
             return self._live()
+        except Stopped as stopped:
+            log.info("stopping: %s", stopped)
+            return 0
         except Exception as problem:
             self._report(problem)
             raise

@@ -29,7 +29,7 @@ from busrl.config import Topology, files
 from busrl.data import JsonlStream
 from busrl.data.trace import parse
 from busrl.files import replacing
-from busrl.paths import RunPaths
+from busrl.paths import CHECKPOINT, RunPaths
 from busrl.scheduling.lengths import Guard, Keywords, RulesPredictor, make_predictor
 
 log = logging.getLogger("busrl")
@@ -135,7 +135,7 @@ def copy_into(checkpoint: Path, paths: RunPaths) -> None:
 def _candidates(paths: RunPaths) -> Iterator[Path]:
     """Files to restore from, best first."""
     yield paths.predictor
-    found = paths.checkpoints.glob(f"global_step_*/{paths.predictor.name}")
+    found = paths.checkpoints.glob(f"{CHECKPOINT}*/{paths.predictor.name}")
     yield from sorted(found, key=lambda path: path.parent.stat().st_mtime, reverse=True)
 
 

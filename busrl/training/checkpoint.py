@@ -35,6 +35,7 @@ from busrl import device
 from busrl.errors import DiskFull
 from busrl.files import FULL, REPLACED, fault_in, finish_replacements, listing, sync
 from busrl.ledger.trained import checkpoints_of, step_of
+from busrl.paths import CHECKPOINT
 from busrl.training.shard_files import FOLDER, REST, Shards, wait
 
 # -- directories that appear whole or not at all ----------------------------------
@@ -109,7 +110,7 @@ def sync_tree(root: Path, on_progress: Callable[[], None] = lambda: None) -> Non
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "weights."  # what the names of a model's tensors in shards begin with
+WEIGHT_PREFIX = "weights."  # what the names of a model's tensors in shards begin with
 META, OPTIMIZER, RANDOM, FILES, MODEL = "meta.json", "optimizer.pt", "random.json", "files.json", "model"
 OS_ERROR = re.compile(r"os error (\d+)")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trained ones replace them
@@ -163,7 +164,7 @@ def save(
     tokenizer goes along. `extras(directory)` writes the caller's own files, `on_progress` is called after each part.
     `where`: the device that trains. DiskFull leaves what was there before as it was.
     """
-    final = root / f"global_step_{step}"
+    final = root / f"{CHECKPOINT}{step}"
     with whole_directory(final, on_progress) as directory:
         export(model, directory / MODEL, source, named)
         on_progress()
@@ -200,7 +201,7 @@ class Pending:
         self, root: Path, step: int, *, trainer: Any, meta: Mapping[str, Any], source: Path | None,
         extras: Callable[[Path], None], keep_last: int, on_progress: Callable[[], None], where: torch.device | None,
     ) -> None:
-        self.step, self._meta, self._final = step, dict(meta), root / f"global_step_{step}"
+        self.step, self._meta, self._final = step, dict(meta), root / f"{CHECKPOINT}{step}"
         self._keep_last, self._on_progress = keep_last, on_progress
         with contextlib.ExitStack() as stack:
             self.directory = stack.enter_context(whole_directory(self._final, on_progress))
@@ -329,8 +330,8 @@ def _put_together(checkpoint: Path, folder: Path, dtype: str) -> None:
         config = AutoConfig.from_pretrained(str(checkpoint / MODEL), local_files_only=True)
         model = auto.from_config(config, dtype=wanted)
     named = {}
-    for name in found.names(WEIGHTS):
-        tensor = found.whole(f"{WEIGHTS}{name}")
+    for name in found.names(WEIGHT_PREFIX):
+        tensor = found.whole(f"{WEIGHT_PREFIX}{name}")
         named[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
     export(model, folder, checkpoint / MODEL, named, buffered=False)
 

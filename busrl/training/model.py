@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from busrl.algorithms import selection
 from busrl.errors import ModelNotLoaded, UserError
+from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from busrl.training.precision import exact
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -161,8 +162,7 @@ def copied_weights(model: Any) -> dict[str, Tensor]:
 
 # -- LoRA -------------------------------------------------------------------------
 
-CONFIG, WEIGHTS, OWN = "adapter_config.json", "adapter_model.safetensors", "default"
-PREFIX = "base_model.model."  # peft's, before the names that the model has without it
+OWN = "default"  # peft's name of an adapter
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Adapter:
     def tensors(self) -> dict[str, Tensor]:
         """The adapter by the names of its file; views, valid until the next step."""
         return {
-            f"{PREFIX}{name}.lora_{side}.weight": exact(getattr(layer, f"lora_{side}")[OWN].weight)
+            f"{ADAPTER_PREFIX}{name}.lora_{side}.weight": exact(getattr(layer, f"lora_{side}")[OWN].weight)
             for name, layer in self._layers.items()
             for side in ("A", "B")
         }
@@ -247,9 +247,9 @@ class Adapter:
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules)
         folder.mkdir(exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(_plain(config.to_dict()), indent=1, sort_keys=True))
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(_plain(config.to_dict()), indent=1, sort_keys=True))
         whole = {name: value.contiguous() for name, value in tensors.items()}
-        (folder / WEIGHTS).write_bytes(save(whole, {"format": "pt"}))
+        (folder / ADAPTER_WEIGHTS).write_bytes(save(whole, {"format": "pt"}))
 
     @torch.no_grad()
     def load(self, folder: Path, spread: Callable[[Tensor, Tensor], Tensor] = lambda tensor, _: tensor) -> None:
@@ -257,7 +257,7 @@ class Adapter:
         of a whole tensor what a tensor of this process has of it."""
         from safetensors.torch import load_file
 
-        found, own = load_file(folder / WEIGHTS), self.tensors()
+        found, own = load_file(folder / ADAPTER_WEIGHTS), self.tensors()
         if found.keys() != own.keys() or any(found[name].shape != value.shape for name, value in own.items()):
             raise ModelNotLoaded(f"{folder}: an adapter with other layers or another rank than [lora] asks for")
         for name, value in own.items():

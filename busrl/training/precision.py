@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MASTER = "busrl_master"  # the attribute of a parameter
+ATTRIBUTE = "busrl_master"  # the attribute of a parameter
 
 
 def exact(parameter: Tensor) -> Tensor:
     """The value that is trained: the master of a rounded parameter, else the parameter itself; a view."""
-    found: Tensor = getattr(parameter, MASTER, parameter)
+    found: Tensor = getattr(parameter, ATTRIBUTE, parameter)
     return found.detach()
 
 
@@ -38,7 +38,7 @@ class Masters:
                 self._rounded.append(parameter)
             parameter.data = parameter.data.to(dtype)  # buffers stay: positions need their bits
         for parameter, master in zip(self._rounded, self.named.values(), strict=True):
-            setattr(parameter, MASTER, master)
+            setattr(parameter, ATTRIBUTE, master)
             parameter.register_post_accumulate_grad_hook(_pass_on)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class Masters:
 
 def _pass_on(parameter: Tensor) -> None:
     """Adds what a backward found to the master's gradient."""
-    found, master = parameter.grad, getattr(parameter, MASTER)
+    found, master = parameter.grad, getattr(parameter, ATTRIBUTE)
     parameter.grad = None
     if found is not None and master.grad is None:
         master.grad = found.to(master.dtype)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from busrl.training import optimizers, sharded
-from busrl.training.checkpoint import WEIGHTS
+from busrl.training.checkpoint import WEIGHT_PREFIX
 from busrl.training.shard_files import (
     FOLDER,
     REST,
@@ -37,7 +37,7 @@ from busrl.training.shard_files import (
 if TYPE_CHECKING:
     from busrl.training.trainer import Trainer
 
-OPTIMIZER = "optimizer"  # what the names of its tensors begin with
+OPTIMIZER_PREFIX = "optimizer"  # what the names of its tensors begin with
 
 # -- saving ------------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ def _shares(trainer: Trainer, rank: int) -> tuple[Any, list[Part]]:
         "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
         optimizers.KIND: trainer.settings.optimizer, optimizers.TRAINED: trainer.settings.train_layers,
     }
-    rest, tensors = flattened(tree, OPTIMIZER)
-    tensors |= {f"{WEIGHTS}{name}": tensor for name, tensor in trainer.kept_tensors().items()}
+    rest, tensors = flattened(tree, OPTIMIZER_PREFIX)
+    tensors |= {f"{WEIGHT_PREFIX}{name}": tensor for name, tensor in trainer.kept_tensors().items()}
     parts = (_written_part(name, tensor.detach(), rank) for name, tensor in tensors.items())
     return rest, [part for part in parts if part is not None]
 
@@ -95,12 +95,12 @@ def restore(trainer: Trainer, path: Path, optimizer: bool = True) -> list[str]:
     settings of the optimiser differ from those of the checkpoint."""
     found = Shards(path)
     own = {name: tensor for name, tensor in trainer.kept_tensors().items() if tensor.numel()}  # no file has empty ones
-    shapes = {name: found.shapes[f"{WEIGHTS}{name}"] for name in found.names(WEIGHTS)}
+    shapes = {name: found.shapes[f"{WEIGHT_PREFIX}{name}"] for name in found.names(WEIGHT_PREFIX)}
     require_same(shapes, own, str(path), "this run's")
     if optimizer:
         trainer.require_same(found.rest, str(path))
     for name, tensor in own.items():
-        read = _read_like(found, f"{WEIGHTS}{name}", tensor)
+        read = _read_like(found, f"{WEIGHT_PREFIX}{name}", tensor)
         sharded.local(tensor).copy_(sharded.local(read))
         trainer.on_progress()
     changed = trainer.take(_state(trainer, found)) if optimizer else []

@@ -615,9 +615,6 @@ def _whole(tree: Any, keep: bool) -> Any:
     return gathered.cpu() if keep else None
 
 
-LARGE = 10**9  # parameters from which on an accelerator keeps the inputs of layers alone
-
-
 def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) -> tuple[Forward, Masters | None]:
     """How the model computes, and the masters of its parameters where it computes in fewer bits; what is not trained is
     frozen. Spread over ranks it has its masters in the shards, and its way was chosen before."""
@@ -649,8 +646,8 @@ def checkpoint_if_asked(way: Forward, settings: TrainerSettings) -> None:
 
 def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
     """Whether these settings ask for it, for that model on a device of that kind."""
-    large = kind != "cpu" and sum(parameter.numel() for parameter in model.parameters()) >= LARGE
-    return settings.activation_checkpointing == "full" or (settings.activation_checkpointing == "auto" and large)
+    return device.computes_again(settings.activation_checkpointing, kind, lambda: sum(
+        parameter.numel() for parameter in model.parameters()))
 
 
 def _no_age(versions: Versions) -> NDArray[np.int64]:

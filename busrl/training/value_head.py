@@ -22,7 +22,7 @@ from busrl.algorithms.gae import ValueSettings
 from busrl.errors import ModelNotLoaded, UserError
 
 FOLDER = "value"  # of a checkpoint
-WEIGHTS, OPTIMIZER = "value_head.safetensors", "optimizer.pt"
+LINE_FILE, STATE_FILE = "value_head.safetensors", "optimizer.pt"
 
 
 class ValueHead:
@@ -82,16 +82,16 @@ class ValueHead:
 
         folder.mkdir()
         named = {name: one.detach().to("cpu", copy=True) for name, one in self.line.state_dict().items()}
-        (folder / WEIGHTS).write_bytes(save(named, {"format": "pt"}))
+        (folder / LINE_FILE).write_bytes(save(named, {"format": "pt"}))
         buffer = io.BytesIO()
         torch.save(self.optimizer.state_dict(), buffer)
-        (folder / OPTIMIZER).write_bytes(buffer.getbuffer())
+        (folder / STATE_FILE).write_bytes(buffer.getbuffer())
 
     def load(self, folder: Path, optimizer: bool = True) -> None:
         """Continue from what `write` made, or with its head alone; UserError if it is of another model."""
         from safetensors.torch import load_file
 
-        file = folder / WEIGHTS
+        file = folder / LINE_FILE
         found, own = load_file(file), self.line.state_dict()
         for name, one in own.items():
             if name not in found or found[name].shape != one.shape:
@@ -100,6 +100,6 @@ class ValueHead:
                                 "head of another model")
         self.line.load_state_dict(found)
         if optimizer:
-            state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(state)
         self.clear()

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from busrl.agents.child import Process, Setup
+from busrl.agents.child import EpisodeSetup, Process
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.parsers import MessageMaker, none
 from busrl.agents.pool import Children, Played
@@ -140,7 +140,7 @@ class Desk:
 def run(work: Callable[[Children, Desk], Coroutine[Any, Any, None]], chat: Renderer, folder: Path,
         function: str = "episode", count: int = 1, episode_s: float = 60.0) -> None:
     async def whole() -> None:
-        children = Children(Setup(f"agent.py:{function}", str(folder)), count, episode_s)
+        children = Children(EpisodeSetup(f"agent.py:{function}", str(folder)), count, episode_s)
         await children.start()
         try:
             await work(children, Desk(chat))
@@ -363,11 +363,11 @@ def test_the_place_where_code_of_a_package_blocks_is_named() -> None:
 
 PARENT = """
 import asyncio, sys, msgspec
-from busrl.agents.child import Setup
+from busrl.agents.child import EpisodeSetup
 from busrl.agents.pool import Children
 
 async def main():
-    children = Children(Setup("agent.py:episode", sys.argv[1]), 1, 60.0)
+    children = Children(EpisodeSetup("agent.py:episode", sys.argv[1]), 1, 60.0)
     await children.start()
     print(children.all[0].pid, flush=True)
     await asyncio.sleep(600)

@@ -36,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "faults": {"protocol"},
     "config": {"errors", "data", "scheduling", "keys", "faults", "device", "algorithms"},
     "quickstart": {"errors", "data", "ring"},
-    "training": {"errors", "files", "algorithms", "ledger", "device", "imports"},
-    "engines": {"errors", "files", "config", "data", "quickstart", "weights", "device"},
+    "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
+    "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device"},
     "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "_blocks"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",

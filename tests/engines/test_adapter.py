@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from busrl.engines.torch.lora import CONFIG, WEIGHTS, WeightLoader
+from busrl.engines.torch.lora import WeightLoader
 from busrl.errors import WeightsRefused
+from busrl.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 IDS = torch.arange(2, 12)[None]
 LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -52,8 +53,8 @@ def adapter(folder: Path, base: Path, seed: int, rank: int = 4, layers: tuple[st
     folder.mkdir()
     targets = [name.split(".")[-1] for name in layers]
     told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
-    (folder / CONFIG).write_text(json.dumps(told))
-    save_file(tensors, folder / WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(told))
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
     return folder
 
 
@@ -91,36 +92,36 @@ def test_a_bfloat16_model_takes_the_sum_and_not_the_sum_of_rounded_ones(base: Pa
     name = "model.layers.0.mlp.down_proj"
     before = dict(ours.named_parameters())[f"{name}.weight"].clone()
     WeightLoader(ours, base).swap(folder)
-    tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
     low = tensors[f"base_model.model.{name}.lora_B.weight"] @ tensors[f"base_model.model.{name}.lora_A.weight"]
     assert torch.equal(dict(ours.named_parameters())[f"{name}.weight"], (before.float() + 2 * low).to(torch.bfloat16))
 
 
 def change(**more: Any) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
-        told = json.loads((folder / CONFIG).read_text())
-        (folder / CONFIG).write_text(json.dumps({**told, **more}))
+        told = json.loads((folder / ADAPTER_CONFIG).read_text())
+        (folder / ADAPTER_CONFIG).write_text(json.dumps({**told, **more}))
 
     return do
 
 
 def rename(old: str, new: str) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
-        tensors = load_file(folder / WEIGHTS)
-        save_file({name.replace(old, new): value for name, value in tensors.items()}, folder / WEIGHTS)
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        save_file({name.replace(old, new): value for name, value in tensors.items()}, folder / ADAPTER_WEIGHTS)
 
     return do
 
 
 def cut(folder: Path) -> None:
-    whole = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    whole = (folder / ADAPTER_WEIGHTS).read_bytes()
+    (folder / ADAPTER_WEIGHTS).write_bytes(whole[: len(whole) // 2])
 
 
 def lose(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
     tensors.pop(next(name for name in tensors if ".lora_B." in name))
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from busrl.errors import WeightsTimeout
+from busrl.errors import RankLost, Stopped, WeightsTimeout
+from busrl.paths import RunPaths
 from busrl.ring import State
 from busrl.roles import actor
 from busrl.roles.actor import Actor, WorkDeadline
@@ -36,6 +38,36 @@ class Worker(Actor):
 
     def work(self) -> bool:
         return False
+
+
+class Ends(Worker):
+    """Does not get ready: `problem` ends it."""
+
+    def __init__(self, run: Path, problem: Exception) -> None:
+        self.paths, self.name, self.problem = RunPaths(run), "rank/1", problem
+
+    def _connect(self) -> None:
+        pass
+
+    def _leave(self) -> None:
+        pass
+
+    def setup(self) -> None:
+        raise self.problem
+
+
+def test_a_process_that_is_stopped_before_it_is_ready_ends_in_order_and_reports_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "configure_process", lambda name: None)
+    monkeypatch.setattr(actor.signal, "signal", lambda number, handler: None)
+    ring = SimpleNamespace(register=lambda role, name: None)
+    monkeypatch.setattr(actor, "Ring", SimpleNamespace(attach=lambda name: ring))
+    assert Ends(tmp_path, Stopped("while rank 0 was waited for")).main() == 0
+    assert not RunPaths(tmp_path).errors.exists()
+    with pytest.raises(RankLost):
+        Ends(tmp_path, RankLost("rank 0 has ended")).main()
+    assert '"critical"' in RunPaths(tmp_path).errors.read_text()
 
 
 def test_work_within_work_gives_the_outer_ones_name_and_time_back() -> None:

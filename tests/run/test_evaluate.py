@@ -16,7 +16,7 @@ from busrl.cli.command import main
 from busrl.config import load, materialise
 from busrl.engines import Finished, Request
 from busrl.errors import UserError
-from busrl.evaluate import Asked, Evaluation
+from busrl.evaluate import Evaluation, MeasuredRound
 from busrl.states import Finish
 
 STEPS = 3
@@ -116,7 +116,7 @@ def test_part_of_an_answer_or_none_is_not_judged(
 ) -> None:
     monkeypatch.setattr("busrl.evaluate.make_engine", lambda *_: GivesUp(finish, tokens))
     topology = materialise(load(QUICKSTART))
-    evaluation = Evaluation(topology, Asked(dataclasses.replace(topology.sets[0], prompts=4), 4))
+    evaluation = Evaluation(topology, MeasuredRound(dataclasses.replace(topology.sets[0], prompts=4), 4))
     rows = evaluation.run()
     assert len(rows) == 4 and all(told in row.error and row.reward is None for row in rows), rows
     assert evaluation.found().samples == 0 and evaluation.found().failed == 4

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -20,11 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.errors import RankLost
+from busrl.errors import RankLost, Stopped
 from busrl.training import checkpoint
 from busrl.training.batch import rounds_of
 from busrl.training.model import LoraSettings, load
 from busrl.training.ranks.builder import TeamSettings, facts
+from busrl.training.ranks.follower import Follower
 from busrl.training.ranks.leader import Leader, Team
 from busrl.training.ranks.mesh import Layout
 from busrl.training.ranks.wire import samples_of, work_of
@@ -114,6 +116,34 @@ def team_of(
                 process.wait(20 if team is not None else 0.1)
             process.kill()
             print(process.communicate()[1].decode()[-2000:])  # shown with a failure
+
+
+def test_a_stop_while_ranks_are_waited_for_is_no_failure_of_any_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TeamSettings(3, tmp_path / "team.sock", facts("one"), torch.device("cpu"), start_s=30, collective_s=30)
+    welcomed, ends, welcome = list[int](), list[BaseException](), Team._welcome
+
+    def note(team: Team, stream: Any, streams: dict[int, Any]) -> None:
+        welcome(team, stream, streams)
+        welcomed.extend(streams)
+
+    def follow(rank: int, stopping: Any) -> None:
+        try:
+            Follower(settings, TrainerSettings(), rank, stopping)
+        except BaseException as problem:
+            ends.append(problem)
+
+    connected = threading.Thread(target=follow, args=(1, lambda: False))
+    connected.start()
+    monkeypatch.setattr(Team, "_welcome", note)
+    with pytest.raises(Stopped, match="the other ranks were waited for"):
+        Team.gathered(settings, lambda: welcomed)
+    connected.join(30)
+    follow(2, lambda: True)
+    assert [str(one) for one in ends] == ["rank 0 was asked to stop before all ranks were there",
+                                          "while rank 0 was waited for"]
+    assert all(isinstance(one, Stopped) for one in ends)
 
 
 @pytest.fixture(scope="module")

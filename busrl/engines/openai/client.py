@@ -26,14 +26,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from busrl.engines.base import Request, seed_of
-from busrl.errors import PeerTimeout, UserError, may_pass
+from busrl.errors import PeerTimeout, UserError, may_pass, retry_after_s
 
 try:
     import aiohttp
@@ -231,18 +230,6 @@ def backoff_s(failures: int, asked_s: float, chance: float) -> float:
     return max(own, asked_s)
 
 
-def retry_after_s(header: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or as a date; 0 if it says nothing usable."""
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
-
-
 class Refused(Exception):
     """The server says that the request itself is wrong, with this HTTP status."""
 
@@ -251,7 +238,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A try without success; `asked_s` is the wait that the server asks for."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
@@ -259,7 +246,7 @@ class Failed(Exception):
         self.asked_s = asked_s
 
 
-class Lost(Failed):
+class Lost(RequestFailed):
     """The server went away in the middle, or does not know a model that it was given."""
 
 
@@ -366,7 +353,7 @@ class Client:
                 except asyncio.CancelledError:
                     if sent.key not in self._sent:
                         raise
-                except Failed as failure:
+                except RequestFailed as failure:
                     if isinstance(failure, Lost) and self.given and self._gate.is_set():
                         self._gate.clear()
                         self.messages.put(Message(sent.key, lost=True))
@@ -405,9 +392,9 @@ class Client:
                 raise UserError(f"{self._answers_url}: {problem}; {remedy}") from problem
             raise
         except Garbage as problem:
-            raise Failed(f"garbage: {problem}") from problem
+            raise RequestFailed(f"garbage: {problem}") from problem
         except asyncio.TimeoutError as problem:
-            raise Failed(f"nothing for {self.settings.timeout_s:g} s") from problem
+            raise RequestFailed(f"nothing for {self.settings.timeout_s:g} s") from problem
         except (aiohttp.ClientError, OSError) as problem:
             raise Lost(f"{type(problem).__name__}: {problem}") from problem
 
@@ -440,7 +427,7 @@ class Client:
         text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
         reply = f"{response.status} {response.reason}: {text}".strip()
         if may_pass(response.status):
-            raise Failed(reply, retry_after_s(response.headers.get("Retry-After", "")))
+            raise RequestFailed(reply, retry_after_s(response.headers.get("Retry-After", "")))
         raise Refused(reply, response.status)
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
@@ -474,7 +461,7 @@ class Client:
         if part.finish == "abort" and len(sent.ids) < sent.limit:
             if not self.chat:
                 self.messages.put(Message(sent.key, Part(part.ids, part.logprobs), self.version))
-            raise Failed("the server aborted the request")
+            raise RequestFailed("the server aborted the request")
         if part.ids or part.finish:
             sent.failures = 0
             self._server_lives()
@@ -489,7 +476,7 @@ class Client:
             log.info("%s answers again", self.url)
             self._failing_since = None
 
-    async def _after(self, sent: Sent, failure: Failed) -> None:
+    async def _after(self, sent: Sent, failure: RequestFailed) -> None:
         """Wait before the next try, or give up: this request alone, or the endpoint."""
         now = time.monotonic()
         self.errors += 1
@@ -553,7 +540,7 @@ class Client:
                     return (await response.read()).decode("utf-8", "replace")
             except Refused as problem:
                 raise UserError(f"{url} ({phase}): {problem}") from problem
-            except Failed as problem:
+            except RequestFailed as problem:
                 last, asked_s = str(problem), problem.asked_s
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
                 last = f"{type(problem).__name__}: {problem}"

@@ -32,6 +32,7 @@ from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.openai.weights import ADAPTER_PREFIX, FixedReceiver, ServerWeights
 from busrl.engines.tokens import PROMPTS_KEPT, Tokens, tokens_of
 from busrl.errors import PeerTimeout, UserError
+from busrl.paths import ADAPTER_CONFIG
 from busrl.states import Finish
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("busrl")
 MOMENT_S = 0.02  # a step without messages waits this long: the role looks for new slots after it
 UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
-ADAPTER = "adapter_config.json"  # a version with this file is an adapter, whatever kind its receiver has
 
 
 class ServedEngine(Engine):
@@ -271,7 +271,7 @@ class ServedEngine(Engine):
 
     def _load(self, version: int, path: Path, deadline: float = math.inf) -> None:
         """Make the server load a version; its tokens carry the number from now on."""
-        adapter = (path / ADAPTER).is_file()
+        adapter = (path / ADAPTER_CONFIG).is_file()  # whatever kind its receiver has
         self._weights.load(version, path, adapter, deadline)
         self._loaded, self._client.given, self._lost = (version, path, adapter), True, False
         self._client.version = version

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from busrl.errors import WeightsRefused
+from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from busrl.weights.base import Receiver
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 PLAIN: dict[str, tuple[Any, ...]] = {  # keys of adapter_config.json that would change what W is
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -52,8 +51,8 @@ def read(folder: Path) -> dict[str, Low]:
     from safetensors.torch import load_file
 
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
-        tensors = load_file(folder / WEIGHTS)
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except Exception as problem:  # of JSON, of safetensors' own types, of missing keys: all mean the same
         raise WeightsRefused(f"{folder}: no adapter that can be read: {problem}") from problem
@@ -69,8 +68,8 @@ def read(folder: Path) -> dict[str, Low]:
             continue
         up = tensors.get(name.replace(".lora_A.", ".lora_B."))
         if up is None or down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
-            raise WeightsRefused(f"{folder}: {name!r} has no counterpart of rank {rank}, which {CONFIG} says")
-        found[name.removeprefix(PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up, scale)
+            raise WeightsRefused(f"{folder}: {name!r} has no counterpart of rank {rank}, which {ADAPTER_CONFIG} says")
+        found[name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") + ".weight"] = Low(down, up, scale)
     if not found or 2 * len(found) != len(tensors):
         raise WeightsRefused(f"{folder}: {len(tensors)} tensors make {len(found)} adapted layers")
     return found
@@ -104,7 +103,7 @@ class WeightLoader:
     @torch.no_grad()
     def restart(self, folder: Path) -> None:
         """Start again with a folder: of a whole model, or of an adapter, added to the base as it lies on disk."""
-        if not (folder / CONFIG).is_file():
+        if not (folder / ADAPTER_CONFIG).is_file():
             self._load(folder)
             return
         adapter, parameters = self._fitting(folder)

@@ -40,7 +40,7 @@ from busrl.ledger.trained import (
 )
 from busrl.ledger.trainlog import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
-from busrl.paths import RunPaths
+from busrl.paths import CHECKPOINT, RunPaths
 from busrl.ring import Fates
 from busrl.roles import predictor_state
 from busrl.states import Fate, place_of
@@ -245,7 +245,7 @@ class History:
         return True
 
     def _committed(self) -> None:
-        self._saved = self.paths.checkpoints / f"global_step_{self._begun_at}"
+        self._saved = self.paths.checkpoints / f"{CHECKPOINT}{self._begun_at}"
         if self.wal is None:
             return
         if not self.wal.fault():

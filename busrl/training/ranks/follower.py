@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from busrl.algorithms.gae import Valued
-from busrl.errors import DiskFull, RankLost, RanksDiffer, WriteFailed, cause
+from busrl.errors import DiskFull, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded, value_head
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
@@ -37,9 +37,9 @@ from busrl.training.ranks.wire import (
     Build,
     ControlMessage,
     Done,
-    Failed,
     Gather,
     Join,
+    LastWords,
     Leave,
     Micro,
     RankHello,
@@ -61,18 +61,21 @@ class Follower:
     """A rank other than 0. `hear` does what rank 0 says next; RankLost when rank 0 is gone."""
 
     def __init__(
-        self, settings: TeamSettings, training: TrainerSettings, rank: int, waits: Callable[[], object] = lambda: None
+        self, settings: TeamSettings, training: TrainerSettings, rank: int,
+        stopping: Callable[[], object] = lambda: None,
     ) -> None:
         """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
-        `waits` is called while rank 0 is waited for, and ends that if it is true."""
+        Stopped if `stopping`, which is called while rank 0 is waited for, is true, or rank 0 was asked to stop."""
         self.settings, self.rank = settings, rank
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch
-        self.stream = self._connect(waits)
+        self.stream = self._connect(stopping)
         self.trainer: Trainer | None = None
         self._saving: Saving | None = None
         limit = settings.collective_s
         self.stream.send(RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts)), limit)
         join = self.stream.receive(settings.start_s)
+        if isinstance(join, Leave):
+            raise Stopped("rank 0 was asked to stop before all ranks were there")
         if not isinstance(join, Join):
             raise RankLost(f"rank 0 gave no place in the team within {settings.start_s:g} s")
         if join.refused:
@@ -81,7 +84,7 @@ class Follower:
         meshes = mesh.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
         self._builder = TrainerBuilder(training, settings, meshes)
 
-    def _connect(self, waits: Callable[[], object]) -> Stream:
+    def _connect(self, stopping: Callable[[], object]) -> Stream:
         deadline = time.monotonic() + self.settings.start_s
         while True:
             connected = socket.socket(socket.AF_UNIX)
@@ -90,7 +93,9 @@ class Follower:
                 return Stream(connected, "rank 0")
             except OSError as problem:
                 connected.close()
-                if waits() or time.monotonic() > deadline:
+                if stopping():
+                    raise Stopped("while rank 0 was waited for") from problem
+                if time.monotonic() > deadline:
                     where = f"rank 0 does not listen at {self.settings.file}"
                     raise RankLost(f"{where} after {self.settings.start_s:g} s: {problem.strerror}") from problem
             time.sleep(LOOK_S)
@@ -114,7 +119,7 @@ class Follower:
         except Exception as problem:
             with contextlib.suppress(RankLost):
                 uids = [] if mesh.of_a_peer(problem) else self._under_way(message)
-                self.stream.send(Failed(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
+                self.stream.send(LastWords(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
             raise
         if answer is not None:
             answer.seq = message.seq

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, WriteFailed, cause
+from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
@@ -40,9 +40,9 @@ from busrl.training.ranks.wire import (
     Build,
     ControlMessage,
     Done,
-    Failed,
     Gather,
     Join,
+    LastWords,
     Leave,
     Micro,
     RankHello,
@@ -73,15 +73,17 @@ class Team:
     builder: TrainerBuilder | None = None
 
     @classmethod
-    def gathered(cls, settings: TeamSettings, waits: Callable[[], object] = lambda: None) -> Team:
-        """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `waits` is
-        called while they are waited for, and ends that if it is true."""
+    def gathered(cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None) -> Team:
+        """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `stopping` is
+        called while they are waited for; if it is true those that are there are dismissed: Stopped."""
         team = cls(settings)
         deadline, streams = time.monotonic() + settings.start_s, dict[int, Stream]()
         with _listening(settings.file) as server:
             while len(streams) < settings.ranks - 1:
-                if waits():
-                    raise RankLost("asked to stop while the ranks were waited for")
+                if stopping():
+                    team.followers = list(streams.values())
+                    team.close()
+                    raise Stopped("while the other ranks were waited for")
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(1, settings.ranks)) - streams.keys())
                     raise RankLost(f"rank {', '.join(map(str, missing))} did not come within {settings.start_s:g} s")
@@ -134,7 +136,7 @@ class Team:
         found = stream.receive(limit_s)
         if found is None:
             raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
-        if isinstance(found, Failed):
+        if isinstance(found, LastWords):
             raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
         if found.seq != self.seq:
             raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
@@ -166,7 +168,7 @@ class Team:
             except RankLost as lost:
                 yield str(lost), []
                 continue
-            if isinstance(words, Failed):
+            if isinstance(words, LastWords):
                 yield f"{stream.name} failed: {words.text}", words.uids
             else:
                 yield f"{stream.name} says nothing: it is stopped or stuck", []

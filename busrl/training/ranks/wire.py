@@ -147,7 +147,7 @@ class Saved(ControlMessage):
     full: bool = False
 
 
-class Failed(ControlMessage):
+class LastWords(ControlMessage):
     """The follower's last words, and the samples that it was computing."""
 
     text: str
@@ -156,7 +156,7 @@ class Failed(ControlMessage):
 
 ControlMessages = (
     RankHello | Join | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Leave | Done | Scored | Saved
-    | Failed
+    | LastWords
 )
 _LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 34
