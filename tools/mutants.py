@@ -353,8 +353,8 @@ MUTANTS = (
     Mutant("the log names a version that is not there yet", LEARNER,
            "                version=self.publisher.version,\n                cause", "                version=self.publisher.version + 1,\n                cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
-           "**ended.row(), **_trained(record), **_training(stats),",
-           '**ended.row(), **_trained(record), **_training(stats), "age_max": 0,',
+           "**ended.row(), **_trained(record), **_training(stats, record.samples),",
+           '**ended.row(), **_trained(record), **_training(stats, record.samples), "age_max": 0,',
            (f"{STEPS}::test_the_line_of_a_replayed_step_has_the_ages_of_its_groups",)),
     # -- starting again
     Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",
