@@ -79,8 +79,8 @@ SKIPS = ("tests/scheduling/test_pass_rates.py",)
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
 MUTANTS = (
     # -- what an engine draws
-    Mutant("a rollout asks for temperature 1 whatever the slot says", ROLLOUT,
-           'temperature=line["temperature"],', "temperature=1.0,", RUN),
+    Mutant("a rollout asks for temperature 1 whatever the slot says", "busrl/roles/intake.py",
+           'cut.tokens, temperature=line["temperature"],', "cut.tokens, temperature=1.0,", RUN),
     Mutant("the engine samples at temperature 1", ENGINE,
            "inverse = 1.0 / np.where(greedy, 1.0, temperature)", "inverse = np.ones_like(temperature)", DRAWN),
     Mutant("the engine draws at temperature 1 and tells log-probabilities of the slot's", SAMPLING,
@@ -88,14 +88,13 @@ MUTANTS = (
     Mutant("log-probabilities are told before the temperature", SAMPLING,
            "chosen = logprobs.gather(-1, tokens)", "chosen = logits.float().log_softmax(-1).gather(-1, tokens)", DRAWN),
     Mutant("all segments draw from one stream", "busrl/engines/base.py",
-           "segment & _MASK", "0 & _MASK", DRAWN),
+           "[0, 0, segment & _MASK, 0]", "[0, 0, 0, 0]", DRAWN),
     Mutant("the seed of the run is not used", "busrl/engines/base.py",
            "[uid & _MASK, seed & _MASK]", "[uid & _MASK, 0]", DRAWN),
     Mutant("only the tokenizer's end token ends an answer", "busrl/engines/tokens.py",
            "for source in sources)", "for source in sources[-1:])", ENDS),
     Mutant("an end token is told as a cut", "busrl/engines/torch/engine.py",
-           "Finish.EOS if self._eos[tokens[-1]] else Finish.LENGTH",
-           "Finish.LENGTH if self._eos[tokens[-1]] else Finish.EOS", ENDS),
+           "Finish.EOS if stopped else Finish.LENGTH", "Finish.LENGTH if stopped else Finish.EOS", ENDS),
     Mutant("tokens carry the version before theirs", ENGINE,
            "ended = seats.record(running, drawn, measured, self.version)",
            "ended = seats.record(running, drawn, measured, max(0, self.version - 1))", RUN),
@@ -354,8 +353,8 @@ MUTANTS = (
     Mutant("the log names a version that is not there yet", LEARNER,
            "                version=self.publisher.version,\n                cause", "                version=self.publisher.version + 1,\n                cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
-           "**ended.row(), **_trained(record), **_training(stats),",
-           '**ended.row(), **_trained(record), **_training(stats), "age_max": 0,',
+           "**ended.row(), **_trained(record), **_training(stats, record.samples),",
+           '**ended.row(), **_trained(record), **_training(stats, record.samples), "age_max": 0,',
            (f"{STEPS}::test_the_line_of_a_replayed_step_has_the_ages_of_its_groups",)),
     # -- starting again
     Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",

@@ -448,8 +448,6 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
                        "from device to device only one rank was ever tried", 'backend = "gloo"')
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
                        "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
-    yield from refused("learner.memory.compile", t.learner.memory.compile,
-                       "layers were never compiled on several ranks", "compile = false")
     yield from refused("learner.optimizer", t.learner.optimizer == "adafactor",
                        "it updates a part of a matrix in another way than the whole", 'optimizer = "adamw"')
     yield from _axes(t, at, entry.ranks)

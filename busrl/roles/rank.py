@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from busrl import device
 from busrl.roles.actor import Actor
+from busrl.training.forward import COMPILE_S
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.follower import Follower
 from busrl.training.ranks.wire import ControlMessage
@@ -39,7 +40,10 @@ class Rank(Actor):
         heard, self.heard = self.heard, None
         if heard is None:
             return False
-        with self.activity(type(heard).__name__.lower(), self.topology.limits.work_s):
+        limit = self.topology.limits.work_s
+        if self.topology.learner.memory.compile:
+            limit = max(limit, COMPILE_S)
+        with self.activity(type(heard).__name__.lower(), limit):
             if not self.follower.act(heard):
                 self.stop("the learner has ended")
         return True

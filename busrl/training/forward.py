@@ -256,6 +256,9 @@ def compute_again(model: Any) -> None:
 WITHOUT = 'learner.memory.activation_checkpointing = "none"'
 
 
+COMPILE_S = 1800.0  # that `compile_layers` may take
+
+
 def compile_layers(way: Forward) -> None:
     """Compile each layer with torch.compile, for any number of rows; forward, backward and scoring are tried here, for
     the first of each takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes

@@ -85,6 +85,7 @@ static void handing_back_dropping_and_the_counts(world* w) {
     OK(busrl_ring_release(ring, held.slot, held.word, BUSRL_QUEUED, NULL));
     CODE(busrl_ring_release(ring, held.slot, held.word, BUSRL_QUEUED, NULL), BUSRL_AGAIN);
     held = take_one(ring, BUSRL_QUEUED, BUSRL_GENERATING);
+    CODE(busrl_ring_free(ring, held.slot, held.word), BUSRL_E_TRANSITION); /* a sample */
     CODE(busrl_ring_drop(ring, held.slot, held.word, 'T'), BUSRL_E_INVALID);
     CODE(busrl_ring_drop(ring, held.slot, held.word, 0), BUSRL_E_INVALID);
     OK(busrl_ring_drop(ring, held.slot, held.word, 'M'));

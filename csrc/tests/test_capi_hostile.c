@@ -134,6 +134,7 @@ static void null_pointers_are_errors(world* w) {
     CODE(busrl_ring_commit(NULL, 0, 0, 0, NULL), BUSRL_E_INVALID);
     CODE(busrl_ring_release(NULL, 0, 0, 0, NULL), BUSRL_E_INVALID);
     CODE(busrl_ring_drop(NULL, 0, 0, 'M'), BUSRL_E_INVALID);
+    CODE(busrl_ring_free(NULL, 0, 0), BUSRL_E_INVALID);
     CODE(busrl_ring_wait(NULL, 0, 0, 0, NULL), BUSRL_E_INVALID);
     CODE(busrl_ring_wait(ring, 9, 0, 0, NULL), BUSRL_E_INVALID);
     CODE(busrl_ring_reap(ring, NULL, 5, NULL), BUSRL_E_INVALID);

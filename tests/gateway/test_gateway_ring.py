@@ -16,11 +16,14 @@ import pytest
 from in_memory import answer_to
 from on_a_ring import Keeper, play
 
+from busrl.agents.tree import Tree
 from busrl.errors import NotRegistered, RingError, RingFull
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import Ring, State
+from busrl.roles.episodes import commit_episode, write_episode
 from busrl.roles.trajectory import read_generated
+from busrl.weights.base import VersionSteps
 
 HERE = Path(__file__).parent
 SOME = ["remote.entered:1", "put.copied:1", "commit.before:1", "release.before:1", "remote.rested:1"]
@@ -94,6 +97,28 @@ def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:
     [task] = keeper.claim("judge")
     assert task.completion == "abc" and task.tensors["tokens"] == tensor(np.array([0, 1, 2, 0, 1, 2], np.int32))
     assert task.tensors["logprobs"].dtype == "float32" and task.tensors["versions"].shape == [6]
+
+
+def test_a_reward_worker_gets_the_last_call_of_an_episode_and_its_turns_rewards_are_added(keeper: Keeper) -> None:
+    dispatch(keeper.ring, 2)
+    ((slot, word),) = keeper.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    tree = Tree()
+    first = tree.answer(tree.ask(None, [5, 6], 4), [7, 8], [-1.0, -2.0], [0, 0], 1, {}, "first")
+    last = tree.answer(tree.ask(first, [9], 4), [3], [-0.5], [1], 1, {}, "last")
+    first.delivered = last.delivered = True
+    first.reward = -0.25
+    episode = tree.trajectory()
+    assert episode is not None
+    write_episode(keeper.ring, slot, word, episode, None)
+    assert commit_episode(keeper.ring, slot, word, episode, VersionSteps(4)) is not None
+    keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
+    [task] = keeper.claim("judge")
+    assert task.completion == "last" and task.tensors["tokens"] == tensor(np.array([3], np.int32))
+    assert task.tensors["prompt_ids"] == tensor(np.array([5, 6, 7, 8, 9], np.int32))
+    assert keeper.ask("judge", g.RemoteRewarded(life=1, task=task.task, reward=1.0))[0].code == "done"
+    line = keeper.ring.line(slot)
+    assert line["state"] == State.REWARDED and line["reward"] == 0.75
+    assert (line["prompt_tokens"], line["response_tokens"], line["version"]) == (2, 3, 0)
 
 
 def test_a_remote_worker_is_told_where_a_segment_ends_and_may_continue_what_another_began(keeper: Keeper) -> None:

@@ -44,6 +44,12 @@ def lists(records, completions, token_ids):
     return [float(len(ids)) for ids in token_ids]
 def size(records, completions, token_ids):
     return [float(len(records))] * len(records)
+def turns(record, completion, token_ids, episode):
+    return float(len(episode["turns"])) if episode else -1.0
+async def slow_turns(record, completion, token_ids, *, episode=None):
+    return 10.0 * turns(record, completion, token_ids, episode)
+def list_of_turns(records, completions, token_ids, episode):
+    return [100.0 * turns(None, None, None, one) for one in episode]
 '''
 HOSTILE = RewardPart("regex", "hostile", 0.5, 1.5, pattern=r"^(a+)+$")
 MakePool = Callable[..., RewardPool]
@@ -169,6 +175,18 @@ def test_lists_hold_what_has_come_up_meanwhile(make: MakePool) -> None:
     pool = make(python("many", "size", batch=True))
     pool.wait_ready(60)
     assert max(one.value for one in judged(pool, *map(str, range(200)))) == 64.0
+
+
+def test_a_function_of_each_kind_may_ask_for_the_episode_by_name_and_the_others_know_nothing_of_it(
+    make: MakePool,
+) -> None:
+    pool = make(python("own", "turns"), python("slow", "slow_turns"), python("many", "list_of_turns", batch=True),
+                python("plain", "score", weight=0.0), RewardPart("regex", "style", 0.0, 60.0, pattern="x"))
+    pool.submit([Item(0, b"{}", "x", [1], {"turns": [{}, {}, {}]}), Item(1, b"{}", "x", [1])])
+    found: dict[int, Outcome] = {}
+    while len(found) < 2:
+        found |= {outcome.key: outcome for outcome in pool.poll(10.0)}
+    assert (found[0].error, found[0].value, found[1].error, found[1].value) == ("", 333.0, "", -111.0)
 
 
 def test_a_part_that_cannot_be_loaded_is_named(make: MakePool) -> None:

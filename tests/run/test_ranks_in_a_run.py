@@ -35,6 +35,19 @@ def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstar
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_run_with_two_ranks_that_compile_their_layers_trains_every_sample_once(
+    tmp_path: Path, quickstart: None
+) -> None:
+    run = a_run(tmp_path, "validation.data=", "learner.memory.compile=true", steps=3)
+    with running(run):
+        check_end(run, run.wait(600))
+    assert run.restarts("rank/1") == run.restarts("learner") == 0
+    rows = run.metrics()
+    assert all(row["grad_norm"] > 0 for row in rows) and rows[0]["mismatch"] < 1e-4, "later ones are over kept keys"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("settings", [
     ("lora.rank=4", "weights.transport=lora_hotswap", "learner.kl=k3", "learner.kl_coef=0.01"),
     ("lora.rank=4", "learner.lr=2e-3"),

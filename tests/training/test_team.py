@@ -33,7 +33,7 @@ from busrl.training.ranks.wire import samples_of, work_of
 from busrl.training.sharded import local
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from busrl.weights.shm import ShmReceiver, ShmSender
-from tests.training import follower_program
+from tests.training import follower_program, test_pieces
 
 # A loss that reads the log-probabilities before the step.
 SETTINGS: dict[str, Any] = {
@@ -198,6 +198,23 @@ def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, tea
     alone = Trainer(load(saved.model), TrainerSettings(**SETTINGS))
     alone.restore(saved)
     assert_same_steps([a_step(alone, lab, seed) for seed in range(4, 7)], after)
+
+
+def test_a_team_trains_episodes_of_several_turns_as_one_rank_does(lab: Any, team: Any) -> None:
+    """Advantages, weights and masks of turns have to reach the rank that computes them."""
+    one = lab.trainer("qwen3", double=False, **SETTINGS)
+    trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**SETTINGS))
+    shapes = [[([(3, 2), (2, 3)], 0), ([(4, 1)], 0)], 4, [([(1, 2), (1, 1), (3, 2)], 2)], [([(3, 1)], 0)], 5]
+    samples = [test_pieces.made(shape, index, seed=3) for index, shape in enumerate(shapes)]
+    chance = np.random.default_rng(0)
+    rows = [chance.normal(size=(2, len(sample.turn_lengths()))).tolist() for sample in samples]
+    found = []
+    for each in (trainer, one):
+        each.accumulate(samples, Given([row[0] for row in rows], [row[1] for row in rows]), 4)
+        found.append(each.step(1e-2, denominator=7.0))
+    assert_same_steps(found[:1], found[1:])
+    assert found[0].tokens == sum(sample.trained for sample in samples) < sum(sample.generated for sample in samples)
+    assert_same_weights(trainer.named_weights(), one.named_weights())
 
 
 @pytest.mark.slow

@@ -71,6 +71,26 @@ def test_an_optimiser_of_whole_matrices_is_refused_over_parts(tmp_path: Path) ->
     optimizers.require_elementwise("torch.optim:RMSprop", {}, {"alpha": 0.9})
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_layers_over_ranks_train_as_those_of_one_that_compiles_none(
+    checkpointing: str, lab: Any, tmp_path: Path
+) -> None:
+    import torch._dynamo as dynamo
+
+    more = {**SETTINGS, "activation_checkpointing": checkpointing}
+    one = lab.trainer("qwen3", double=False, **more)
+    with team_of(tmp_path, collective_s=300, **more, compile=True) as team:
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**more, compile=True))
+        graphs = dynamo.utils.counters["stats"]["unique_graphs"]
+        for seed in range(4):
+            assert_same_steps([a_step(trainer, lab, seed)], [a_step(one, lab, seed)])
+        assert graphs and dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "compiled again while it trained"
+        for tensor, expected in zip(trainer.named_weights().values(), one.named_weights().values(), strict=True):
+            torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=1e-4)
+
+
 # -- an adapter, and a reference -----------------------------------------------------------------------------------
 
 KL = {"kl": "k3", "kl_coef": 0.3}

@@ -51,6 +51,7 @@ from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.training.custom import Metrics
+from busrl.training.forward import COMPILE_S
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
 
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
-COMPILE_S = 1800.0  # for learner.memory.compile, before the first step
 
 
 class Learner(Actor):

@@ -23,7 +23,7 @@ from busrl import device
 from busrl.algorithms import catalog
 from busrl.errors import UserError
 from busrl.training.custom import OwnLoss
-from busrl.training.forward import AUTO, Forward, checkpoint_layers, compute_again
+from busrl.training.forward import AUTO, Forward, checkpoint_layers, compile_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
 from busrl.training.ranks import mesh
 from busrl.training.ranks.loading import WeightFiles, fill, first_layers, standing_in
@@ -109,6 +109,8 @@ class TrainerBuilder:
         self._first = self._first or folder
         model, way, adapter = self._spread(folder, self.team.lora)
         forward = self._sharded(way)
+        if self.settings.compile:  # every rank compiles, and tries it with the others
+            compile_layers(forward)
         made = make(model, self.settings, forward=forward, **({"named": adapter.merged} if adapter else {}))
         made.copies = self.meshes.layout.tensor
         reads = made.loss.reads if isinstance(made.loss, OwnLoss) else lambda _: False

@@ -27,32 +27,8 @@ from busrl.errors import DiskFull, RankLost, RanksDiffer, Stopped, WriteFailed, 
 from busrl.training import sharded, value_head
 from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.ranks import mesh
+from busrl.training.ranks import mesh, wire
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
-from busrl.training.ranks.wire import (
-    LAST_WORDS_S,
-    LOOK_S,
-    NO_WORK,
-    Adopt,
-    Build,
-    ControlMessage,
-    Done,
-    Gather,
-    Join,
-    LastWords,
-    Leave,
-    Micro,
-    RankHello,
-    Restore,
-    Save,
-    Saved,
-    Score,
-    Scored,
-    Step,
-    Stream,
-    Work,
-    samples_of,
-)
 from busrl.training.shard_files import Saving
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 
@@ -72,11 +48,11 @@ class Follower:
         self.trainer: Trainer | None = None
         self._saving: Saving | None = None
         limit = settings.collective_s
-        self.stream.send(RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts)), limit)
+        self.stream.send(wire.RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts)), limit)
         join = self.stream.receive(settings.start_s)
-        if isinstance(join, Leave):
+        if isinstance(join, wire.Leave):
             raise Stopped("rank 0 was asked to stop before all ranks were there")
-        if not isinstance(join, Join):
+        if not isinstance(join, wire.Join):
             raise RankLost(f"rank 0 gave no place in the team within {settings.start_s:g} s")
         if join.refused:
             raise RanksDiffer(join.refused)
@@ -84,13 +60,13 @@ class Follower:
         meshes = mesh.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
         self._builder = TrainerBuilder(training, settings, meshes)
 
-    def _connect(self, stopping: Callable[[], object]) -> Stream:
+    def _connect(self, stopping: Callable[[], object]) -> wire.Stream:
         deadline = time.monotonic() + self.settings.start_s
         while True:
             connected = socket.socket(socket.AF_UNIX)
             try:
                 connected.connect(str(self.settings.file))
-                return Stream(connected, "rank 0")
+                return wire.Stream(connected, "rank 0")
             except OSError as problem:
                 connected.close()
                 if stopping():
@@ -98,9 +74,9 @@ class Follower:
                 if time.monotonic() > deadline:
                     where = f"rank 0 does not listen at {self.settings.file}"
                     raise RankLost(f"{where} after {self.settings.start_s:g} s: {problem.strerror}") from problem
-            time.sleep(LOOK_S)
+            time.sleep(wire.LOOK_S)
 
-    def hear(self, timeout_s: float) -> ControlMessage | None:
+    def hear(self, timeout_s: float) -> wire.ControlMessage | None:
         """What rank 0 says next; None if it says nothing for so long. Tells it of a shard that is written by now."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -108,43 +84,44 @@ class Follower:
                 self.stream.send(_told(self._saving, self._saving_seq), self.settings.collective_s)
                 self._saving = None
             left = max(0.0, deadline - time.monotonic())
-            found: ControlMessage | None = self.stream.receive(left if self._saving is None else min(left, LOOK_S))
+            limit = left if self._saving is None else min(left, wire.LOOK_S)
+            found: wire.ControlMessage | None = self.stream.receive(limit)
             if found is not None or self._saving is None or not left:
                 return found
 
-    def act(self, message: ControlMessage) -> bool:
+    def act(self, message: wire.ControlMessage) -> bool:
         """Do it and answer; False if it was the end. What goes wrong is told to rank 0 before it is raised."""
         try:
             answer = self._done(message)
         except Exception as problem:
             with contextlib.suppress(RankLost):
                 uids = [] if mesh.of_a_peer(problem) else self._under_way(message)
-                self.stream.send(LastWords(seq=message.seq, text=cause(problem), uids=uids), LAST_WORDS_S)
+                self.stream.send(wire.LastWords(seq=message.seq, text=cause(problem), uids=uids), wire.LAST_WORDS_S)
             raise
         if answer is not None:
             answer.seq = message.seq
             self.stream.send(answer, self.settings.collective_s)
-        return not isinstance(message, Leave)
+        return not isinstance(message, wire.Leave)
 
-    def _under_way(self, message: ControlMessage) -> list[int]:
+    def _under_way(self, message: wire.ControlMessage) -> list[int]:
         """The samples of the message, or of an update those of its step."""
-        if isinstance(message, Step) and self.trainer is not None:
+        if isinstance(message, wire.Step) and self.trainer is not None:
             return self.trainer.step_uids
-        return [sample[0] for sample in getattr(message, "work", NO_WORK).samples]
+        return [sample[0] for sample in getattr(message, "work", wire.NO_WORK).samples]
 
-    def _done(self, message: ControlMessage) -> ControlMessage | None:
+    def _done(self, message: wire.ControlMessage) -> wire.ControlMessage | None:
         match message:
-            case Build():
+            case wire.Build():
                 if self.settings.lora is not None:  # dropout of the adapter
                     torch.manual_seed(self.settings.lora.seed + self.rank)
                 self.trainer = self._builder.trainer(Path(message.folder), Trainer)
                 self.trainer.on_progress = lambda: self.on_progress()
-                return Done(digest=digest(self.trainer))
-            case Leave():
+                return wire.Done(digest=digest(self.trainer))
+            case wire.Leave():
                 mesh.leave()
                 return None
         assert self.trainer is not None, f"{type(message).__name__} before a model was built"
-        if isinstance(message, Save):
+        if isinstance(message, wire.Save):
             self._saving, self._saving_seq = self.trainer.save(Path(message.path)), message.seq
             return None
         return _answer(self.trainer, message)
@@ -153,43 +130,43 @@ class Follower:
         self.stream.close()
 
 
-def _told(saving: Saving, seq: int) -> Saved:
+def _told(saving: Saving, seq: int) -> wire.Saved:
     """How the writing of a shard ended."""
     try:
         (entry,) = saving.entries().values()
     except (DiskFull, WriteFailed) as problem:
-        return Saved(seq=seq, problem=str(problem), full=isinstance(problem, DiskFull))
-    return Saved(seq=seq, entry=entry)
+        return wire.Saved(seq=seq, problem=str(problem), full=isinstance(problem, DiskFull))
+    return wire.Saved(seq=seq, entry=entry)
 
 
-def _answer(trainer: Trainer, message: ControlMessage) -> ControlMessage | None:
+def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessage | None:
     match message:
-        case Micro(work=work):
+        case wire.Micro(work=work):
             _micro(trainer, work)
-        case Score(work=work, by=by):
-            found = _scores(trainer, samples_of(work), by)
+        case wire.Score(work=work, by=by):
+            found = _scores(trainer, wire.samples_of(work), by)
             logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
-            return Scored(logprobs=logprobs, entropies=entropies)
-        case Step():
+            return wire.Scored(logprobs=logprobs, entropies=entropies)
+        case wire.Step():
             if trainer.counted != message.tokens:
                 raise RanksDiffer(f"counted {trainer.counted} tokens for this step, rank 0 planned {message.tokens}")
-            return Done(stats=asdict(trainer.update(message.lr, message.denominator, message.scale)))
-        case Gather(what="weight", name=name):
+            return wire.Done(stats=asdict(trainer.update(message.lr, message.denominator, message.scale)))
+        case wire.Gather(what="weight", name=name):
             trainer.gather_weight(name)
-        case Gather(what="adapter", name=name):
+        case wire.Gather(what="adapter", name=name):
             assert trainer.adapter is not None
             sharded.gathered(trainer.adapter.tensors()[name])
-        case Adopt(folder=folder):
+        case wire.Adopt(folder=folder):
             assert trainer.adapter is not None
             trainer.load_adapter(trainer.adapter, Path(folder))
-            return Done()
-        case Gather():
+            return wire.Done()
+        case wire.Gather():
             trainer.gather_state(keep=False)
-        case Restore(path=path, optimizer=optimizer):
+        case wire.Restore(path=path, optimizer=optimizer):
             trainer.restore(Checkpoint(Path(path), 0, {}), optimizer)
             if trainer.value_head is not None and (head := Path(path) / value_head.FOLDER).is_dir():
                 trainer.value_head.load(head, optimizer)
-            return Done()
+            return wire.Done()
     return None
 
 
@@ -199,7 +176,7 @@ def _scores(trainer: Trainer, samples: Sequence[Sample], by: str) -> tuple[Tenso
     return (trainer.score_reference_at_once(samples) if by == "reference" else trainer.values_at_once(samples),) * 2
 
 
-def _micro(trainer: Trainer, work: Work) -> None:
+def _micro(trainer: Trainer, work: wire.Work) -> None:
     if not work.samples:
         trainer.idle()
         return
@@ -210,4 +187,5 @@ def _micro(trainer: Trainer, work: Work) -> None:
     valued = None if work.valued is None else [
         Valued(*(np.frombuffer(field, np.float64) for field in row)) for row in work.valued
     ]
-    trainer.micro_batch(samples_of(work), Given(work.advantages, work.weights, before, chosen, valued), work.version)
+    samples = wire.samples_of(work)
+    trainer.micro_batch(samples, Given(work.advantages, work.weights, before, chosen, valued), work.version)

@@ -30,29 +30,8 @@ from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter
-from busrl.training.ranks import mesh
+from busrl.training.ranks import mesh, wire
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
-from busrl.training.ranks.wire import (
-    ARRIVES_S,
-    LAST_WORDS_S,
-    LOOK_S,
-    Adopt,
-    Build,
-    ControlMessage,
-    Done,
-    Gather,
-    Join,
-    LastWords,
-    Leave,
-    Micro,
-    RankHello,
-    Restore,
-    Save,
-    Score,
-    Step,
-    Stream,
-    work_of,
-)
 from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
@@ -66,7 +45,7 @@ class Team:
     """The followers of rank 0, and its process group with them."""
 
     settings: TeamSettings
-    followers: list[Stream] = field(default_factory=list)  # of rank 1, 2, ...
+    followers: list[wire.Stream] = field(default_factory=list)  # of rank 1, 2, ...
     meshes: Any = None
     seq: int = 0
     store: Any = None
@@ -77,7 +56,7 @@ class Team:
         """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `stopping` is
         called while they are waited for; if it is true those that are there are dismissed: Stopped."""
         team = cls(settings)
-        deadline, streams = time.monotonic() + settings.start_s, dict[int, Stream]()
+        deadline, streams = time.monotonic() + settings.start_s, dict[int, wire.Stream]()
         with _listening(settings.file) as server:
             while len(streams) < settings.ranks - 1:
                 if stopping():
@@ -89,16 +68,16 @@ class Team:
                     raise RankLost(f"rank {', '.join(map(str, missing))} did not come within {settings.start_s:g} s")
                 with contextlib.suppress(TimeoutError):
                     connected, _ = server.accept()
-                    team._welcome(Stream(connected, "a rank that connects"), streams)
+                    team._welcome(wire.Stream(connected, "a rank that connects"), streams)
         team.followers = [streams[rank] for rank in sorted(streams)]
         team._join()
         return team
 
-    def _welcome(self, stream: Stream, streams: dict[int, Stream]) -> None:
+    def _welcome(self, stream: wire.Stream, streams: dict[int, wire.Stream]) -> None:
         hello = None
         with contextlib.suppress(RankLost):  # whoever it was is gone; the rank that is missing is waited for
-            hello = stream.receive(ARRIVES_S)
-        if not isinstance(hello, RankHello) or not 0 < hello.rank < self.settings.ranks or hello.rank in streams:
+            hello = stream.receive(wire.ARRIVES_S)
+        if not isinstance(hello, wire.RankHello) or not 0 < hello.rank < self.settings.ranks or hello.rank in streams:
             stream.close()
             return
         stream.name = f"rank {hello.rank} (pid {hello.pid})"
@@ -106,18 +85,18 @@ class Team:
             theirs = hello.facts.get(name, "")
             if theirs != own:
                 refused = f"{name} is {theirs} on rank {hello.rank} and {own} on rank 0: all ranks need the same"
-                stream.send(Join(world=0, port=0, prefix="", refused=refused), ARRIVES_S)
+                stream.send(wire.Join(world=0, port=0, prefix="", refused=refused), wire.ARRIVES_S)
                 raise RanksDiffer(refused)
         streams[hello.rank] = stream
 
     def _join(self) -> None:
         ranks, limit = self.settings.ranks, self.settings.collective_s
         self.store, prefix = mesh.open_store(ranks, limit), secrets.token_hex(8)
-        self.tell([Join(world=ranks, port=self.store.port, prefix=prefix) for _ in self.followers])
+        self.tell([wire.Join(world=ranks, port=self.store.port, prefix=prefix) for _ in self.followers])
         with self.together("join"):
             self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
 
-    def tell(self, messages: Sequence[ControlMessage]) -> None:
+    def tell(self, messages: Sequence[wire.ControlMessage]) -> None:
         """To each follower its own."""
         self.seq += 1
         for stream, message in zip(self.followers, messages, strict=True):
@@ -132,11 +111,11 @@ class Team:
         """One of each follower to what was told last."""
         return [self._answer(stream, limit_s or self.settings.collective_s) for stream in self.followers]
 
-    def _answer(self, stream: Stream, limit_s: float) -> Any:
+    def _answer(self, stream: wire.Stream, limit_s: float) -> Any:
         found = stream.receive(limit_s)
         if found is None:
             raise RankLost(f"{stream.name} did not answer within {limit_s:g} s: stopped or stuck")
-        if isinstance(found, LastWords):
+        if isinstance(found, wire.LastWords):
             raise RankFailed(f"{stream.name} failed: {found.text}", found.uids)
         if found.seq != self.seq:
             raise RankLost(f"{stream.name} answered {found.seq} when {self.seq} was asked")
@@ -161,14 +140,14 @@ class Team:
 
     def _last_words(self) -> Iterator[tuple[str, list[int]]]:
         """What each follower said, and its samples if it has failed."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + wire.LAST_WORDS_S
         for stream in self.followers:
             try:
                 words = stream.receive(max(0.01, deadline - time.monotonic()))
             except RankLost as lost:
                 yield str(lost), []
                 continue
-            if isinstance(words, LastWords):
+            if isinstance(words, wire.LastWords):
                 yield f"{stream.name} failed: {words.text}", words.uids
             else:
                 yield f"{stream.name} says nothing: it is stopped or stuck", []
@@ -177,14 +156,14 @@ class Team:
         """Dismiss the others, if they are still there."""
         for stream in self.followers:
             with contextlib.suppress(RankLost):
-                stream.send(Leave(), 1.0)
+                stream.send(wire.Leave(), 1.0)
             stream.close()
         self.followers = []
         mesh.leave()
 
     def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
         """A trainer of the model of that folder, on all ranks."""
-        self.tell([Build(folder=str(folder)) for _ in self.followers])
+        self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
         if self.builder is None or self.builder.settings != settings:
             self.builder = TrainerBuilder(settings, self.settings, self.meshes)
         made = self.builder.trainer(folder, lambda *given, **more: Leader(self, *given, **more))
@@ -196,12 +175,12 @@ class Team:
                                   "on rank 0: all ranks need the same files")
         return made
 
-    def _built(self) -> list[Done]:
+    def _built(self) -> list[wire.Done]:
         limit = time.monotonic() + self.settings.start_s
         found = []
         for stream in self.followers:
             answer = stream.receive(max(1.0, limit - time.monotonic()))
-            if not isinstance(answer, Done):
+            if not isinstance(answer, wire.Done):
                 words = getattr(answer, "text", f"no answer within {self.settings.start_s:g} s")
                 raise RankLost(f"{stream.name} could not build the model: {words}")
             found.append(answer)
@@ -219,7 +198,7 @@ def _listening(file: Path) -> Iterator[socket.socket]:
         finally:
             os.umask(before)
         server.listen()
-        server.settimeout(LOOK_S)
+        server.settimeout(wire.LOOK_S)
         try:
             yield server
         finally:
@@ -253,7 +232,7 @@ class Leader(Trainer):
             for number, share in enumerate(shares):
                 parts.append(([samples[i] for i in share], given.of(share), version))
                 self._planned[number] += sum(one.trained for one in parts[-1][0])
-            self.team.tell([Micro(work=work_of(self, *part)) for part in self.team.each(parts)])
+            self.team.tell([wire.Micro(work=wire.work_of(self, *part)) for part in self.team.each(parts)])
             with self.team.together("a micro-batch", [one.uid for one in parts[0][0]]):
                 if shares[0]:
                     self.micro_batch(*parts[0])
@@ -262,7 +241,8 @@ class Leader(Trainer):
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
         self.team.tell([
-            Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale) for tokens in self.team.each(self._planned)
+            wire.Step(lr=lr, tokens=tokens, denominator=denominator, scale=scale)
+            for tokens in self.team.each(self._planned)
         ])
         with self.team.together("the update", self.step_uids):
             own = self.update(lr, denominator, scale)
@@ -286,7 +266,7 @@ class Leader(Trainer):
         """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
-            self.team.tell([Score(work=work_of(self, part), by=by) for part in self.team.each(chosen)])
+            self.team.tell([wire.Score(work=wire.work_of(self, part), by=by) for part in self.team.each(chosen)])
             with self.team.together("scoring"):
                 own = compute(chosen[0])
             yield shares[0], *own
@@ -310,30 +290,30 @@ class Leader(Trainer):
         return self._gather("weight", name, lambda: super(Leader, self).gather_weight(name))
 
     def _gather(self, what: str, name: str, gather: Callable[[], Tensor]) -> Tensor:
-        self.team.tell([Gather(what=what, name=name) for _ in self.team.followers])
+        self.team.tell([wire.Gather(what=what, name=name) for _ in self.team.followers])
         with self.team.together("publication"):
             found = gather()
         self.on_progress()
         return found
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:
-        self.team.tell([Adopt(folder=str(folder)) for _ in self.team.followers])
+        self.team.tell([wire.Adopt(folder=str(folder)) for _ in self.team.followers])
         super().load_adapter(adapter, folder)
         self.team.answers()
 
     def optimizer_state(self) -> dict[str, Any]:
-        self.team.tell([Gather(what="state") for _ in self.team.followers])
+        self.team.tell([wire.Gather(what="state") for _ in self.team.followers])
         with self.team.together("a checkpoint"):
             return self.gather_state(keep=True)
 
     def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
-        self.team.tell([Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
+        self.team.tell([wire.Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
         changed = super().restore(found, optimizer)
         self.team.answers(self.team.settings.start_s)
         return changed
 
     def save(self, folder: Path) -> Saving:
-        self.team.tell([Save(path=str(folder)) for _ in self.team.followers])
+        self.team.tell([wire.Save(path=str(folder)) for _ in self.team.followers])
         return TeamSaving(super().save(folder).own, self.team.followers, self.team.seq)
 
 
