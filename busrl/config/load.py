@@ -146,7 +146,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     draft = _with_algorithm(given, source)
     function = _function_path(draft.reward.function, source, ("reward", "function"))
     kind = draft.reward.kind
-    if not _written(source, "reward", "kind") and (function or draft.has_callers and not draft.reward.part):
+    if not _written(source, "reward", "kind") and (function or (draft.has_callers and not draft.reward.part)):
         kind = "python" if function else AGENT
     reward = dataclasses.replace(
         draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function, part=_parts(draft, source)

@@ -515,7 +515,7 @@ def _agents(t: Topology) -> Iterator[Finding]:
     if not t.has_callers:
         return
     if t.segments.on:
-        yield Finding(("segments.max_segments", "process"), "an episode is made whole", "remove [segments]")
+        yield Finding(("segments.length", "process"), "an episode is made whole", "remove [segments]")
     if t.validation.mode == "dedicated" and _named_prompts(t):
         rule = "episodes of validation and of training are played by the same agents"
         yield Finding(("validation.mode", "process"), rule, 'set it to "hold" or "free"')

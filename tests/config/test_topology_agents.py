@@ -1,0 +1,56 @@
+"""What a topology with agents is, and what is refused in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl.config import Topology, load
+
+Refused = Callable[[str], list[str]]
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = '[[process]]\nrole = "agent"\nfunction = "play.py:episode"\n'
+
+
+def agents(*settings: str) -> Topology:
+    return load(ROOT / "configs" / "agents.toml", [*settings, "model.path=tiny:sort"])
+
+
+def test_episodes_judge_themselves_where_nothing_else_is_said(tmp_path: Path) -> None:
+    topology = agents()
+    assert topology.reward.kind == "agent" and topology.has_callers and topology.derived.call_slots > 0
+    names = [process.name for process in topology.processes()]
+    assert "agent/0" in names and not any(name.startswith("reward") for name in names)
+    (tmp_path / "judge.py").write_text("def score(record, completion, token_ids):\n    return 0.0\n")
+    judged = agents(f"reward.function={tmp_path}/judge.py:score")
+    assert judged.reward.kind == "python" and any(one.role == "reward" for one in judged.processes())
+
+
+def test_a_slot_has_room_for_the_largest_episode() -> None:
+    one, other = agents(), agents("agents.max_turns=1000", "agents.transcript_bytes=1048576")
+    assert other.derived.slot_bytes - one.derived.slot_bytes >= 36 * 900 + (1 << 20) - (1 << 16)
+
+
+def test_engines_have_room_for_the_longest_call() -> None:
+    topology = agents("agents.context=1000")
+    assert topology.longest == 1000 and topology.episode_limits == (1000, 256, 2000)
+    assert topology.derived.call_slot_bytes >= 4 * 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[process]]\nrole = "agent"\n', r"process.3.function = \"\".*plays episodes with a function"),
+        ('[[process]]\nrole = "reward"\nfunction = "a.py:f"\n', r"only an agent plays episodes; remove it"),
+        ('[reward]\nkind = "agent"\n', r"reward.kind = \"agent\".*no episode returns a reward; add"),
+        (AGENT + "[segments]\nlength = 8\n", r"an episode is made whole; remove"),
+        (AGENT + "[agents]\ncontext = 512\ntokens = 100\n", r"agents.tokens = 100.*set it to 512 or more"),
+        (AGENT + '[[process]]\nrole = "rollout"\nengine = "openai"\n', r"which this engine does not take"),
+    ],
+)
+def test_what_does_not_go_with_agents_is_refused_with_a_remedy(refused: Refused, text: str, message: str) -> None:
+    told = refused(text)
+    assert any(re.search(message, one) for one in told), told
