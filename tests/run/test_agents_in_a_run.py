@@ -32,12 +32,13 @@ async def episode(task, llm):
 ENDS = '''
 import asyncio
 import os
+import random
 
 from busrl.agents.llm import Again, Failed
 
 async def episode(task, llm):
     """What becomes of it depends on the prompt's first digit."""
-    kind = int(task["prompt"][0])
+    kind = int(task["prompt"][0]) if random.random() < 0.5 else 0  # else all of a group are alike, and not trained
     if kind == 1:
         return 1.0  # without a call
     answer = await llm.complete(task["prompt"], max_tokens=4)
