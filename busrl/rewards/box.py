@@ -86,9 +86,10 @@ def run(code: str, stdin: str = "", limits: Limits | None = None) -> Result:
 def described(code: str, limits: Limits) -> dict[str, Any]:
     """What the launcher is told."""
     home = MOUNTED if os.getuid() == 0 else sys.base_prefix
+    python = os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix))))
     return {
         "python_home": sys.base_prefix,
-        "command": [os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix)))), "-I", "-S", "-B", "answer.py"],
+        "command": [python, "-I", "-S", "-B", "answer.py"],
         "files": {"answer.py": code},
         "readable": [home, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"],
         "folder_bytes": limits.folder_bytes + 2 * len(code.encode(errors="replace")),
@@ -145,5 +146,5 @@ def _result(said: bytes, out: bytes, err: bytes, ended: bool, limits: Limits, se
     if ended and not said:
         raise BoxRefused(f"the launcher of a box ended without a word: {err.decode(errors='replace')[-500:]}")
     most = limits.output_bytes
-    texts = [text[:most].decode(errors="replace") for text in (out, err)]
-    return Result(status.get("code"), *texts, cut=max(len(out), len(err)) > most, seconds=seconds)
+    printed, complained = (text[:most].decode(errors="replace") for text in (out, err))
+    return Result(status.get("code"), printed, complained, max(len(out), len(err)) > most, seconds)

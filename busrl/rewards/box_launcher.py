@@ -3,7 +3,7 @@
 Started by `busrl.rewards.box` alone, which describes the box. Stands alone: it imports the standard library and nothing
 of busrl. Three processes: this one outside, process 1 of the new namespace, and the command below it.
 
-- STATUS_FD is closed before the command begins: what it says about the end of the command is not the command's to write.
+- STATUS_FD is closed before the command begins: the command cannot write how it ended.
 - A step that the kernel refuses ends the launcher with one line on STATUS_FD; the command is then never started.
 """
 

@@ -37,7 +37,8 @@ def test_a_program_reads_its_stdin_and_its_exit_code_is_told():
         "os.symlink({outside!r} + '/secret', 'link'); open('link').read()",
         "os.link({outside!r} + '/secret', 'hard')",
         "os.kill(os.getppid(), 9); time.sleep(.1); os.kill({parent}, 0)", "os.kill({parent}, 9)",
-        "socket.create_connection(('127.0.0.1', {port}), 5)", "'x' * (1 << 30)", "open('big', 'wb').write(b'x' * (2 << 20))",
+        "socket.create_connection(('127.0.0.1', {port}), 5)", "'x' * (1 << 30)",
+        "open('big', 'wb').write(b'x' * (2 << 20))",
         "os.setuid(0)", "[open(str(n), 'w').close() for n in range(5000)]",
     ],
 )  # fmt: skip
@@ -45,7 +46,7 @@ def test_what_is_outside_cannot_be_reached(act, tmp_path):
     (tmp_path / "secret").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         act = act.format(outside=str(tmp_path), parent=os.getpid(), port=listener.getsockname()[1])
-        result = run(f"import os, signal, socket, time\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{act}", "", PATIENT)
+        result = run(f"import os, socket, time\n{act}", "", PATIENT)
     assert result.code == 1 and result.stderr.strip().splitlines()[-1].split(":")[0] in (
         "PermissionError", "ProcessLookupError", "FileNotFoundError", "OSError", "MemoryError", "ConnectionRefusedError"
     ), result  # fmt: skip
@@ -83,8 +84,8 @@ def test_output_beyond_its_bound_is_dropped():
 @needs_box
 def test_the_code_has_no_environment_and_no_descriptors_of_the_launcher(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "secret")
-    code = "import os\nprint(sorted(os.environ))\nfor n in range(3, 64):\n  try: os.write(n, b'{}'); print(n)\n  except OSError: pass"
-    assert run(code, "", PATIENT).stdout == "['HOME', 'LC_ALL', 'PATH']\n"
+    writes = "for n in range(3, 64):\n  try: os.write(n, b'{}'); print(n)\n  except OSError: pass"
+    assert run(f"import os\nprint(sorted(os.environ))\n{writes}", "", PATIENT).stdout == "['HOME', 'LC_ALL', 'PATH']\n"
 
 
 @needs_box
