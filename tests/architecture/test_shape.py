@@ -97,7 +97,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "quickstart": {
         "task": "", "cache": "task", "maker": "cache task",
     },
-    "rewards": {
+    "rewards": {"box": "box_launcher", "box_launcher": "", 
         "base": "", "judge": "base", "kinds": "base", "model": "base", "pool": "base",
         "child": "base judge kinds model pool",
     },
