@@ -4,8 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.busrl
 RUN_DIR ?= runs/demo
-# Most tests wait for processes of their own, so that several run side by side, one worker per core.
-WORKERS ?= $(shell nproc)
+# Most tests wait for processes of their own, so that several run side by side: one more than there are cores.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 SOURCES := $(shell find csrc -name '*.hpp' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.

@@ -6,7 +6,7 @@ because the broker must be back soon after a death.
 
 from __future__ import annotations
 
-from busrl.bus.broker import CurveListener, Refusal, run_broker
+from busrl.bus.broker import CurveListener, Refusal, StopRequest, run_broker
 from busrl.bus.endpoint import Endpoint, EndpointStats
 from busrl.bus.security import allow_many_connections, private_directory, tcp_pair
 
@@ -15,6 +15,7 @@ __all__ = [
     "Endpoint",
     "EndpointStats",
     "Refusal",
+    "StopRequest",
     "allow_many_connections",
     "private_directory",
     "run_broker",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,11 +149,37 @@ ROUND_TRIPS = 4
 IPC: Final = "ipc://"
 
 
+class StopRequest:
+    """A wait that a signal handler may end.
+
+    `threading.Event.set` must not be called in one: it takes a lock that the wait which it interrupts may hold, and
+    then waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._given = False
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def set(self) -> None:
+        self._given = True
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: enough to wake anybody
+            os.write(self._write, b"\0")
+
+    def is_set(self) -> bool:
+        return self._given
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is set, now or within the time."""
+        if not self._given:
+            select.select([self._read], [], [], timeout_s)
+        return self._given
+
+
 def run_broker(
     frontend: str,
     backend: str,
     lock: OfdLock,
-    stop: threading.Event,
+    stop: StopRequest,
     *,
     tap: str = "",
     on_ready: Callable[[], None] = lambda: None,

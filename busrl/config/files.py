@@ -23,7 +23,7 @@ from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
 from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, TINY, Topology
-from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_first, try_functions
+from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan
@@ -386,6 +386,10 @@ class _Inspection:
     def _functions(self) -> None:
         if self.t.learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
             self._add("learner.optimizer", "8-bit states need the package bitsandbytes", "pip install 'busrl[adam8]'")
+        if self._sound("process"):
+            for index, fault in try_episodes(self.t):
+                remedy = "a module has to be importable from the current directory, a file is relative to the topology"
+                self._add(f"process.{index}.function", f"cannot be used: {fault}", remedy)
         keys = ("loss", "advantage", "metrics", "optimizer", "options", "betas", "eps", "weight_decay")
         if self._sound(*(f"learner.{key}" for key in keys), "process"):
             for key, fault in try_functions(self.t):

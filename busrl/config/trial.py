@@ -35,7 +35,7 @@ import numpy as np
 from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
-from busrl.config.schema import BYTES_PER_TOKEN, TINY, Topology, has_model
+from busrl.config.schema import AGENT, BYTES_PER_TOKEN, TINY, Topology, has_model
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
 from busrl.errors import DataError
@@ -540,3 +540,29 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
         except json.JSONDecodeError:
             faults = [f"the process that tried it died: {last_words(child, printed)}"] * len(asked)
     return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]
+
+
+# -- the function of episodes ----------------------------
+
+
+def try_episodes(t: Topology) -> Iterator[tuple[int, str]]:
+    """(which [[process]], what is wrong) of each agent whose function cannot be loaded, in a process of its own."""
+    for index, entry in enumerate(t.process):
+        if entry.role == AGENT and FUNCTION.fullmatch(entry.function) and (fault := _episode_fault(t, entry.function)):
+            yield index, fault.removeprefix(f"function = {entry.function!r}: ")
+
+
+def _episode_fault(t: Topology, function: str) -> str:
+    setup = {"type": "setup", "function": function, "base_dir": str(Path(t.source).parent)}
+    until = time.monotonic() + LOAD_S
+    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid())) as (child, printed):
+        assert child.stdin is not None and child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(setup).encode() + b"\n")
+            child.stdin.flush()
+        events = Events(child.stdout)
+        while (event := events.next(max(0.0, until - time.monotonic()))) is not None:
+            if event["type"] == "ready":
+                return str(event.get("error", ""))
+        late = f"importing and setting it up took longer than {LOAD_S:g} s"
+        return f"its process died: {last_words(child, printed)}" if events.ended else late

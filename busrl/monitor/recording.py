@@ -23,7 +23,6 @@ import math
 import os
 import shutil
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import msgspec
 
 import busrl
+from busrl.bus import StopRequest
 from busrl.bus.tap import Tap
 from busrl.errors import DiskFull, FileCorrupt, NoSuchRun, UserError
 from busrl.monitor.runfiles import RunFiles
@@ -268,7 +268,7 @@ class Recorder:
         header = Header(VERSION, facts.uuid, **begun, busrl=busrl.__version__, host=os.uname().nodename, facts=facts)
         self._writer = Writer(out, header)
         self._tap = Tap(self._files.tap())
-        self._asked, self._stopped = "", threading.Event()
+        self._asked, self._stopped = "", StopRequest()
         self._missed_written = 0
         self._absent = 0
         self.messages = self.bytes = 0

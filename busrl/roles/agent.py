@@ -14,6 +14,7 @@ REWARD_COMPUTED. Knows nothing of engines, groups or advantages.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.pool import Children, Played
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import Limits
+from busrl.agents.tree import Limits, Trajectory
 from busrl.config.pretrained import end_ids
 from busrl.config.schema import AGENT
 from busrl.data.chat import LightTokenizer, template_of
@@ -40,6 +41,7 @@ from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_par
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
+log = logging.getLogger("busrl")
 FATES = {
     "raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED, "crashed": Fate.POISON,
     "again": Fate.REWARD_RAISED,
@@ -87,7 +89,6 @@ class Agent(Actor):
         self.claims: dict[int, Claim] = {}
         self.playing: set[asyncio.Task[None]] = set()
         self.ends: Counter[str] = Counter()
-        self.parts: dict[int, dict[str, float]] = {}  # by uid, of rewards that are committed next
         self.unanswered: Counter[int] = Counter()  # by uid
         self.steps = VersionSteps()
         self.bell, self.reward_bell = Doorbell(), Doorbell()
@@ -112,6 +113,8 @@ class Agent(Actor):
     def teardown(self) -> None:
         for claim in self.claims.values():
             self.ring.release(claim.slot, claim.word, State.QUEUED)
+        log.info("episodes by their ends: %s; calls by how they were rendered: %s", dict(self.ends),
+                 dict(self.renderer.counts))
         self.loop.run_until_complete(self.children.close())
         self.loop.close()
         self.calls.close()
@@ -199,28 +202,37 @@ class Agent(Actor):
     # -- ends -----
 
     def _settle(self, claim: Claim, played: Played) -> None:
-        ended, tree = played.ended, played.episode.tree
+        """Commit an episode that ended, or drop its sample."""
+        ended = played.ended
         self.ends[ended.how] += 1
+        self.unanswered.pop(claim.uid, None)
         if ended.how in FATES:
             self._drop(claim, FATES[ended.how], f"its episode {ended.how}: {ended.text}")
             return
-        made = tree.trajectory()
+        made = played.episode.tree.trajectory()
         if made is None:
             self._drop(claim, Fate.MALFORMED, "its episode ended without a model call")
             return
-        reward = self.topology.agents.failure_reward if ended.how == "used_up" else ended.reward
         try:
-            write_episode(self.ring, claim.slot, claim.word, made, reward,
-                          tree.transcript(self.topology.agents.transcript_bytes))
+            self._write(claim, made, played)
         except SlotTooSmall as problem:
             self._drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
             return
         message = commit_episode(self.ring, claim.slot, claim.word, made, self.steps)
         del self.claims[claim.slot]
         if message is not None:
-            self.parts[claim.uid] = ended.parts
             self.bell.add(lambda: message)
             self.ring.add(samples=1)
+
+    def _write(self, claim: Claim, made: Trajectory, played: Played) -> None:
+        own, ended = self.topology.agents, played.ended
+        reward = own.failure_reward if ended.how == "used_up" else ended.reward
+        transcript = played.episode.tree.transcript(own.transcript_bytes)
+        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript)
+        try:
+            write_parts(self.ring, claim.slot, claim.word, ended.parts)
+        except SlotTooSmall as problem:  # they are for people: the reward counts all the same
+            self.warn("agent", f"the parts of rewards are not kept: {problem}", kind="parts")
 
     def _gone_wrong(self, claim: Claim, problem: CallUnanswered) -> None:
         """Engines gave no answer to a call. The episode is begun again, by whoever takes it, but not for ever."""
@@ -266,8 +278,4 @@ class Agent(Actor):
             self.warn("agent", f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
             self.ring.drop(slot, word, Fate.MALFORMED)
             return None
-        try:
-            write_parts(self.ring, slot, word, self.parts.pop(uid, {}))
-        except SlotTooSmall as problem:  # they are for people: the reward counts all the same
-            self.warn("agent", f"the parts of rewards are not kept: {problem}", kind="parts")
         return found[0] + turn_rewards_of(self.ring, slot)

@@ -16,10 +16,9 @@ import json
 import logging
 import os
 import signal
-import threading
 import time
 
-from busrl.bus import CurveListener, Refusal, allow_many_connections, run_broker
+from busrl.bus import CurveListener, Refusal, StopRequest, allow_many_connections, run_broker
 from busrl.errors import PeerLost
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
@@ -36,7 +35,7 @@ class Bus:
     """The process of the broker: `main` is the broker until a signal ends it, and shows its progress in the ring."""
 
     def __init__(self, run_dir: str, name: str) -> None:
-        self.name, self.paths, self.stop = name, RunPaths.of(run_dir), threading.Event()
+        self.name, self.paths, self.stop = name, RunPaths.of(run_dir), StopRequest()
         self.settings = json.loads(self.paths.topology.read_text())["bus"]  # all of busrl.config would take too long
         self._throttle, self._refused = Throttle(REPORT_EVERY_S), 0
 

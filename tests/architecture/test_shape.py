@@ -97,7 +97,8 @@ INSIDE: dict[str, dict[str, str]] = {
     "quickstart": {
         "task": "", "cache": "task", "maker": "cache task",
     },
-    "rewards": {"box": "box_launcher", "box_launcher": "", 
+    "rewards": {
+        "box": "box_launcher", "box_launcher": "",
         "base": "", "judge": "base", "kinds": "base", "model": "base", "pool": "base",
         "child": "base judge kinds model pool",
     },

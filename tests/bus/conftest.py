@@ -15,11 +15,11 @@ from busrl.bus import Endpoint
 from busrl.bus.endpoint import KIND, PlainWire
 
 SERVE = """
-import signal, sys, threading
-from busrl.bus import run_broker
+import signal, sys
+from busrl.bus import StopRequest, run_broker
 from busrl.ring import OfdLock
 directory, max_bytes = sys.argv[1], int(sys.argv[2])
-stop = threading.Event()
+stop = StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 run_broker(f"ipc://{directory}/pub.sock", f"ipc://{directory}/sub.sock", OfdLock(f"{directory}/bus.lock"), stop,
            on_ready=lambda: print("ready", flush=True), on_progress=lambda: print("progress", flush=True),

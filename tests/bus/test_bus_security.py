@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
-from busrl.bus import Endpoint, run_broker
+from busrl.bus import Endpoint, StopRequest, run_broker
 from busrl.bus.security import check_endpoint, private_directory, private_umask
 from busrl.errors import BadEndpoint, InsecureDirectory
 from busrl.ring import OfdLock
@@ -38,7 +37,7 @@ def test_neither_broker_nor_endpoint_fall_back_to_tcp_without_keys(endpoint, sho
     with pytest.raises(BadEndpoint, match="tcp needs keys"):
         Endpoint("a", endpoint, endpoint)
     with pytest.raises(BadEndpoint, match="tcp needs keys"):
-        run_broker(endpoint, endpoint, OfdLock(str(short_dir / "lock")), threading.Event())
+        run_broker(endpoint, endpoint, OfdLock(str(short_dir / "lock")), StopRequest())
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://", "tcp://host", "tcp://host:0", "tcp://host:65536", "tcp://:5", "tcp://h:5:6"])

@@ -41,6 +41,23 @@ def test_engines_have_room_for_the_longest_call() -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import nothing_like_it\n", r"process.3.function = .*cannot be used: importing it raised ModuleNotFoundError"),
+        ("class episode:\n    pass\n", r"the class has no method episode\(task, llm\)"),
+        ("import os\nos._exit(7)\n", r"its process died: exit code 7"),
+        ("play = 1\n", r"has no 'episode'"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_told_before_the_start(
+    refused: Refused, here: Path, code: str, message: str
+) -> None:
+    (here / "play.py").write_text(code)
+    (told,) = refused(AGENT)
+    assert re.search(message, told), told
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ('[[process]]\nrole = "agent"\n', r"process.3.function = \"\".*plays episodes with a function"),
@@ -51,6 +68,9 @@ def test_engines_have_room_for_the_longest_call() -> None:
         (AGENT + '[[process]]\nrole = "rollout"\nengine = "openai"\n', r"which this engine does not take"),
     ],
 )
-def test_what_does_not_go_with_agents_is_refused_with_a_remedy(refused: Refused, text: str, message: str) -> None:
+def test_what_does_not_go_with_agents_is_refused_with_a_remedy(
+    refused: Refused, here: Path, text: str, message: str
+) -> None:
+    (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
     told = refused(text)
     assert any(re.search(message, one) for one in told), told

@@ -22,10 +22,10 @@ from busrl.protocol.codec import kind_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "messages.md").read_text()
 SERVE = """
-import signal, sys, threading
-from busrl.bus import run_broker
+import signal, sys
+from busrl.bus import StopRequest, run_broker
 from busrl.ring import OfdLock
-stop = threading.Event()
+stop = StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 folder = sys.argv[1]
 run_broker(f"ipc://{folder}/pub.sock", f"ipc://{folder}/sub.sock", OfdLock(f"{folder}/bus.lock"), stop,

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from busrl.files import FOLLOWED_BYTES
 from busrl.launch.summary import Progress
-from busrl.monitor.runfiles import TAIL_BYTES, RunFiles, fates, number, run_of_files, sample_line
+from busrl.monitor.runfiles import RunFiles, fates, number, run_of_files, sample_line
 from busrl.monitor.state import RunState, Speed
 from busrl.monitor.status import status
 from busrl.monitor.text import line
@@ -63,7 +64,7 @@ def test_a_story_begins_with_the_first_step_ever_and_ends_with_the_newest_ones(r
 
 def test_a_long_file_is_read_at_both_ends_and_bad_lines_are_left_out(run: RunPaths) -> None:
     run.metrics.write_bytes(
-        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * TAIL_BYTES + b"\n"
+        b"\xff\n[]\n" + json.dumps(row(1)).encode() + b"\n" + b"x" * FOLLOWED_BYTES + b"\n"
         + b'{"step": 7, "reward": 1e999}\n{"step": 8, "reward": 0.5}\n{"step": 9, "rew'
     )
     told = story(run)

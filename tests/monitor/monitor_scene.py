@@ -20,11 +20,11 @@ from busrl.ring import Fates, OfdLock, Ring
 PATIENCE_S = 60.0
 UUID = bytes(range(16))
 SERVE = """
-import signal, sys, threading
-from busrl.bus import run_broker
+import signal, sys
+from busrl.bus import StopRequest, run_broker
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock
-paths, stop = RunPaths.of(sys.argv[1]), threading.Event()
+paths, stop = RunPaths.of(sys.argv[1]), StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 run_broker(paths.frontend, paths.backend, OfdLock(str(paths.lock("bus"))), stop, tap=paths.tap,
            on_ready=lambda: print("ready", flush=True), ping_s=0.05)

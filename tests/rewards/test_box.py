@@ -1,11 +1,12 @@
 """Hostile programs in a box: none reaches what is outside, none outlives its run."""
 
+import contextlib
 import os
 import socket
-import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,11 @@ PATIENT = Limits(wall_s=60.0)
 
 def left(mark):
     """Processes of this machine with a word in their command line."""
-    return subprocess.run(["pgrep", "-f", mark], capture_output=True, text=True, timeout=30).stdout.split()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] * (mark.encode() in path.read_bytes())
+    return found
 
 
 @needs_box

@@ -113,18 +113,23 @@ def test_what_an_episode_does_decides_what_becomes_of_its_sample(tmp_path: Path,
 def test_a_run_of_episodes_survives_deaths_of_agent_child_engine_keeper_and_learner(
     tmp_path: Path, quickstart: None
 ) -> None:
-    run = Run(tmp_path / "run", config=AGENTS, steps=40)
+    run = Run(tmp_path / "run", "process.agent.count=2", "validation.every=10", config=AGENTS, steps=40)
     with running(run):
         for step, name in ((3, "agent/0"), (7, "rollout/0"), (11, "keeper"), (15, "learner"), (19, "agent/0")):
             run.until_step(step)
             run.kill(name)
+        run.until_step(21)
+        assert run.child is not None
+        run.child.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM and not run.audit().errors, run.tail()
+        run.start()
         run.until_step(24)
-        for child in children_of(run.processes()["agent/0"].pid):
+        for child in children_of(run.until("an agent is back", lambda: run.processes().get("agent/0")).pid):
             os.kill(child, signal.SIGKILL)
         run.until_step(30)
         run.until("all calls of dead callers are free", lambda: slots_of_calls(run).get("RESERVED", 0) == 0)
         code = run.wait()
     check_end(run, code)
-    assert run.restarts("agent/0") == 2 and run.restarts("rollout/0") == 1
+    assert len(read_lines(run.paths.validation)) >= 5
     rewards = [row["reward"] for row in run.metrics()]
     assert sum(rewards[-8:]) > sum(rewards[:8]), "it learns all the same"

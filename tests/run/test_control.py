@@ -42,6 +42,7 @@ def check_decisions(run: Run) -> list[dict[str, Any]]:
     return [decision for decision in written if decision and decision["applied"]]
 
 
+@pytest.mark.slow
 def test_a_killed_learner_goes_on_deciding_as_if_nothing_had_happened(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *JUMPY, steps=26)
     with running(run):

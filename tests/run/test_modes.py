@@ -30,6 +30,7 @@ def test_sync_trains_no_old_sample(tmp_path: Path, quickstart: None) -> None:
     assert {row["cause"] for row in run.metrics()} == {"round"}
 
 
+@pytest.mark.slow
 def test_batch_async_keeps_its_bound_and_uses_it(tmp_path: Path, quickstart: None) -> None:
     run = run_to_end(tmp_path, "weights.mode=batch-async", "weights.max_staleness=2", steps=15)
     assert 0 < max(ages(run)) <= 2

@@ -102,6 +102,7 @@ def test_a_reward_that_raises_hangs_lies_or_kills_its_process_costs_only_that_sa
     assert run.summary()["processes"]["reward/0"]["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_counted(tmp_path: Path) -> None:
     run = reward_run(tmp_path, OFTEN, steps=12)
     row, sample = run.metrics()[-1], read_lines(run.paths.samples)[-1]

@@ -234,6 +234,7 @@ def weather(tmp_path: Path, seed: int, times: int, steps: int, *settings: str) -
     assert sorted(set(steps)) == list(range(1, run.steps + 1)), f"{told}: {steps}"
 
 
+@pytest.mark.slow
 def test_a_run_reaches_its_goal_through_a_short_storm(tmp_path: Path) -> None:
     weather(tmp_path, 0, 8, 30)
 

@@ -80,6 +80,7 @@ def test_a_sibling_is_dispatched_only_when_its_probe_ended_or_the_bound_or_idle_
 
 @LOOPS
 @given(seed=SEEDS, n_min=N_MIN, staleness=st.integers(0, 3), accidents=st.sampled_from([0.0, 0.1]))
+@pytest.mark.slow
 def test_under_drop_no_step_ever_waits_for_an_old_group_and_none_is_trained(
     closed_loop: Any, seed: int, n_min: int, staleness: int, accidents: float
 ) -> None:

@@ -17,12 +17,12 @@ from busrl import keys
 from busrl.bus import tcp_pair
 
 SERVE = """
-import signal, sys, threading
+import signal, sys
 from pathlib import Path
-from busrl.bus import CurveListener, run_broker
+from busrl.bus import StopRequest, CurveListener, run_broker
 from busrl.ring import OfdLock
 directory, endpoint, files = sys.argv[1:4]
-stop = threading.Event()
+stop = StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 say = lambda text: print(text, flush=True)
 run_broker(f"ipc://{directory}/pub.sock", f"ipc://{directory}/sub.sock", OfdLock(f"{directory}/bus.lock"), stop,

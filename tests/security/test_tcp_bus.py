@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import zmq
 
 from busrl import keys
-from busrl.bus import CurveListener, Endpoint, run_broker
+from busrl.bus import CurveListener, Endpoint, StopRequest, run_broker
 from busrl.bus.broker import MAX_REFUSED
 from busrl.errors import BadKeys, BusNotReady, RunInUse
 from busrl.keys import ClientKeys, Pair
@@ -153,7 +152,7 @@ def test_the_holder_of_a_port_is_named_whatever_it_is(short_dir, key_directory):
         with pytest.raises(RunInUse, match=rf"{address}: .* in use by process {os.getpid()} \("):
             run_broker(
                 f"ipc://{short_dir}/pub", f"ipc://{short_dir}/sub", OfdLock(str(short_dir / "lock")),
-                threading.Event(), listener=CurveListener(address, key_directory),
+                StopRequest(), listener=CurveListener(address, key_directory),
             )
 
 

@@ -37,10 +37,10 @@ from busrl.ledger.trainlog import step_lines
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"
 SERVE = """
-import signal, sys, threading
-from busrl.bus import run_broker
+import signal, sys
+from busrl.bus import StopRequest, run_broker
 from busrl.ring import OfdLock
-d, tap, stop = sys.argv[1], sys.argv[2], threading.Event()
+d, tap, stop = sys.argv[1], sys.argv[2], StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 run_broker(f"ipc://{d}/f", f"ipc://{d}/b", OfdLock(f"{d}/lock"), stop, tap=tap, on_ready=lambda: print(flush=True))
 """

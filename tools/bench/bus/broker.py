@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 
-from busrl.bus import run_broker
+from busrl.bus import StopRequest, run_broker
 from busrl.ring import OfdLock
 
 
 def main() -> None:
     folder = sys.argv[1]
     run_broker(
-        f"ipc://{folder}/in", f"ipc://{folder}/out", OfdLock(f"{folder}/lock"), threading.Event(),
+        f"ipc://{folder}/in", f"ipc://{folder}/out", OfdLock(f"{folder}/lock"), StopRequest(),
         on_ready=lambda: print("ready", flush=True), hwm=0,
     )
 
