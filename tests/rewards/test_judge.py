@@ -50,6 +50,7 @@ class Handler(BaseHTTPRequestHandler):
             own.tries[text] = number = own.tries.get(text, 0) + 1
             own.now += 1
             own.most = max(own.most, own.now)
+            self.counted = True
         times, _, word = text.partition(" ")
         try:
             if times.isdigit() and number <= int(times):
@@ -58,8 +59,13 @@ class Handler(BaseHTTPRequestHandler):
                 own.over.wait(0.05)
                 self.chat(f"Let me see. VERDICT: no? At last, Verdict: {times if not times.isdigit() else '0.5'}.")
         finally:
-            with own.lock:
-                own.now -= 1
+            self.over()
+
+    def over(self) -> None:
+        """Not counted any more, from before its client can know the answer and ask for the next one."""
+        with self.server.lock:
+            self.server.now -= self.counted
+            self.counted = False
 
     def misbehave(self, word: str) -> None:
         if word == "late":
@@ -90,6 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         if status == 429:
             self.send_header("Retry-After", "0")
         self.end_headers()
+        self.over()
         self.wfile.write(body)
 
     def handle_one_request(self) -> None:
