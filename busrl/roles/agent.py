@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Answer, Call, Episode, Settings
@@ -38,14 +38,11 @@ from busrl.ring.calls import AsyncCaller, ModelCall
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
-from busrl.states import Fate, HeaderWord
+from busrl.states import REWARD_FATES, Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
 log = logging.getLogger("busrl")
-FATES = {
-    "raised": Fate.REWARD_RAISED, "hung": Fate.REWARD_HUNG, "malformed": Fate.MALFORMED, "crashed": Fate.POISON,
-    "again": Fate.REWARD_RAISED,
-}
+FATES = REWARD_FATES | {"crashed": Fate.POISON}
 LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission"]
 REWARDS_AT_ONCE = 256
 REQUEST_EVERY_S = 1.0
@@ -67,7 +64,6 @@ class Claim:
 
 class Agent(Actor):
     role = AGENT
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.NewTask,)
     tick_s = 0.02
     failed: BaseException | None = None  # what ended the task of an episode: a fault of this process
 
@@ -103,7 +99,8 @@ class Agent(Actor):
 
     def work(self) -> bool:
         """Claim samples, and commit the rewards of episodes that have ended."""
-        self.steps.add(self.ring.header(HeaderWord.VERSION), self.ring.header(HeaderWord.VERSION_STEP))
+        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
+        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
         self._request_tasks()
         taken = self._take()
         judged = self._commit_rewards() if self.topology.reward.kind == AGENT else 0
@@ -143,7 +140,7 @@ class Agent(Actor):
             pass
 
     def _request_tasks(self) -> None:
-        """Send the scheduler how many episodes this process plays; it answers with doorbells."""
+        """Send the scheduler how many episodes this process plays; its loop looks for them at each tick."""
         if (now := time.monotonic()) >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
             most = self.topology.agents.episodes

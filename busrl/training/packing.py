@@ -165,8 +165,14 @@ def _flash() -> Callable[..., Any] | None:
     except ImportError:  # before torch 2.10
         return None
     found: Callable[..., Any] = varlen_attn
-    known = inspect.signature(found).parameters
-    return found if {"scale", "window_size"} <= set(known) else None
+    known = set(inspect.signature(found).parameters)
+    return found if {"scale", "window_size"} <= known else None
+
+
+@functools.cache
+def _groups_heads(kernel: Callable[..., Any]) -> bool:
+    """Whether the kernel takes fewer heads of keys than of queries (torch 2.12); looked up once, not in every layer."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 @functools.cache
@@ -229,7 +235,7 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, ru
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     if borders.keys is not None:
         keys, values = (part.index_select(0, borders.keys) for part in (keys, values))
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+    grouped = {"enable_gqa": True} if _groups_heads(kernel) else {}
     if not grouped:
         keys, values = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (keys, values))
     found: Tensor = kernel(
