@@ -2,6 +2,7 @@
 
     python tools/bench/forced_age.py [--ages 0 1 2 4] [--seeds 0 1 2] [--steps 120] [--out tools/bench/results]
     python tools/bench/forced_age.py --recipes none grpo dr_grpo gspo cispo rloo --ages 0 2   # docs/algorithms.md
+    python tools/bench/forced_age.py --topology examples/real-run/real.toml --recipes ...     # after its make_model.py
 
 A run with `experiments.forced_age = k` publishes the weights k steps late, in mode sync: every batch is trained exactly
 k versions after the weights that made it. Rewards do not depend on the machine's load; seconds are not reported.
@@ -29,18 +30,18 @@ RISES = 0.1  # a reward that is so much higher in the last ten steps than in the
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def run(own: dict[str, str], age: int, seed: int, steps: int) -> list[float]:
+def run(topology: str, own: dict[str, str], age: int, seed: int, steps: int) -> list[float]:
     """Reward per step of one run with settings of its own; raises if it did not end well."""
     directory = Path(tempfile.mkdtemp(prefix="busrl-age-"))
     settings = {
         "run.seed": seed, "run.max_steps": steps, "weights.mode": "sync", "experiments.forced_age": age,
         "validation.at_start": "false", "validation.at_end": "false", **own,
     }
-    command = [sys.executable, "-m", "busrl.cli", "launch", "configs/quickstart.toml", "--run-dir", str(directory)]
+    command = [sys.executable, "-m", "busrl.cli", "launch", topology, "--run-dir", str(directory)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
         if done.returncode:
             raise RuntimeError(f"{own} at age {age}, seed {seed}: exit code {done.returncode}\n{done.stdout[-2000:]}")
         rows = step_lines(directory / "metrics.jsonl")
@@ -102,6 +103,7 @@ def verdicts(results: list[dict[str, object]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="configs/quickstart.toml")
     parser.add_argument("--ages", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
@@ -119,7 +121,7 @@ def main() -> int:
         for age in options.ages:
             for name in options.recipes or options.losses:
                 own = every | {key: "" if name == "none" else name}
-                curve = run(own, age, seed, options.steps)
+                curve = run(options.topology, own, age, seed, options.steps)
                 results.append({"loss": name, "age": age, "seed": seed, "curve": curve})
                 told = f"{mean(curve[:10]):.3f} -> {mean(curve[-10:]):.3f} {spark(curve)}"
                 print(f"{name} age {age} seed {seed}: {told}", flush=True)
