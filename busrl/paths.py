@@ -65,6 +65,7 @@ class RunPaths:
     predictor = _Named("predictor.npz")  # what the length predictor has learned; losing it never loses a sample
     skips = _Named("skips.jsonl")  # prompts left out by their pass rates: written before the fates that say so
     scheduler_log = _Named("scheduler.jsonl")  # predicted and real lengths, and waits, of the groups that ended
+    serve_key = _Named("serve.key")  # what clients claim episodes with; for the owner alone
     published = _Named("published")  # a folder per published checkpoint; gone when the run has ended
 
     @classmethod
@@ -76,6 +77,10 @@ class RunPaths:
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process.replace('/', '-')}.log"
+
+    def served(self, process: str) -> Path:
+        """Where a server of episodes listens."""
+        return self.root / f"{process}.json"
 
     # -- beyond the run directory -----
 

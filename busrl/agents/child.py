@@ -44,6 +44,7 @@ class Begin(msgspec.Struct, tag="begin"):
 
     key: int
     task: msgspec.Raw
+    openai: dict[str, str] = {}
 
 
 class Answered(msgspec.Struct, tag="answered"):
@@ -199,7 +200,7 @@ class Process:
 
         try:
             task = msgspec.json.decode(begin.task)
-            ended = await play(self._function, task, Llm(ask, task), self._threads)
+            ended = await play(self._function, task, Llm(ask, task, openai=begin.openai), self._threads)
         except asyncio.CancelledError:
             ended = Ended("raised", text="cancelled")
         except BaseException as problem:  # of an exception, say, whose own text raises another

@@ -14,12 +14,13 @@ nothing of slots, pipes or HTTP: a role wires it to them.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import hashlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ from busrl.agents.llm import (
 from busrl.agents.parsers import MessageMaker
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import History, Ids, Limits, Message, OpenCall, Tree, Turn
-from busrl.errors import CallRefused
+from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
 MOST_ANSWERS = 8  # of one request
@@ -167,6 +168,10 @@ class Episode:
         self._retries = Retries(settings.retry_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._clock, self._busy, self._own_s, self._since = clock, 0, 0.0, clock()
+        self.openai: dict[str, str] = {}  # base_url and api_key, where a door is open to it
+        self.closed = False
+        self.on_close: Callable[[], None] = lambda: None
+        self.gone_wrong: Callable[[CallUnanswered], None] = lambda problem: None  # engines left a call unanswered
 
     # -- requests -----
 
@@ -183,7 +188,7 @@ class Episode:
         """Answer a request; what is refused is so in the response. The caller says when it was delivered."""
         try:
             if isinstance(request, RewardRequest):
-                self._reward(request)
+                self.reward(request)
                 return Delivery([]), Choices([])
             with self._at_work():
                 given = await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
@@ -218,8 +223,16 @@ class Episode:
 
     def close(self) -> None:
         """Cancel what is under way; the tree keeps what has been answered."""
+        if not self.closed:
+            self.closed = True
+            self.on_close()
         for task in list(self._tasks):
             task.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls wait or generate."""
+        return self._busy > 0
 
     def own_s(self) -> float:
         """Seconds that were the episode's own: none of its calls was waiting or generating."""
@@ -281,7 +294,7 @@ class Episode:
         wanted = min(request.max_tokens or most, most)
         if request.n > 1:
             wanted = await self._share(parent, len(new), wanted, request.n)
-        calls = [self._started(self._call(parent, new, wanted, history, text, tools, request.trained))
+        calls = [self._started(self._call(parent, new, wanted, history, text, tools, request))
                  for _ in range(request.n)]
         try:
             return Delivery(list(await asyncio.gather(*calls)))
@@ -290,14 +303,14 @@ class Episode:
                 call.cancel()
 
     async def _call(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None,
-                    text: str | None, tools: list[Any], trained: bool) -> Turn:
+                    text: str | None, tools: list[Any], request: ChatRequest | CompleteRequest) -> Turn:
         async with self._running:
             await self._room(parent, len(new), wanted)
-            asked = self.tree.ask(parent, new, wanted, history, text, trained)
+            asked = self.tree.ask(parent, new, wanted, history, text, request.trained)
             try:
                 near = self._engines.get(parent.number, -1) if parent else -1
                 answer = await self._engine(Call(self.uid, asked.stream, asked.prompt, asked.room, near))
-                return self._settle(asked, answer, tools)
+                return self._settle(asked, answer, tools, request.stop)
             except BaseException:
                 self.tree.cancel(asked)
                 raise
@@ -320,21 +333,38 @@ class Episode:
             raise self.tree.used_up(parent, new)
         return share
 
-    def _settle(self, asked: OpenCall, answer: Answer, tools: list[Any]) -> Turn:
+    def _settle(self, asked: OpenCall, answer: Answer, tools: list[Any], stops: Sequence[str]) -> Turn:
         said, end = self._renderer.said(answer.ids)
+        if stopped := any(one in said for one in stops):
+            answer, said, end = self._until(answer, stops)
         message, unparsed = self._message(asked, said, tools)
         turn = self.tree.answer(asked, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
                                 answer.waited_ms, answer.generated_ms)
+        turn.stopped = stopped
         self.counts["unparsed"] += unparsed
         self._engines[turn.number] = answer.engine
         return turn
+
+    def _until(self, answer: Answer, stops: Sequence[str]) -> tuple[Answer, str, str]:
+        """The answer up to the id that completes one of the texts, and what was said before that text. A client's
+        rule ended it there, as a limit does: what was drawn behind it never was."""
+        def text(count: int) -> str:
+            return self._renderer.said(answer.ids[:count])[0]
+
+        count = bisect.bisect_left(range(len(answer.ids)), True, 1, key=lambda n: any(one in text(n) for one in stops))
+        said = text(count)
+        said = said[: min(said.find(one) for one in stops if one in said)]
+        kept = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
+                       versions=answer.versions[:count], finish=int(Finish.LENGTH))
+        return kept, said, ""
 
     def _message(self, asked: OpenCall, said: str, tools: list[Any]) -> tuple[Message, int]:
         if asked.history is None:
             return {"role": "assistant", "content": said}, 0
         return self._maker.message(said, asked.text or "", tools, asked.number)
 
-    def _reward(self, request: RewardRequest) -> None:
+    def reward(self, request: RewardRequest) -> None:
+        """Add a reward to a turn; CallRefused if it is none."""
         turn = next((one for one in self.tree.turns if one.number == request.turn), None)
         if turn is None:
             raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")
@@ -350,6 +380,6 @@ def choice_of(turn: Turn) -> Choice:
 
 def finish_reason(turn: Turn) -> str:
     """As OpenAI has it; a turn that a limit cut is so even with whole calls in it."""
-    if turn.finish != Finish.EOS:
+    if turn.finish != Finish.EOS and not turn.stopped:
         return "length"
     return "tool_calls" if turn.message.get("tool_calls") else "stop"

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from busrl.errors import CallRefused, cause
+from busrl.errors import CallRefused, UserError, cause
 from busrl.rewards.base import MalformedReward, settle
 
 TEXT_LIMIT = 2000
@@ -52,6 +52,7 @@ class ChatRequest(msgspec.Struct, tag="chat"):
     n: int = 1
     max_tokens: int = 0
     trained: bool = True
+    stop: list[str] = []  # texts that end an answer; what was drawn behind one is thrown away
 
 
 class CompleteRequest(msgspec.Struct, tag="complete"):
@@ -61,6 +62,7 @@ class CompleteRequest(msgspec.Struct, tag="complete"):
     n: int = 1
     max_tokens: int = 0
     trained: bool = True
+    stop: list[str] = []
 
 
 class RewardRequest(msgspec.Struct, tag="reward"):
@@ -129,23 +131,27 @@ class Completion(msgspec.Struct):
 class Llm:
     """The model of the run, for one episode. `task` is the line of the data; `version` that of the newest answer."""
 
-    def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True) -> None:
-        self._ask, self.task, self._trained = ask, task, trained
+    def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True,
+                 openai: Mapping[str, str] | None = None) -> None:
+        self._ask, self.task, self._trained, self._openai = ask, task, trained, openai or {}
         self.version, self._newest = 0, -1
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, n: int = 1,
-                   max_tokens: int = 0, template_arguments: Mapping[str, Any] | None = None) -> Any:
-        """The model's answer to messages as OpenAI has them, a `Reply`; with `n` above 1 a list of them."""
+                   max_tokens: int = 0, template_arguments: Mapping[str, Any] | None = None,
+                   stop: Sequence[str] = ()) -> Any:
+        """The model's answer to messages as OpenAI has them, a `Reply`; with `n` above 1 a list of them. A text of
+        `stop` ends it, and is left out."""
         raw = [_json(one, "messages") for one in messages]
         around = (_json(tools or None, "tools"), _json(template_arguments or None, "template_arguments"))
-        found = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained))
+        found = await self._choices(ChatRequest(raw, *around, n, max_tokens, self._trained, list(stop)))
         replies = [_reply(one) for one in found]
         return replies if n > 1 else replies[0]
 
-    async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0) -> Any:
+    async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0,
+                       stop: Sequence[str] = ()) -> Any:
         """What follows a text or token ids, a `Completion`; with `n` above 1 a list of them."""
         given = _text(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
-        found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained))
+        found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained, list(stop)))
         made = [Completion(one.text, one.ids, one.finish_reason, one.turn, one.version) for one in found]
         return made if n > 1 else made[0]
 
@@ -153,6 +159,13 @@ class Llm:
         """A reward for the newest turn, or for the one of that number, which a `Reply` has; several are added."""
         number, _ = settle(value)
         await self._choices(RewardRequest(self._newest if turn is None else turn, number))
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """`base_url` and `api_key` for any OpenAI client, whose calls are turns of this episode."""
+        if not self._openai:
+            raise UserError('llm.openai needs the package aiohttp: pip install "busrl[agents]"')
+        return dict(self._openai)
 
     def untrained(self) -> Llm:
         """The same model, for turns that are not trained: those of a judge or an opponent, say."""
@@ -262,6 +275,10 @@ class Blocking:
     @property
     def version(self) -> int:
         return self._llm.version
+
+    @property
+    def openai(self) -> dict[str, str]:
+        return self._llm.openai
 
     def chat(self, *given: Any, **named: Any) -> Any:
         return self._wait(self._llm.chat(*given, **named))

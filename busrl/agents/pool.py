@@ -30,7 +30,7 @@ import msgspec
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import Ended, Refusal
-from busrl.errors import AgentNotLoaded, MachineError
+from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
@@ -112,7 +112,8 @@ class Child:
         key = self._number
         over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._episodes[key] = (episode, over)
-        self._send(Begin(key, msgspec.Raw(task)))
+        episode.gone_wrong = lambda problem: None if over.done() else over.set_exception(problem)
+        self._send(Begin(key, msgspec.Raw(task), episode.openai))
         try:
             while not over.done():
                 left = episode_s - episode.own_s()
@@ -214,7 +215,9 @@ class Child:
                 answered = await known[0].answer(asked.request)
             except asyncio.CancelledError:  # of its calls
                 pass
-            except Exception as problem:  # the engine's: it is not the episode that failed
+            except CallUnanswered as problem:  # the engine's: it is not the episode that failed
+                known[0].gone_wrong(problem)
+            except Exception as problem:
                 if not known[1].done():
                     known[1].set_exception(problem)
         if answered is None or asked.key not in self._episodes:

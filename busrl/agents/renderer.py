@@ -206,6 +206,9 @@ class Renderer:
         """Ids of a text that no template wrote, with the special tokens that the tokenizer adds to one."""
         return self._text.ids(text)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._text.decode(ids)
+
     # -- extend -----
 
     def _suffix(
@@ -315,7 +318,8 @@ class Renderer:
         asked = turn.asked
         if asked.text is None:
             asked.text = self._text.decode(asked.path.part(asked.read_from, asked.begin).tolist())
-        return asked.text + turn.text + turn.end_text
+        said = self._text.decode(turn.ids.tolist()) if turn.stopped else turn.text
+        return asked.text + said + turn.end_text
 
     # -- text to ids -----
 

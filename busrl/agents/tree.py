@@ -244,6 +244,7 @@ class Turn:
     generated_ms: int = 0
     reward: float | None = None
     delivered: bool = False
+    stopped: bool = False  # by a text that its client had named
     children: list[Turn] = field(default_factory=list)
     open: int = 0  # calls under way that continue it
     continued: bool = False

@@ -17,7 +17,7 @@ from busrl.algorithms import catalog
 from busrl.config import rules
 from busrl.config.files import FileFacts
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
-from busrl.config.schema import AGENT, TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
+from busrl.config.schema import CALLER_ROLES, TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import AdmissionLimits, derive
@@ -102,7 +102,7 @@ def in_flight(topology: Topology) -> int:
     """Samples that are worked on at once: sequences that all rollout processes which train generate, or episodes that
     agents play; processes that join from outside count as one."""
     if topology.has_callers:
-        return topology.agents.episodes * max(1, count(topology, AGENT))
+        return topology.agents.episodes * max(1, sum(count(topology, role) for role in CALLER_ROLES))
     return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
 
 

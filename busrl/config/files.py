@@ -22,7 +22,7 @@ from busrl.algorithms import selection
 from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
-from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, TINY, Topology
+from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, SERVE, TINY, Topology
 from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
@@ -428,6 +428,12 @@ class _Inspection:
             if mine and shutil.which(entry.command[0]) is None:
                 rule = f"{entry.command[0]} is not an executable program"
                 self._add(key, rule, "build or install it; {here} is this file's folder")
+            if entry.program and entry.count and shutil.which(entry.program[0]) is None:
+                rule = f"{entry.program[0]} is not an executable program"
+                self._add(f"process.{index}.program", rule, "install it; {here} is this file's folder")
+            if (entry.program or entry.role == SERVE) and importlib.util.find_spec("aiohttp") is None:
+                rule = "episodes over HTTP need the package aiohttp"
+                self._add(f"process.{index}.role", rule, "pip install 'busrl[agents]'")
         used = engine_rules.vllm_entries(self.t)
         why, remedy = engine_rules.vllm_objection(*engine_rules.vllm_installed()) if used else ("", "")
         if why:

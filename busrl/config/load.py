@@ -26,6 +26,7 @@ from busrl.config.derive import resolve
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import (
     AGENT,
+    CALLER_ROLES,
     PART_TIMEOUT_S,
     SPAWNED_ROLES,
     TINY,
@@ -155,6 +156,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     entries = (
         dataclasses.replace(
             entry, command=tuple(part.replace("{here}", here) for part in entry.command),
+            program=tuple(part.replace("{here}", here) for part in entry.program),
             function=_function_path(entry.function, source, ("process",)),
         )
         for entry in (*draft.process, *_implied(draft, kind))
@@ -238,8 +240,8 @@ def _replaced(table: Any, names: Sequence[str], value: object) -> Any:
 
 def _implied(draft: Topology, reward: str) -> Iterator[Process]:
     """One process of each role that no entry names; a validator where there are prompts for it, a reward where episodes
-    do not judge themselves, and no agent."""
-    unwanted = {AGENT} | ({"reward"} if reward == AGENT else set())
+    do not judge themselves, and nobody who plays them."""
+    unwanted = {*CALLER_ROLES} | ({"reward"} if reward == AGENT else set())
     for role in SPAWNED_ROLES:
         wanted = role not in unwanted and (role != "validator" or draft.validation.names_prompts)
         if wanted and all(entry.role != role for entry in draft.process):

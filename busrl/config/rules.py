@@ -504,14 +504,15 @@ def _agents(t: Topology) -> Iterator[Finding]:
     """Processes that play episodes, what they need, and what does not go with them."""
     for index, entry in enumerate(t.process):
         at, role = f"process.{index}.function", f"process.{index}.role"
-        if entry.role == AGENT and not FUNCTION.fullmatch(entry.function):
-            rule = "an agent plays episodes with a function: package.module:function or file.py:function"
-            yield Finding((at, role), rule, "name one: see docs/agents.md")
-        elif entry.role != AGENT and entry.function:
-            yield Finding((at, role), "only an agent plays episodes", "remove it")
+        if entry.role == AGENT and bool(entry.program) == bool(FUNCTION.fullmatch(entry.function)):
+            rule = ("an agent plays episodes with a function, package.module:function or file.py:function, or with a "
+                    "program of its own")
+            yield Finding((at, f"process.{index}.program", role), rule, "name one of them: see docs/agents.md")
+        elif entry.role != AGENT and (entry.function or entry.program):
+            yield Finding((at, f"process.{index}.program", role), "only an agent plays episodes", "remove it")
     judged = ("reward.kind", "process")
     if t.reward.kind == AGENT and not t.reward.part and not t.has_callers:
-        yield Finding(judged, "no episode returns a reward", 'add a [[process]] with role = "agent"')
+        yield Finding(judged, "no episode returns a reward", 'add a [[process]] with role = "agent" or "serve"')
     if not t.has_callers:
         return
     if t.segments.on:

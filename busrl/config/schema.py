@@ -39,10 +39,11 @@ from busrl.scheduling.limits import AdmissionLimits
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
-SPAWNED_ROLES = ("rollout", "reward", "learner", "validator", "agent")  # what [[process]] may name
+SPAWNED_ROLES = ("rollout", "reward", "learner", "validator", "agent", "serve")  # what [[process]] may name
 SINGLE_ROLES = ("learner", "validator")
-CALLER_ROLES = ("agent", "serve", "atropos")  # their samples are made of model calls; only the first can be named yet
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
+SERVE = "serve"  # the role that lets clients play them
+CALLER_ROLES = (AGENT, SERVE)  # their samples are made of model calls
 RANK = "rank"  # role of the learner's further processes: rank/1, rank/2, ...
 FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
@@ -359,6 +360,8 @@ class Process:
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
+    program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function; it is led to its "
+                                       "model by OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
@@ -410,8 +413,19 @@ class Agents:
                      "mistral, glm, or file.py:function")
     reasoning: str = key("split", "what stands in thinking marks: reasoning_content of the message, or kept in its "
                          "text", choices=("split", "keep"))
+    sampling: str = key("override", "clients over HTTP that ask for another temperature than the sample's, say, get "
+                        "the sample's, or an error", choices=("override", "refuse"))
     transcript_bytes: int = key(1 << 16, "JSON of an episode's messages, for rewards and people; longer is cut", low=0,
                                 high=1 << 26)
+
+
+@dataclass(frozen=True)
+class Serve:
+    """[serve]: where processes of the role serve listen, for clients that play episodes; see docs/serve.md."""
+
+    host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
+    port: int = key(0, "port of the first of them, the others have the next ones; 0 = any, told in serve-0.json", low=0,
+                    high=65000)
 
 
 # -- for trying things out -----
@@ -603,6 +617,7 @@ class Topology:
     segments: Segments = field(default_factory=Segments)
     lora: Lora = field(default_factory=Lora)
     agents: Agents = field(default_factory=Agents)
+    serve: Serve = field(default_factory=Serve)
     log: Log = field(default_factory=Log)
     simulate: Simulate = field(default_factory=Simulate)
     experiments: Experiments = field(default_factory=Experiments)
@@ -674,7 +689,7 @@ class Topology:
     def processes(self) -> list[ProcessName]:
         """Every process of the run in starting order; several entries of one role are numbered through."""
         names = [ProcessName(role, role, 0, Process(role)) for role in IMPLIED_ROLES]
-        for role in ("learner", "reward", "rollout", AGENT, "validator"):
+        for role in ("learner", "reward", "rollout", *CALLER_ROLES, "validator"):
             specs = [(spec, place) for spec in self.process if spec.role == role for place in range(spec.count)]
             for index, (spec, place) in enumerate(specs):
                 name = role if role in SINGLE_ROLES else f"{role}/{index}"

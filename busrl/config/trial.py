@@ -548,7 +548,7 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
 def try_episodes(t: Topology) -> Iterator[tuple[int, str]]:
     """(which [[process]], what is wrong) of each agent whose function cannot be loaded, in a process of its own."""
     for index, entry in enumerate(t.process):
-        if entry.role == AGENT and FUNCTION.fullmatch(entry.function) and (fault := _episode_fault(t, entry.function)):
+        if entry.role == AGENT and entry.function and (fault := _episode_fault(t, entry.function)):
             yield index, fault.removeprefix(f"function = {entry.function!r}: ")
 
 

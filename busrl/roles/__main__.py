@@ -15,7 +15,8 @@ import sys
 from busrl.errors import NO_SPACE, BusrlError, process_code
 from busrl.paths import RunPaths
 
-ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "rank", "validator", "agent")
+ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "rank", "validator", "agent",
+         "serve")
 
 
 def main() -> int:

@@ -1,278 +1,82 @@
-"""An agent: claims samples, plays the user's function for each in a child, commits what its model calls made.
+"""An agent: plays the user's function, or a program of the user's, for each sample that it claims.
 
-Talks to the ring of samples, to the ring of model calls (`busrl.ring.calls`) and to its children (`busrl.agents`).
-Consumes QUEUED slots, produces GENERATED ones and DATA_GENERATED; with reward.kind = "agent" also REWARDED ones and
-REWARD_COMPUTED. Knows nothing of engines, groups or advantages.
+Talks to its children (`busrl.agents`), which run the user's code, and opens a door over HTTP for their clients
+(`busrl.agents.http`). All else is in `busrl.roles.holder`. Knows nothing of engines, groups or advantages.
 
 - User code runs in children alone: this process holds slots, trees and calls, and its loop cannot be blocked by it.
-- A slot stays GENERATING until its episode has ended: if this process dies the slot goes back to QUEUED, with a new
-  tree; the keeper frees its calls. So attempts accuse no episode here, and suspects are taken like others.
-- An engine that dies, or new weights, cost an episode nothing but time.
-- What an episode returned lies in its slot, so any agent process may commit the reward of one that died.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections import Counter
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+import contextlib
+import importlib.util
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from busrl.agents.child import EpisodeSetup
-from busrl.agents.episode import Answer, Call, Episode, Settings
-from busrl.agents.parsers import MessageMaker, parser_of
-from busrl.agents.pool import Children, Played
-from busrl.agents.renderer import Renderer
-from busrl.agents.tree import Limits, Trajectory
-from busrl.config.pretrained import end_ids
+from busrl.agents.episode import Episode
+from busrl.agents.pool import Children
+from busrl.agents.program import Programs
 from busrl.config.schema import AGENT
-from busrl.data.chat import LightTokenizer, template_of
-from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
-from busrl.protocol import messages as m
-from busrl.ring import Ring, State, seq_of
-from busrl.ring.calls import AsyncCaller, ModelCall
-from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
-from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
-from busrl.states import REWARD_FATES, Fate, HeaderWord
-from busrl.weights.base import VersionSteps
+from busrl.errors import CallUnanswered
+from busrl.roles.holder import Claim, EpisodeHolder
 
-log = logging.getLogger("busrl")
-FATES = REWARD_FATES | {"crashed": Fate.POISON}
-LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission"]
-REWARDS_AT_ONCE = 256
-REQUEST_EVERY_S = 1.0
-UNANSWERED_LIMIT = 3  # episodes of one sample that an engine left without an answer, until the sample is dropped
+if TYPE_CHECKING:
+    from busrl.agents.http import Door
 
 
-@dataclass
-class Claim:
-    """A sample of this process: its slot, the word that owns it, and what its line said at the claim."""
-
-    slot: int
-    word: int
-    line: dict[str, Any]
-
-    @property
-    def uid(self) -> int:
-        return int(self.line["uid"])
-
-
-class Agent(Actor):
+class Agent(EpisodeHolder):
     role = AGENT
-    tick_s = 0.02
-    failed: BaseException | None = None  # what ended the task of an episode: a fault of this process
+    door: Door | None = None
 
     def setup(self) -> None:
-        topology, own = self.topology, self.topology.agents
-        entry = next(one.spec for one in topology.processes() if one.role == AGENT)
-        named = next((one.spec for one in topology.processes() if one.name == self.name), entry)
-        folder, base = Path(topology.model.path), str(Path(topology.source).parent)
-        text = LightTokenizer.of(folder)
-        if text is None:
-            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
-                                 "tokenizers and jinja2")
-        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
-        self.maker = MessageMaker(parser_of(own.tools, template_of(folder, True) or "", base), own.reasoning)
-        context, sampled, tokens = topology.episode_limits
-        self.limits = Limits(context, sampled, tokens, own.max_turns, own.max_sequences)
-        self.calls = Ring.attach(self.paths.calls_name, calls=True)
-        self.calls.register(self.role, self.name)
-        self.claims: dict[int, Claim] = {}
-        self.playing: set[asyncio.Task[None]] = set()
-        self.ends: Counter[str] = Counter()
-        self.unanswered: Counter[int] = Counter()  # by uid
-        self.steps = VersionSteps()
-        self.bell, self.reward_bell = Doorbell(), Doorbell()
-        self._next_request = 0.0
-        self.loop = asyncio.new_event_loop()
-        self.children = Children(EpisodeSetup(named.function, base), own.children, own.episode_s)
-        with self.activity("load the function of episodes", topology.limits.ready_s):
+        super().setup()
+        entries = [one for one in self.topology.processes() if one.role == AGENT]
+        spec = next((one.spec for one in entries if one.name == self.name), entries[0].spec)
+        own = self.topology.agents
+        self.children: Children | Programs
+        if spec.program:
+            self.children = Programs(spec.program, self.base_dir, self.paths.root, own.episode_s)
+            return
+        self.children = Children(EpisodeSetup(spec.function, self.base_dir), own.children, own.episode_s)
+        with self.activity("load the function of episodes", self.topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
 
-    def run_passes(self) -> None:
-        self.loop.run_until_complete(self._passes())
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        if isinstance(self.children, Children) and importlib.util.find_spec("aiohttp") is None:
+            yield  # functions do without it, but for `llm.openai`
+            return
+        from busrl.agents.http import Door  # only here: aiohttp is optional
+
+        async with Door(self.limits.context, self.renderer, self.topology.agents.sampling) as self.door:
+            yield
 
     def work(self) -> bool:
         """Claim samples, and commit the rewards of episodes that have ended."""
-        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
-        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
-        self._request_tasks()
-        taken = self._take()
-        judged = self._commit_rewards() if self.topology.reward.kind == AGENT else 0
-        self.ring_bells(self.bell, self.reward_bell)
-        return bool(taken or judged)
+        taken = self.take(self.room)
+        for claim in taken:
+            self.start(self._play(claim))
+        return super().work() or bool(taken)
 
     def teardown(self) -> None:
-        for claim in self.claims.values():
-            self.ring.release(claim.slot, claim.word, State.QUEUED)
-        log.info("episodes by their ends: %s; calls by how they were rendered: %s", dict(self.ends),
-                 dict(self.renderer.counts))
         self.loop.run_until_complete(self.children.close())
-        self.loop.close()
-        self.calls.close()
-
-    # -- the loop -----
-
-    async def _passes(self) -> None:
-        self.news = asyncio.Event()
-        async with AsyncCaller(self.calls, self.bus.send) as self.caller:
-            while not self.stopping:
-                self.look_around()
-                self.work()
-                await self._wait(self.tick_s)
-                if self.failed is not None:
-                    raise self.failed
-            for task in self.playing:
-                task.cancel()
-            await asyncio.gather(*self.playing, return_exceptions=True)
-
-    async def _wait(self, timeout_s: float) -> None:
-        """Until an episode has ended, or the time is over."""
-        self.news.clear()
-        try:
-            await asyncio.wait_for(self.news.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            pass
-
-    def _request_tasks(self) -> None:
-        """Send the scheduler how many episodes this process plays; its loop looks for them at each tick."""
-        if (now := time.monotonic()) >= self._next_request:
-            self._next_request = now + REQUEST_EVERY_S
-            most = self.topology.agents.episodes
-            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=most - len(self.claims), rows=most))
-
-    # -- samples -----
-
-    def _take(self) -> int:
-        room = self.topology.agents.episodes - len(self.claims)
-        if room <= 0:
-            return 0
-        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=room, max_attempt=ANY_ATTEMPT)
-        lines = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist() if taken else []
-        for (slot, word), values in zip(taken, lines):
-            claim = self.claims[slot] = Claim(slot, word, dict(zip(LINE_FIELDS, values)))
-            task = asyncio.ensure_future(self._play(claim))
-            self.playing.add(task)
-            task.add_done_callback(self._played)
-        return len(taken)
-
-    def _played(self, task: asyncio.Task[None]) -> None:
-        self.playing.discard(task)
-        self.news.set()
-        if not task.cancelled():
-            self.failed = self.failed or task.exception()
+        super().teardown()
 
     async def _play(self, claim: Claim) -> None:
         """Play one sample to its end, and give its slot away."""
-        try:
-            task = read_task(self.ring, claim.slot)
-        except UNREADABLE as problem:
-            self._drop(claim, Fate.MALFORMED, f"its task cannot be read: {problem}")
+        task = self.task_of(claim)
+        if task is None:
             return
         try:
-            played = await self.children.play(lambda: self._episode(claim), task)
+            played = await self.children.play(lambda: self._attempt(claim), task)
         except CallUnanswered as problem:
-            self._gone_wrong(claim, problem)
+            self.gone_wrong(claim, problem)
             return
-        self._settle(claim, played)
+        self.settle(claim, played.ended, played.episode)
 
-    def _episode(self, claim: Claim) -> Episode:
-        settings = Settings(int(claim.line["max_new_tokens"]), self.limits, self.topology.agents.parallel)
-        return Episode(claim.uid, lambda call: self._ask(claim, call), self.renderer, self.maker, settings)
-
-    async def _ask(self, claim: Claim, call: Call) -> Answer:
-        line = claim.line
-        asked = ModelCall(
-            call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
-            top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
-            engine=max(0, call.near),
-        )
-        found = await self.caller.ask(asked, self.topology.limits.work_s)
-        waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
-        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made)
-
-    # -- ends -----
-
-    def _settle(self, claim: Claim, played: Played) -> None:
-        """Commit an episode that ended, or drop its sample."""
-        ended = played.ended
-        self.ends[ended.how] += 1
-        self.unanswered.pop(claim.uid, None)
-        if ended.how in FATES:
-            self._drop(claim, FATES[ended.how], f"its episode {ended.how}: {ended.text}")
-            return
-        made = played.episode.tree.trajectory()
-        if made is None:
-            self._drop(claim, Fate.MALFORMED, "its episode ended without a model call")
-            return
-        try:
-            self._write(claim, made, played)
-        except SlotTooSmall as problem:
-            self._drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
-            return
-        message = commit_episode(self.ring, claim.slot, claim.word, made, self.steps)
-        del self.claims[claim.slot]
-        if message is not None:
-            self.bell.add(lambda: message)
-            self.ring.add(samples=1)
-
-    def _write(self, claim: Claim, made: Trajectory, played: Played) -> None:
-        own, ended = self.topology.agents, played.ended
-        reward = own.failure_reward if ended.how == "used_up" else ended.reward
-        transcript = played.episode.tree.transcript(own.transcript_bytes)
-        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript)
-        try:
-            write_parts(self.ring, claim.slot, claim.word, ended.parts)
-        except SlotTooSmall as problem:  # they are for people: the reward counts all the same
-            self.warn("agent", f"the parts of rewards are not kept: {problem}", kind="parts")
-
-    def _gone_wrong(self, claim: Claim, problem: CallUnanswered) -> None:
-        """Engines gave no answer to a call. The episode is begun again, by whoever takes it, but not for ever."""
-        self.unanswered[claim.uid] += 1
-        if problem.code == "poison":
-            self._drop(claim, Fate.POISON, str(problem))
-        elif self.unanswered[claim.uid] >= UNANSWERED_LIMIT:
-            self._drop(claim, Fate.REWARD_RAISED, f"its calls got no answer {UNANSWERED_LIMIT} times: {problem}")
-        else:
-            self.warn("agent", f"episode {claim.uid} begins again: {problem}", kind="unanswered", uids=[claim.uid])
-            del self.claims[claim.slot]
-            self.ring.release(claim.slot, claim.word, State.QUEUED)
-
-    def _drop(self, claim: Claim, fate: Fate, why: str) -> None:
-        text, _, trace = why.partition("\n")
-        del self.claims[claim.slot]
-        self.unanswered.pop(claim.uid, None)
-        self.warn("agent", f"sample {claim.uid} is dropped: {text}", kind=f"dropped {fate.letter}", uids=[claim.uid],
-                  trace=trace)
-        self.ring.drop(claim.slot, claim.word, fate)
-
-    def _commit_rewards(self) -> int:
-        """What episodes returned, also those of other agent processes that are gone."""
-        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
-        judged = [(slot, word, value) for slot, word in taken if (value := self._returned(slot, word)) is not None]
-        for slot, word, value in judged:
-            uid = int(self.ring.line(slot)["uid"])
-            self.reward_bell.add(partial(m.RewardComputed, slot_id=slot, seq=seq_of(word), uid=uid, reward=value))
-        if judged:
-            self.ring.commit_rewards([(slot, word) for slot, word, _ in judged], [value for *_, value in judged])
-        return len(taken)
-
-    def _returned(self, slot: int, word: int) -> float | None:
-        """The reward of an episode in its slot; None if it is dropped, for it holds none."""
-        uid = int(self.ring.line(slot)["uid"])
-        try:
-            found = reward_of(self.ring, slot)
-        except UNREADABLE as problem:
-            found, why = None, str(problem)
-        else:
-            why = "its slot holds no reward"
-        if found is None:
-            self.warn("agent", f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
-            self.ring.drop(slot, word, Fate.MALFORMED)
-            return None
-        return found[0] + turn_rewards_of(self.ring, slot)
+    def _attempt(self, claim: Claim) -> Episode:
+        episode = self.begin(claim)
+        if self.door is not None:
+            self.door.open(episode, claim.line["temperature"], claim.line["top_p"])
+        return episode

@@ -1,0 +1,326 @@
+"""The door of episodes over HTTP: OpenAI's and vLLM's routes, and those by which a client begins and ends an episode.
+
+Talks to clients (aiohttp), to `Episode`s by their keys, and to a `Desk` where clients may claim samples. Bodies are
+those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
+
+- The key of a request names its episode: a wrong or old one is 401, never another episode.
+- An answer is delivered once it was written; a client that went away before has not got it, and may ask again.
+- Waiting for an engine is no error: the connection stays, and a stream says so every few seconds.
+- 409 and 429 are asked again by OpenAI's clients: the first is for `/end` alone, the second is never used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from busrl.agents import openai
+from busrl.agents.episode import Delivery, Episode
+from busrl.agents.llm import Refusal, Request
+from busrl.agents.renderer import Renderer
+from busrl.agents.tree import Tree
+from busrl.errors import CallRefused, CallUnanswered, UserError
+
+try:
+    from aiohttp import web
+except ImportError as missing:
+    raise UserError('episodes over HTTP need aiohttp, which is not installed: pip install "busrl[agents]"') from missing
+
+BODY_BYTES = 64 << 20
+WAIT_S = 5.0  # between two signs of life in a stream
+MOST_CLAIMS, LONGEST_WAIT_S = 256, 30.0
+EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+class ClaimBody(msgspec.Struct):
+    """`POST /busrl/v1/episodes`."""
+
+    n: int = 1
+    wait_s: float = 0.0
+    name: str = ""
+
+
+class EndBody(msgspec.Struct):
+    """`POST /busrl/v1/episodes/{id}/end`. `turn_rewards`: by call number, or one for each call from 0."""
+
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    turn_rewards: dict[str, float] | list[float] = {}
+    failed: bool = False
+    again: bool = False
+    why: str = ""
+
+
+class Desk(Protocol):
+    """Who gives episodes to clients. `CallRefused` with the code `ended` for one that is theirs no longer."""
+
+    async def claim(self, body: ClaimBody) -> list[dict[str, Any]]: ...
+    def end(self, name: str, body: EndBody) -> dict[str, Any]: ...
+    def renew(self, name: str) -> dict[str, Any]: ...
+    def look(self, name: str) -> dict[str, Any]: ...
+    def touch(self, episode: Episode) -> None: ...
+    def key_of(self, name: str) -> str: ...
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Door:
+    """A listener, and the episodes that may be reached through it. Use `async with`. `context`: ids of the longest
+    call; `sampling`: the rule of agents.sampling; `key`: of the run, which claims need."""
+
+    def __init__(self, context: int, renderer: Renderer, sampling: str, host: str = "127.0.0.1", port: int = 0,
+                 model: str = "policy", desk: Desk | None = None, key: str = "") -> None:
+        self._context, self._renderer, self._rule, self._model = context, renderer, sampling, model
+        self._host, self._port, self._desk, self._key = host, port, desk, key
+        self._episodes: dict[bytes, Episode] = {}  # by a digest of the key: a look-up tells nothing of a key's bytes
+        self._sampling: dict[Episode, tuple[float, float]] = {}
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Door:
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[web.middleware(self._guard)])
+        app.add_routes(self._routes())
+        # A client that goes away cancels its handler: what nobody gets is not trained.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+        except OSError as problem:
+            await self._runner.cleanup()
+            raise UserError(f"serve.host = {self._host!r}, serve.port = {self._port}: cannot listen there: {problem}; "
+                            "take another, or port = 0 for any") from None
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    @property
+    def base_url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/v1"
+
+    def open(self, episode: Episode, temperature: float = 1.0, top_p: float = 1.0) -> str:
+        """The key by which an episode is reached, until it is closed."""
+        key = secrets.token_hex(16)
+        digest = _digest(key)
+        self._episodes[digest], self._sampling[episode] = episode, (temperature, top_p)
+
+        def close() -> None:
+            self._episodes.pop(digest, None)
+            self._sampling.pop(episode, None)
+
+        episode.on_close, episode.openai = close, {"base_url": self.base_url, "api_key": key}
+        return key
+
+    # -- who asks -----
+
+    def _keys(self, request: web.Request) -> Iterator[str]:
+        """The key of a request, as clients have it: the first that is there counts."""
+        yield request.headers.get("x-busrl-episode", "")
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        yield key.strip() if kind.lower() == "bearer" else ""
+        yield request.headers.get("x-api-key", "")
+
+    def _key_of(self, request: web.Request) -> str:
+        return next(filter(None, self._keys(request)), "")
+
+    def _episode(self, request: web.Request) -> Episode:
+        episode = self._episodes.get(_digest(self._key_of(request)))
+        if episode is None:
+            raise CallRefused("invalid_api_key", "no episode has this key: it is over, or the key is wrong")
+        if self._desk is not None:
+            self._desk.touch(episode)
+        return episode
+
+    def _is_the_runs(self, request: web.Request) -> bool:
+        return bool(self._key) and hmac.compare_digest(self._key_of(request).encode(), self._key.encode())
+
+    def _need_the_runs(self, request: web.Request) -> Desk:
+        if self._desk is None or not self._is_the_runs(request):
+            raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
+        return self._desk
+
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every refusal as OpenAI has it."""
+        try:
+            return await handler(request)
+        except CallRefused as refused:
+            status = 401 if refused.code == "invalid_api_key" else 409 if refused.code == "ended" else 400
+            return _answer(openai.error(str(refused), refused.code, refused.param), status)
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the body is larger than {BODY_BYTES >> 20} MiB"
+            return _answer(openai.error(text, "invalid"), 413)
+        except web.HTTPException as problem:
+            text = f"{request.method} {request.path}: {problem.reason}"
+            return _answer(openai.error(text, "not_found"), problem.status)
+
+    def _routes(self) -> list[web.RouteDef]:
+        found = [
+            web.post("/v1/chat/completions", self._chat), web.post("/v1/completions", self._complete),
+            web.post("/inference/v1/generate", self._generate), web.get("/v1/models", self._models),
+            web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
+            web.get("/health", self._health),
+        ]
+        if self._desk is None:
+            return found
+        one = "/busrl/v1/episodes/{name}"
+        return [*found, web.post("/busrl/v1/episodes", self._claim), web.post(one + "/end", self._end),
+                web.post(one + "/extend", self._extend), web.get(one, self._look)]
+
+    # -- calls -----
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        episode, raw = self._episode(request), await request.read()
+        body: openai.ChatBody = openai.read(raw, openai.ChatBody)
+        asked, changed = openai.chat_request(body, self._distribution(episode))
+        return await self._answered(request, episode, raw, asked, changed, body, "chat")
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        episode, raw = self._episode(request), await request.read()
+        body: openai.CompletionBody = openai.read(raw, openai.CompletionBody)
+        asked, changed = openai.complete_request(body, self._distribution(episode))
+        return await self._answered(request, episode, raw, asked, changed, body, "completion")
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        episode, raw = self._episode(request), await request.read()
+        body: openai.GenerateBody = openai.read(raw, openai.GenerateBody)
+        body.sampling_params.prompt, body.sampling_params.stream = body.token_ids, None
+        asked, changed = openai.complete_request(body.sampling_params, self._distribution(episode))
+        return await self._answered(request, episode, raw, asked, changed, body.sampling_params, "generated")
+
+    def _distribution(self, episode: Episode) -> openai.Sampling:
+        return (self._rule, *self._sampling.get(episode, (1.0, 1.0)))
+
+    async def _answered(self, request: web.Request, episode: Episode, raw: bytes, asked: Request, changed: bool,
+                        body: openai.Body, shape: str) -> web.StreamResponse:
+        episode.counts["overridden"] += changed
+        retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked))
+        try:
+            stream = await self._waited(request, work) if body.stream else None
+            given, response = await work
+        except CallUnanswered as problem:
+            episode.gone_wrong(problem)
+            raise CallRefused("invalid_api_key", f"this episode is over: {problem}") from None
+        except asyncio.CancelledError:
+            if not episode.closed or not work.cancelled():
+                raise  # the client went away
+            raise CallRefused("invalid_api_key", "this episode is over") from None
+        finally:
+            work.cancel()
+        if isinstance(response, Refusal):
+            refused = CallRefused(response.code, response.text, response.param)
+            if stream is None:
+                raise refused
+            return await self._ended(stream, openai.error(str(refused), refused.code, refused.param))
+        return await self._deliver(request, given, body, shape, stream)
+
+    async def _waited(self, request: web.Request, work: asyncio.Future[Any]) -> web.StreamResponse | None:
+        """Wait for the answer to a stream; the response that was begun meanwhile, to say that the call waits."""
+        stream: web.StreamResponse | None = None
+        while not (await asyncio.wait({work}, timeout=WAIT_S))[0]:
+            if stream is None:
+                stream = web.StreamResponse(headers=EVENT_STREAM)
+                await stream.prepare(request)
+            await stream.write(b": wait\n\n")
+        return stream
+
+    async def _deliver(self, request: web.Request, given: Delivery, body: openai.Body, shape: str,
+                       stream: web.StreamResponse | None) -> web.StreamResponse:
+        answers = openai.Answers(given.turns, body, self._model, next(self._numbers), self._renderer.decode)
+        if body.stream:
+            if stream is None:
+                stream = web.StreamResponse(headers=EVENT_STREAM)
+                await stream.prepare(request)
+            for chunk in answers.chunks() if shape == "chat" else answers.completion_chunks():
+                await stream.write(b"data: " + openai.written(chunk) + b"\n\n")
+            await stream.write(b"data: [DONE]\n\n")
+            await stream.write_eof()
+            given.delivered()
+            return stream
+        response = _answer(getattr(answers, shape)())
+        await response.prepare(request)
+        await response.write_eof()
+        given.delivered()
+        return response
+
+    async def _ended(self, stream: web.StreamResponse, said: Mapping[str, Any]) -> web.StreamResponse:
+        await stream.write(b"data: " + openai.written(said) + b"\n\n")
+        await stream.write_eof()
+        return stream
+
+    # -- about the model -----
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "busrl", "max_model_len": self._context}
+        return _answer({"object": "list", "data": [card]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _answer({})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self._known(request)
+        body: openai.TokenizeBody = openai.read(await request.read(), openai.TokenizeBody)
+        if body.messages:
+            tree = Tree()
+            history = tree.read(body.messages, body.tools)
+            found = self._renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
+        else:
+            found = self._renderer.encode(body.prompt)
+        return _answer({"tokens": found, "count": len(found), "max_model_len": self._context})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        self._known(request)
+        body: openai.DetokenizeBody = openai.read(await request.read(), openai.DetokenizeBody)
+        if wrong := [one for one in body.tokens if not 0 <= one < self._renderer.vocabulary]:
+            raise CallRefused("invalid", f"tokens: {wrong[0]} is no token id", "tokens")
+        return _answer({"prompt": self._renderer.decode(body.tokens)})
+
+    def _known(self, request: web.Request) -> None:
+        if not self._is_the_runs(request):
+            self._episode(request)
+
+    # -- episodes of clients -----
+
+    async def _claim(self, request: web.Request) -> web.Response:
+        desk = self._need_the_runs(request)
+        body: ClaimBody = openai.read(await request.read() or b"{}", ClaimBody)
+        if not 1 <= body.n <= MOST_CLAIMS or not 0 <= body.wait_s <= LONGEST_WAIT_S:
+            rule = f"1 to {MOST_CLAIMS} episodes, at most {LONGEST_WAIT_S:g} s"
+            raise CallRefused("invalid", f"n = {body.n}, wait_s = {body.wait_s:g}: {rule}", "n")
+        return _answer(await desk.claim(body))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        desk = self._owner(request)
+        body: EndBody = openai.read(await request.read() or b"{}", EndBody)
+        return _answer(desk.end(request.match_info["name"], body))
+
+    async def _extend(self, request: web.Request) -> web.Response:
+        return _answer(self._owner(request).renew(request.match_info["name"]))
+
+    async def _look(self, request: web.Request) -> web.Response:
+        return _answer(self._owner(request).look(request.match_info["name"]))
+
+    def _owner(self, request: web.Request) -> Desk:
+        """Whoever claimed the episode, or has its key, which lasts as long as its answers are kept."""
+        assert self._desk is not None
+        expected, key = self._desk.key_of(request.match_info["name"]), self._key_of(request)
+        if not self._is_the_runs(request) and not (expected and hmac.compare_digest(expected.encode(), key.encode())):
+            raise CallRefused("invalid_api_key", "this is neither the run's key nor that of the episode")
+        return self._desk
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest()
+
+
+def _answer(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=openai.written(value), status=status, content_type="application/json")

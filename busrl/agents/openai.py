@@ -1,0 +1,291 @@
+"""Bodies of OpenAI's and vLLM's routes as requests of an episode, and its turns as their answers. Pure.
+
+Talks to nothing. Knows nothing of HTTP, keys or episodes: `busrl.agents.http` carries these bodies.
+
+- What would change the distribution that the learner divides by is refused, or overridden and counted
+  (`agents.sampling`); what only describes the answer is honoured.
+- A field that is not known is ignored, as OpenAI's servers do; one of the wrong type is refused with its name.
+- `usage` counts what the model read and wrote: the whole path, which is what clients compact their histories by.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from busrl.agents.episode import finish_reason
+from busrl.agents.llm import ChatRequest, CompleteRequest
+from busrl.agents.tree import Turn
+from busrl.errors import CallRefused
+
+MOST_STOPS, LONGEST_STOP = 16, 256
+Sampling = tuple[str, float, float]  # a rule of agents.sampling, temperature and top-p of the sample
+T = TypeVar("T", bound="Body")
+
+
+class Body(msgspec.Struct):
+    """What all routes of calls have."""
+
+    model: str = ""
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    structured_outputs: Any = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[msgspec.Raw] = []
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"null")
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str | list[int]] = ""
+    logprobs: int | bool | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class GenerateBody(msgspec.Struct):
+    """`POST /inference/v1/generate`, vLLM's route of token ids."""
+
+    token_ids: list[int]
+    sampling_params: CompletionBody = msgspec.field(default_factory=CompletionBody)
+    model: str = ""
+
+
+class TokenizeBody(msgspec.Struct):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    prompt: str = ""
+    messages: list[msgspec.Raw] = []
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(msgspec.Struct):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+
+
+def read(body: bytes, kind: type[Any]) -> Any:
+    """A body by its type; CallRefused names the field that is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as problem:
+        where = re.search(r"\$\.?([^`\s]*)", str(problem))
+        param = re.split(r"[.\[]", where[1])[0] if where else ""
+        raise CallRefused("invalid", f"{param or 'the body'}: {problem}", param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise CallRefused("invalid", f"the body is not JSON: {problem}") from None
+    except RecursionError:
+        raise CallRefused("invalid", "the body is nested too deeply") from None
+
+
+# -- requests ---------------------------------------------
+
+
+def chat_request(body: ChatBody, sampling: Sampling) -> tuple[ChatRequest, bool]:
+    """The request, and whether sampling parameters were overridden."""
+    for name, allowed in (("functions", None), ("function_call", None), ("modalities", ["text"])):
+        if getattr(body, name) not in (None, allowed):
+            raise CallRefused("unsupported", f"{name} is not supported here: use tools, and text", name)
+    choice = body.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise CallRefused("unsupported", 'tool_choice: only "auto" and "none": a forced call changes the distribution '
+                          "that is trained", "tool_choice")
+    if body.top_logprobs:
+        raise CallRefused("unsupported", "top_logprobs: only 0: engines keep the drawn token's alone", "top_logprobs")
+    changed = _sampling(body, sampling)
+    tools = msgspec.Raw(b"null") if choice == "none" else body.tools
+    around = tools, body.chat_template_kwargs
+    return ChatRequest(body.messages, *around, _count(body), _wanted(body), stop=_stops(body)), changed
+
+
+def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[CompleteRequest, bool]:
+    """As `chat_request`, of a text or token ids."""
+    for name in ("echo", "suffix", "best_of"):
+        if getattr(body, name) not in (None, False, "", 1):
+            raise CallRefused("unsupported", f"{name} is not supported", name)
+    prompt: Any = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) != 1:
+            raise CallRefused("unsupported", f"prompt: {len(prompt)} prompts; ask for one at a time", "prompt")
+        prompt = prompt[0]
+    changed = _sampling(body, sampling)
+    return CompleteRequest(prompt, _count(body), _wanted(body), stop=_stops(body)), changed
+
+
+def _count(body: Body) -> int:
+    return 1 if body.n is None else body.n
+
+
+def _wanted(body: Body) -> int:
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if wanted is None:
+        return 0
+    if wanted < 1:
+        raise CallRefused("invalid", f"max_tokens = {wanted}: must be at least 1", "max_tokens")
+    return wanted
+
+
+def _stops(body: Body) -> list[str]:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MOST_STOPS or any(not 1 <= len(one) <= LONGEST_STOP for one in stops):
+        raise CallRefused("invalid", f"stop: at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
+    return stops
+
+
+def _sampling(body: Body, sampling: Sampling) -> bool:
+    """Whether the request wants another distribution than that of the sample; CallRefused where that cannot be."""
+    rule, temperature, top_p = sampling
+    for name in ("response_format", "guided_json", "guided_regex", "structured_outputs"):
+        given = getattr(body, name)
+        if given is not None and not (isinstance(given, dict) and given.get("type") == "text"):
+            raise CallRefused("unsupported", f"{name} changes the distribution that is trained", name)
+    own = {"temperature": temperature, "top_p": top_p, "presence_penalty": 0, "frequency_penalty": 0,
+           "repetition_penalty": 1, "top_k": 0, "min_p": 0, "logit_bias": {}}
+    other = [name for name, value in own.items()
+             if (given := getattr(body, name)) not in (None, value) and not (name == "top_k" and given == -1)]
+    if other and rule == "refuse":
+        name = other[0]
+        rule = f'samples are drawn with {own[name]} (agents.sampling = "refuse")'
+        raise CallRefused("unsupported", f"{name} = {getattr(body, name)}: {rule}", name)
+    return bool(other)
+
+
+# -- answers ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The turns of one request, to be written in the shapes of its route. `text_of` gives the text of ids."""
+
+    turns: Sequence[Turn]
+    body: Body
+    model: str
+    number: int
+    text_of: Callable[[Sequence[int]], str]
+
+    def usage(self) -> dict[str, int]:
+        read, wrote = self.turns[0].begin, sum(len(turn.ids) for turn in self.turns)
+        return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+    def head(self, kind: str, prefix: str) -> dict[str, Any]:
+        return {"id": f"{prefix}-{self.number}", "object": kind, "created": int(time.time()),
+                "model": self.body.model or self.model}
+
+    def chat(self) -> dict[str, Any]:
+        turns = enumerate(self.turns)
+        choices = [{"index": place, "message": turn.message, **self._more(turn)} for place, turn in turns]
+        return {**self.head("chat.completion", "chatcmpl"), "choices": choices, "usage": self.usage(), **self._ids(),
+                "busrl": self.about(self.turns[-1])}
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """The same as chunks of a stream, each choice whole in one of them."""
+        head = self.head("chat.completion.chunk", "chatcmpl")
+        for place, turn in enumerate(self.turns):
+            calls = [{**one, "index": at} for at, one in enumerate(turn.message.get("tool_calls") or [])]
+            delta = {**turn.message, "tool_calls": calls} if calls else turn.message
+            more = self._more(turn)
+            reason = more.pop("finish_reason")
+            yield {**head, "choices": [{"index": place, "delta": delta, "finish_reason": None, **more}]}
+            about = self.about(turn)
+            yield {**head, "choices": [{"index": place, "delta": {}, "finish_reason": reason}], "busrl": about}
+        yield from self._usage_chunk(head)
+
+    def completion(self) -> dict[str, Any]:
+        return {**self.head("text_completion", "cmpl"), "choices": [*self._texts()], "usage": self.usage(),
+                **self._ids(), "busrl": self.about(self.turns[-1])}
+
+    def completion_chunks(self) -> Iterator[dict[str, Any]]:
+        head = self.head("text_completion", "cmpl")
+        for choice in self._texts():
+            yield {**head, "choices": [choice]}
+        yield from self._usage_chunk(head)
+
+    def generated(self) -> dict[str, Any]:
+        choices = [{"index": place, "token_ids": turn.ids.tolist(), "finish_reason": finish_reason(turn),
+                    "logprobs": {"content": self._logprobs(turn, True)}} for place, turn in enumerate(self.turns)]
+        return {"request_id": f"gen-{self.number}", "choices": choices, "usage": self.usage(),
+                "busrl": self.about(self.turns[-1])}
+
+    def about(self, turn: Turn) -> dict[str, int]:
+        """What only busrl says: the policy version of the last token, and the number of the call."""
+        return {"version": int(turn.versions[-1]), "turn": turn.number}
+
+    def _more(self, turn: Turn) -> dict[str, Any]:
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        wanted = bool(getattr(self.body, "logprobs", None))
+        found: dict[str, Any] = {"finish_reason": finish_reason(turn),
+                                 "logprobs": {"content": self._logprobs(turn, as_ids)} if wanted else None}
+        return {**found, "token_ids": turn.ids.tolist()} if self.body.return_token_ids else found
+
+    def _texts(self) -> Iterator[dict[str, Any]]:
+        for place, turn in enumerate(self.turns):
+            more = self._more(turn)
+            if getattr(self.body, "logprobs", None) is not None:
+                rows = self._logprobs(turn, bool(self.body.return_tokens_as_token_ids))
+                more["logprobs"] = {"tokens": [one["token"] for one in rows], "top_logprobs": None, "text_offset": [],
+                                    "token_logprobs": [one["logprob"] for one in rows]}
+            yield {"index": place, "text": turn.message["content"], **more}
+
+    def _logprobs(self, turn: Turn, as_ids: bool) -> list[dict[str, Any]]:
+        pairs = zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True)
+        return [{"token": f"token_id:{one}" if as_ids else self.text_of([one]), "logprob": score, "bytes": None,
+                 "top_logprobs": []} for one, score in pairs]
+
+    def _ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.turns[0].asked.prompt.tolist()} if self.body.return_token_ids else {}
+
+    def _usage_chunk(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if (self.body.stream_options or {}).get("include_usage"):
+            yield {**head, "choices": [], "usage": self.usage()}
+
+
+def error(text: str, code: str, param: str = "") -> dict[str, Any]:
+    """An error as OpenAI has it."""
+    kind = "authentication_error" if code == "invalid_api_key" else "invalid_request_error"
+    return {"error": {"message": text, "type": kind, "param": param or None, "code": code}}
+
+
+def written(value: Mapping[str, Any]) -> bytes:
+    """JSON, whatever text a model wrote: halves of characters are written as escapes."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()

@@ -1,0 +1,283 @@
+"""The base of roles whose samples are episodes: holds their slots, trees and model calls until they end.
+
+Talks to the ring of samples and to the ring of model calls (`busrl.ring.calls`). Consumes QUEUED slots, produces
+GENERATED ones and DATA_GENERATED; with reward.kind = "agent" also REWARDED ones and REWARD_COMPUTED. Knows nothing of
+whose code an episode is, of engines, groups or advantages.
+
+- A slot stays GENERATING until its episode has ended: if this process dies the slot goes back to QUEUED, with a new
+  tree; the keeper frees its calls. So attempts accuse no episode here, and suspects are taken like others.
+- An engine that dies, or new weights, cost an episode nothing but time.
+- What an episode returned lies in its slot, so any such process may commit the reward of one that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.llm import Ended
+from busrl.agents.parsers import MessageMaker, parser_of
+from busrl.agents.renderer import Renderer
+from busrl.agents.tree import Limits, Trajectory
+from busrl.config.pretrained import end_ids
+from busrl.config.schema import AGENT
+from busrl.data.chat import LightTokenizer, template_of
+from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
+from busrl.protocol import messages as m
+from busrl.ring import Ring, State, seq_of
+from busrl.ring.calls import AsyncCaller, ModelCall
+from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
+from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
+from busrl.states import REWARD_FATES, Fate, HeaderWord
+from busrl.weights.base import VersionSteps
+
+log = logging.getLogger("busrl")
+FATES = REWARD_FATES | {"crashed": Fate.POISON}
+LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p", "priority", "admission",
+               "group"]
+REWARDS_AT_ONCE = 256
+REQUEST_EVERY_S = 1.0
+UNANSWERED_LIMIT = 3  # episodes of one sample that an engine left without an answer, until the sample is dropped
+
+
+@dataclass
+class Claim:
+    """A sample of this process: its slot, the word that owns it, and what its line said at the claim."""
+
+    slot: int
+    word: int
+    line: dict[str, Any]
+
+    @property
+    def uid(self) -> int:
+        return int(self.line["uid"])
+
+
+class EpisodeHolder(Actor):
+    """A role gives `serving` and decides in `work` how many samples it `take`s; an episode is `begin`ning with a
+    claim, and ends with `settle`, `gone_wrong`, `drop` or `give_back`."""
+
+    tick_s = 0.02
+    failed: BaseException | None = None  # what ended a task of this process: a fault of its own
+
+    def setup(self) -> None:
+        topology, own = self.topology, self.topology.agents
+        folder, self.base_dir = Path(topology.model.path), str(Path(topology.source).parent)
+        text = LightTokenizer.of(folder)
+        if text is None:
+            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
+                                 "tokenizers and jinja2")
+        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
+        self.maker = MessageMaker(parser_of(own.tools, template_of(folder, True) or "", self.base_dir), own.reasoning)
+        context, sampled, tokens = topology.episode_limits
+        self.limits = Limits(context, sampled, tokens, own.max_turns, own.max_sequences)
+        self.calls = Ring.attach(self.paths.calls_name, calls=True)
+        self.calls.register(self.role, self.name)
+        self.claims: dict[int, Claim] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.ends: Counter[str] = Counter()
+        self.unanswered: Counter[int] = Counter()  # by uid
+        self.steps = VersionSteps()
+        self.bell, self.reward_bell = Doorbell(), Doorbell()
+        self._next_request = 0.0
+        self.loop = asyncio.new_event_loop()
+
+    def run_passes(self) -> None:
+        self.loop.run_until_complete(self._passes())
+
+    def teardown(self) -> None:
+        for claim in list(self.claims.values()):
+            self.give_back(claim)
+        log.info("episodes by their ends: %s; calls by how they were rendered: %s", dict(self.ends),
+                 dict(self.renderer.counts))
+        self.loop.close()
+        self.calls.close()
+
+    @abstractmethod
+    def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """What stands while passes are made."""
+
+    def work(self) -> bool:
+        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
+        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
+        self._request_tasks()
+        judged = self._commit_rewards() if self.topology.reward.kind == AGENT else 0
+        self.ring_bells(self.bell, self.reward_bell)
+        return bool(judged)
+
+    # -- the loop -----
+
+    async def _passes(self) -> None:
+        self.news = asyncio.Event()
+        async with AsyncCaller(self.calls, self.bus.send) as self.caller, self.serving():
+            while not self.stopping:
+                self.look_around()
+                self.work()
+                await self._wait(self.tick_s)
+                if self.failed is not None:
+                    raise self.failed
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Until an episode has ended, or the time is over."""
+        self.news.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.news.wait(), timeout_s)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let it run beside the passes; what it raises ends this process."""
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.news.set()
+        if not task.cancelled():
+            self.failed = self.failed or task.exception()
+
+    def _request_tasks(self) -> None:
+        """Send the scheduler how many episodes this process holds; its loop looks for them at each tick."""
+        if (now := time.monotonic()) >= self._next_request:
+            self._next_request = now + REQUEST_EVERY_S
+            most = self.topology.agents.episodes
+            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=self.room, rows=most))
+
+    # -- samples -----
+
+    @property
+    def room(self) -> int:
+        """How many samples more it may hold."""
+        return self.topology.agents.episodes - len(self.claims)
+
+    def take(self, most: int) -> list[Claim]:
+        """Samples that nobody holds, best first."""
+        if min(most, self.room) <= 0:
+            return []
+        limit = min(most, self.room)
+        taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
+        lines = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist() if taken else []
+        made = [Claim(*one, dict(zip(LINE_FIELDS, values))) for one, values in zip(taken, lines)]
+        self.claims.update({claim.slot: claim for claim in made})
+        return made
+
+    def task_of(self, claim: Claim) -> bytes | None:
+        """Its line of the data as JSON; None: it cannot be read, and is dropped."""
+        try:
+            return read_task(self.ring, claim.slot)
+        except UNREADABLE as problem:
+            self.drop(claim, Fate.MALFORMED, f"its task cannot be read: {problem}")
+            return None
+
+    def begin(self, claim: Claim) -> Episode:
+        """The calls of an attempt at it."""
+        settings = Settings(int(claim.line["max_new_tokens"]), self.limits, self.topology.agents.parallel)
+        return Episode(claim.uid, lambda call: self._ask(claim, call), self.renderer, self.maker, settings)
+
+    async def _ask(self, claim: Claim, call: Call) -> Answer:
+        line = claim.line
+        asked = ModelCall(
+            call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
+            top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
+            engine=max(0, call.near),
+        )
+        found = await self.caller.ask(asked, self.topology.limits.work_s)
+        waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
+        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made)
+
+    # -- ends -----
+
+    def settle(self, claim: Claim, ended: Ended, episode: Episode) -> str:
+        """Commit an episode that ended; or drop its sample, and say why."""
+        self.ends[ended.how] += 1
+        self.unanswered.pop(claim.uid, None)
+        if ended.how in FATES:
+            return self.drop(claim, FATES[ended.how], f"its episode {ended.how}: {ended.text}")
+        made = episode.tree.trajectory()
+        if made is None:
+            return self.drop(claim, Fate.MALFORMED, "its episode ended without a model call")
+        try:
+            self._write(claim, made, ended, episode)
+        except SlotTooSmall as problem:
+            return self.drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
+        message = commit_episode(self.ring, claim.slot, claim.word, made, self.steps)
+        del self.claims[claim.slot]
+        if message is not None:
+            self.bell.add(lambda: message)
+            self.ring.add(samples=1)
+        return ""
+
+    def _write(self, claim: Claim, made: Trajectory, ended: Ended, episode: Episode) -> None:
+        own = self.topology.agents
+        reward = own.failure_reward if ended.how == "used_up" else ended.reward
+        transcript = episode.tree.transcript(own.transcript_bytes)
+        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript)
+        try:
+            write_parts(self.ring, claim.slot, claim.word, ended.parts)
+        except SlotTooSmall as problem:  # they are for people: the reward counts all the same
+            self.warn(self.role, f"the parts of rewards are not kept: {problem}", kind="parts")
+
+    def gone_wrong(self, claim: Claim, problem: CallUnanswered) -> None:
+        """Engines gave no answer to a call. The episode is begun again, by whoever takes it, but not for ever."""
+        self.unanswered[claim.uid] += 1
+        if problem.code == "poison":
+            self.drop(claim, Fate.POISON, str(problem))
+        elif self.unanswered[claim.uid] >= UNANSWERED_LIMIT:
+            self.drop(claim, Fate.REWARD_RAISED, f"its calls got no answer {UNANSWERED_LIMIT} times: {problem}")
+        else:
+            self.warn(self.role, f"episode {claim.uid} begins again: {problem}", kind="unanswered", uids=[claim.uid])
+            self.give_back(claim)
+
+    def give_back(self, claim: Claim) -> None:
+        """Its sample waits again, for whoever takes it."""
+        del self.claims[claim.slot]
+        self.ring.release(claim.slot, claim.word, State.QUEUED)
+
+    def drop(self, claim: Claim, fate: Fate, why: str) -> str:
+        """Its sample is lost, for this reason, which is returned."""
+        text, _, trace = why.partition("\n")
+        del self.claims[claim.slot]
+        self.unanswered.pop(claim.uid, None)
+        self.warn(self.role, f"sample {claim.uid} is dropped: {text}", kind=f"dropped {fate.letter}", uids=[claim.uid],
+                  trace=trace)
+        self.ring.drop(claim.slot, claim.word, fate)
+        return text
+
+    def _commit_rewards(self) -> int:
+        """What episodes returned, also those of other processes that are gone."""
+        taken = self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=REWARDS_AT_ONCE)
+        judged = [(slot, word, value) for slot, word in taken if (value := self._returned(slot, word)) is not None]
+        for slot, word, value in judged:
+            uid = int(self.ring.line(slot)["uid"])
+            self.reward_bell.add(partial(m.RewardComputed, slot_id=slot, seq=seq_of(word), uid=uid, reward=value))
+        if judged:
+            self.ring.commit_rewards([(slot, word) for slot, word, _ in judged], [value for *_, value in judged])
+        return len(taken)
+
+    def _returned(self, slot: int, word: int) -> float | None:
+        """The reward of an episode in its slot; None if it is dropped, for it holds none."""
+        uid = int(self.ring.line(slot)["uid"])
+        try:
+            found = reward_of(self.ring, slot)
+        except UNREADABLE as problem:
+            found, why = None, str(problem)
+        else:
+            why = "its slot holds no reward"
+        if found is None:
+            self.warn(self.role, f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
+            self.ring.drop(slot, word, Fate.MALFORMED)
+            return None
+        return found[0] + turn_rewards_of(self.ring, slot)
