@@ -66,7 +66,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "client": "", "weights": "client", "engine": "client weights",
     },
     "engines.torch": {
-        "decoder": "", "lora": "", "fast": "decoder", "engine": "decoder fast lora",
+        "decoder": "", "lora": "", "prefix": "", "fast": "decoder", "engine": "decoder fast lora prefix",
     },
     "engines.vllm": {
         "cpu_patches": "", "process": "", "weights": "process", "engine": "process weights",
