@@ -85,7 +85,7 @@ class Door:
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Door:
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[web.middleware(self._guard)])
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
         app.add_routes(self._routes())
         # A client that goes away cancels its handler: what nobody gets is not trained.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -148,6 +148,7 @@ class Door:
             raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
         return self._desk
 
+    @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every refusal as OpenAI has it."""
         try:

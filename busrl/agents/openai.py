@@ -72,7 +72,7 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str | list[int]] = ""
+    prompt: str | list[Any] = ""  # a text, token ids, or a list of one of these
     logprobs: int | bool | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -141,13 +141,20 @@ def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[Complete
     for name in ("echo", "suffix", "best_of"):
         if getattr(body, name) not in (None, False, "", 1):
             raise CallRefused("unsupported", f"{name} is not supported", name)
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) != 1:
-            raise CallRefused("unsupported", f"prompt: {len(prompt)} prompts; ask for one at a time", "prompt")
-        prompt = prompt[0]
     changed = _sampling(body, sampling)
-    return CompleteRequest(prompt, _count(body), _wanted(body), stop=_stops(body)), changed
+    return CompleteRequest(_prompt(body.prompt), _count(body), _wanted(body), stop=_stops(body)), changed
+
+
+def _prompt(given: Any) -> str | list[int]:
+    """A text or token ids, perhaps as the only one of a list."""
+    if isinstance(given, list) and given and not isinstance(given[0], int):
+        if len(given) != 1:
+            raise CallRefused("unsupported", f"prompt: {len(given)} prompts; ask for one at a time", "prompt")
+        given = given[0]
+    if isinstance(given, list) and all(type(one) is int for one in given) or isinstance(given, str):
+        found: str | list[int] = given
+        return found
+    raise CallRefused("invalid", "prompt: must be a text or a list of token ids", "prompt")
 
 
 def _count(body: Body) -> int:

@@ -1,0 +1,73 @@
+"""A client of `configs/serve.toml` in plain Python: claims episodes, asks the model for each, says what it was worth.
+
+    python examples/agents/http_client.py RUN_DIR [--at-once 16]
+
+Any language that speaks HTTP can do this. It ends when the run has: nobody answers any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+SECOND_TRY = 0.5  # a right answer is worth this much then
+START_S = 120.0
+
+
+def post(url: str, key: str, body: dict[str, Any]) -> Any:
+    head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=300) as answer:
+        return json.load(answer)
+
+
+def play(episode: dict[str, Any]) -> float:
+    """Two calls at most, as in two_tries.py."""
+    task = episode["task"]
+    for worth in (1.0, SECOND_TRY):
+        answer = post(f"{episode['base_url']}/completions", episode["api_key"], {"prompt": task["prompt"]})
+        if answer["choices"][0]["text"].rpartition("|")[2] == task["answer"]:
+            return worth
+    return 0.0
+
+
+def work(server: str, key: str) -> None:
+    """Claim, play and end one episode after another until nobody answers."""
+    while True:
+        try:
+            for episode in post(f"{server}/busrl/v1/episodes", key, {"n": 1, "wait_s": 10}):
+                reward = play(episode)
+                post(f"{server}/busrl/v1/episodes/{episode['episode']}/end", episode["api_key"], {"reward": reward})
+        except urllib.error.HTTPError as problem:
+            print(problem.code, problem.read().decode(), file=sys.stderr)  # this episode is somebody else's now
+        except OSError:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--at-once", type=int, default=16)
+    options = parser.parse_args()
+    told, until = options.run_dir / "serve-0.json", time.monotonic() + START_S
+    while not told.exists():
+        if time.monotonic() > until:
+            sys.exit(f"{told} is not there after {START_S:g} s: does the run have a [[process]] with role = \"serve\"?")
+        time.sleep(0.1)
+    about = json.loads(told.read_text())
+    server, key = about["base_url"].removesuffix("/v1"), Path(about["key"]).read_text()
+    threads = [threading.Thread(target=work, args=(server, key)) for _ in range(options.at_once)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
