@@ -51,11 +51,13 @@ class CallDetails(msgspec.Struct, omit_defaults=True):
 
 
 class Served(NamedTuple):
-    """The tensor `served`: which process of the ring answered, and from when to when (monotonic nanoseconds)."""
+    """The tensor `served`: which process of the ring answered, from when to when (monotonic nanoseconds), and how many
+    of the ids that it read it computed, where it says so."""
 
     engine: int
     claimed_ns: int
     done_ns: int
+    computed: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class ModelCall:
 @dataclass(frozen=True)
 class CallAnswer:
     """What an engine drew: at least one id, each with its log-probability and the version of the weights. `finish` is a
-    code of `Finish`, `engine` the process that answered, where the prefix may still be."""
+    code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of the ids read."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -93,6 +95,7 @@ class CallAnswer:
     engine: int
     waited_s: float
     generated_s: float
+    computed: int = 0
 
 
 @dataclass(eq=False)
@@ -129,10 +132,10 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
-    finish: int, claimed_ns: int,
+    finish: int, claimed_ns: int, computed: int = 0,
 ) -> bool:
     """Put an answer into a call that is held, and commit it; False if the slot has moved. SlotTooSmall, NotOwner."""
-    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns()), np.uint64)
+    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed), np.uint64)
     for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
         ring.put(slot, word, name, array, 0)
     ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
@@ -313,7 +316,8 @@ class Caller:
         finish = int(ring.line(slot)["finish"])
         waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
         return CallAnswer(
-            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9
+            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9,
+            served.computed,
         )
 
     def _end(self, pending: PendingCall, error: CallUnanswered | None) -> bool:
