@@ -366,6 +366,11 @@ class Process:
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
     program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
                                        "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
+    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
+    python: str = key("", "agent: the Python that runs its code, of an environment of its own; empty = busrl's",
+                      path=True)
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})

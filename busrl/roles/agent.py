@@ -38,7 +38,8 @@ class Agent(EpisodeHolder):
         if spec.program:
             self.children = Programs(spec.program, self.base_dir, self.paths.root, own.episode_s)
             return
-        self.children = Children(EpisodeSetup(spec.function, self.base_dir), own.children, own.episode_s)
+        played = EpisodeSetup(spec.function, self.base_dir, spec.environment, spec.options, python=spec.python)
+        self.children = Children(played, own.children, own.episode_s)
         with self.activity("load the function of episodes", self.topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
 
