@@ -6,10 +6,11 @@ one byte-level BPE that all of them share.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from busrl.agents.parsers import MessageMaker, parser_of
+from busrl.agents.episode import Answer, Call, Episode, Settings
+from busrl.agents.parsers import MessageMaker, hermes, parser_of
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits, Tree, Turn
 from busrl.data.chat import LightTokenizer
@@ -267,3 +269,48 @@ def rebuilt(message: dict[str, Any]) -> dict[str, Any]:
 def dumped(message: dict[str, Any]) -> dict[str, Any]:
     """A message as a client's `model_dump()` writes it: with all that it knows, mostly null."""
     return {"refusal": None, "annotations": None, "function_call": None, "tool_calls": None, **message}
+
+
+class Engine:
+    """Draws the given texts in turn, its own word when they are used up, after any number of other things; keeps what
+    it read and drew. `closed`: answers nothing until it is set open."""
+
+    def __init__(self, chat: Renderer, texts: Iterator[str] | None = None) -> None:
+        self.world = World(chat, random.Random(4))
+        self.texts = texts or iter(())
+        self.running = self.most = self.calls = 0
+        self.near: list[int] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.fails = 0
+
+    async def __call__(self, call: Call) -> Answer:
+        self.calls += 1
+        number, self.running = self.calls, self.running + 1
+        self.most, prompt = max(self.most, self.running), tuple(call.prompt.tolist())
+        self.near.append(call.near)
+        try:
+            text = next(self.texts, f"Word {number}.")
+            await self.open.wait()
+            for _ in range(self.world.random.randint(0, 5)):
+                await asyncio.sleep(0)
+            if self.fails:
+                self.fails -= 1
+                raise ConnectionError("the engine is gone")
+        finally:
+            self.running -= 1
+        ids = [*self.world.split(text), self.world.chat._special["<|im_end|>"]]
+        finish = Finish.EOS if len(ids) <= call.max_new_tokens else Finish.LENGTH
+        ids = ids[: call.max_new_tokens]
+        scores = np.array([-self.world.random.random() for _ in ids], np.float32)
+        self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
+        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number)
+
+
+def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how: Any) -> tuple[Episode, Engine]:
+    engine = Engine(chat, iter(texts or []))
+    settings = Settings(how.pop("max_new_tokens", 200), Limits(**how.pop("limits", {})), **how)
+    more = {"clock": clock} if clock else {}
+    episode = Episode(5, engine, chat, MessageMaker(hermes), settings, **more)
+    engine.world.tree = episode.tree
+    return episode, engine

@@ -45,6 +45,7 @@ from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
 MOST_ANSWERS = 8  # of one request
+ID_BYTES = 512  # more than an id of any vocabulary stands for, on average
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,8 @@ class Episode:
     # -- calls -----
 
     async def _chat(self, request: ChatRequest) -> Delivery:
+        size = sum(map(len, request.messages))
+        require_some_fit(self._settings.limits.context, len(request.messages), size)
         history = self.tree.read(request.messages, request.tools, request.arguments)
         tools = msgspec.json.decode(request.tools) or []
         arguments = msgspec.json.decode(request.arguments) or {}
@@ -275,7 +278,10 @@ class Episode:
         return await self._several(request, found.parent, found.new, history, found.text, tools)
 
     async def _complete(self, request: CompleteRequest) -> Delivery:
-        ids = request.prompt if isinstance(request.prompt, list) else self._renderer.encode(request.prompt)
+        given = request.prompt
+        parts, size = (len(given), 0) if isinstance(given, list) else (1, len(given))
+        require_some_fit(self._settings.limits.context, parts, size)
+        ids = given if isinstance(given, list) else self._renderer.encode(given)
         most = self._renderer.vocabulary
         if wrong := next((f"{one}" for one in ids if not 0 <= one < most), ""):
             raise CallRefused("invalid", f"prompt: the token id {wrong} must be from 0 to {most - 1}", "prompt")
@@ -383,3 +389,11 @@ def finish_reason(turn: Turn) -> str:
     if turn.finish != Finish.EOS and not turn.stopped:
         return "length"
     return "tool_calls" if turn.message.get("tool_calls") else "stop"
+
+
+def require_some_fit(context: int, parts: int, size: int) -> None:
+    """CallRefused for what is far too long, before a template or tokenizer works on it for seconds: `parts`, each an
+    id or more, of `size` bytes in all."""
+    if parts > context or size > context * ID_BYTES:
+        raise CallRefused("context_length_exceeded", f"This model's maximum context length is {context} tokens; "
+                          f"{parts} parts of {size} bytes do not fit (agents.context)", "messages")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from busrl.agents import openai
-from busrl.agents.episode import Delivery, Episode
+from busrl.agents.episode import Delivery, Episode, require_some_fit
 from busrl.agents.llm import Refusal, Request
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Tree
@@ -270,6 +270,7 @@ class Door:
     async def _tokenize(self, request: web.Request) -> web.Response:
         self._known(request)
         body: openai.TokenizeBody = openai.read(await request.read(), openai.TokenizeBody)
+        require_some_fit(self._context, max(1, len(body.messages)), sum(map(len, body.messages)) + len(body.prompt))
         if body.messages:
             tree = Tree()
             history = tree.read(body.messages, body.tools)

@@ -151,7 +151,7 @@ def _prompt(given: Any) -> str | list[int]:
         if len(given) != 1:
             raise CallRefused("unsupported", f"prompt: {len(given)} prompts; ask for one at a time", "prompt")
         given = given[0]
-    if isinstance(given, list) and all(type(one) is int for one in given) or isinstance(given, str):
+    if (isinstance(given, list) and all(type(one) is int for one in given)) or isinstance(given, str):
         found: str | list[int] = given
         return found
     raise CallRefused("invalid", "prompt: must be a text or a list of token ids", "prompt")
