@@ -31,6 +31,7 @@ from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, Ring
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import State
+from busrl.weights.base import VersionSteps
 
 Ids = npt.NDArray[np.int32]
 Send = Callable[[m.Message, str], None]
@@ -51,11 +52,13 @@ class CallDetails(msgspec.Struct, omit_defaults=True):
 
 
 class Served(NamedTuple):
-    """The tensor `served`: which process of the ring answered, and from when to when (monotonic nanoseconds)."""
+    """The tensor `served`: which process of the ring answered, from when to when (monotonic nanoseconds), and which
+    step of the learner made the oldest version that drew a token; 0 where that is not known: too old, never too new."""
 
     engine: int
     claimed_ns: int
     done_ns: int
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class ModelCall:
 @dataclass(frozen=True)
 class CallAnswer:
     """What an engine drew: at least one id, each with its log-probability and the version of the weights. `finish` is a
-    code of `Finish`, `engine` the process that answered, where the prefix may still be."""
+    code of `Finish`, `engine` the process that answered, where the prefix may still be, `step` the learner's that made
+    the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -93,6 +97,7 @@ class CallAnswer:
     engine: int
     waited_s: float
     generated_s: float
+    step: int
 
 
 @dataclass(eq=False)
@@ -129,13 +134,14 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
-    finish: int, claimed_ns: int,
+    finish: int, claimed_ns: int, steps: VersionSteps,
 ) -> bool:
     """Put an answer into a call that is held, and commit it; False if the slot has moved. SlotTooSmall, NotOwner."""
-    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns()), np.uint64)
+    oldest = int(versions.min())
+    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), steps.step_of(oldest)), np.uint64)
     for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
         ring.put(slot, word, name, array, 0)
-    ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
+    ring.set(slot, word, finish=finish, response_tokens=len(ids), version=oldest)
     return bool(ring.commit_segment(slot, word, True))
 
 
@@ -313,7 +319,8 @@ class Caller:
         finish = int(ring.line(slot)["finish"])
         waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
         return CallAnswer(
-            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9
+            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9,
+            served.step,
         )
 
     def _end(self, pending: PendingCall, error: CallUnanswered | None) -> bool:
