@@ -234,7 +234,8 @@ class ScriptedEngine(Engine):
             ids, logprobs = self.script.tokens(uid, before, end, ended)
             finish = Finish.EOS if ended else Finish.LENGTH if now == row.ends else Finish.ABORTED
             text = None if finish == Finish.ABORTED else self.script.text(uid, ended)
-            self._done.append(Finished(key, ids, logprobs, row.version_of_each(now), finish, text))
+            versions, computed = row.version_of_each(now), before + len(row.request.prompt_ids)
+            self._done.append(Finished(key, ids, logprobs, versions, finish, text, computed=computed))
 
 
 def make(topology: Topology, process: str) -> ScriptedEngine:

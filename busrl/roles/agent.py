@@ -55,6 +55,8 @@ class Claim:
     slot: int
     word: int
     line: dict[str, Any]
+    read: int = 0  # ids that its calls read, all of them together
+    computed: int = 0  # of them, those that no engine had kept
 
     @property
     def uid(self) -> int:
@@ -182,13 +184,14 @@ class Agent(Actor):
         return Episode(claim.uid, lambda call: self._ask(claim, call), self.renderer, self.maker, settings)
 
     async def _ask(self, claim: Claim, call: Call) -> Answer:
-        line = claim.line
+        line, own = claim.line, self.topology
         asked = ModelCall(
             call.prompt, call.max_new_tokens, uid=call.uid, stream=call.stream, temperature=line["temperature"],
             top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
-            engine=max(0, call.near),
+            engine=max(0, call.near) if own.keeps_prefixes else 0, affinity_s=own.agents.affinity_ms / 1e3,
         )
-        found = await self.caller.ask(asked, self.topology.limits.work_s)
+        found = await self.caller.ask(asked, own.limits.work_s)
+        claim.read, claim.computed = claim.read + len(call.prompt), claim.computed + found.computed
         waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
         return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made,
                       found.step)
@@ -222,7 +225,7 @@ class Agent(Actor):
         own, ended = self.topology.agents, played.ended
         reward = own.failure_reward if ended.how == "used_up" else ended.reward
         transcript = played.episode.tree.transcript(own.transcript_bytes)
-        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript)
+        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript, (claim.read, claim.computed))
         try:
             write_parts(self.ring, claim.slot, claim.word, ended.parts)
         except SlotTooSmall as problem:  # they are for people: the reward counts all the same

@@ -330,7 +330,8 @@ class CallIntake(Intake):
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
         made = answer.token_ids, answer.logprobs, answer.versions
         try:
-            write_answer(self.ring, slot, task.word, *made, answer.finish, task.claimed_ns, self.steps)
+            how = answer.finish, task.claimed_ns, self.steps, answer.computed
+            write_answer(self.ring, slot, task.word, *made, *how)
         except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
 
