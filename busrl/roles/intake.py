@@ -328,10 +328,9 @@ class CallIntake(Intake):
         return True
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
-        made = answer.token_ids, answer.logprobs, answer.versions
+        made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         try:
-            how = answer.finish, task.claimed_ns, self.steps, answer.computed
-            write_answer(self.ring, slot, task.word, *made, *how)
+            write_answer(self.ring, slot, task.word, *made, task.claimed_ns, self.steps, answer.computed)
         except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
 
