@@ -31,7 +31,6 @@ from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, Ring
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.states import State
-from busrl.weights.base import VersionSteps
 
 Ids = npt.NDArray[np.int32]
 Send = Callable[[m.Message, str], None]
@@ -137,15 +136,14 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
-    finish: int, claimed_ns: int, steps: VersionSteps, computed: int = 0,
+    finish: int, claimed_ns: int, step: int, computed: int = 0,
 ) -> bool:
-    """Put an answer into a call that is held, and commit it; False if the slot has moved. SlotTooSmall, NotOwner."""
-    oldest = int(versions.min())
-    said = Served(ring.index, claimed_ns, time.monotonic_ns(), computed, steps.step_of(oldest))
-    served = np.array(said, np.uint64)
+    """Put an answer into a call that is held, and commit it; False if the slot has moved. `step` made its oldest
+    version. SlotTooSmall, NotOwner."""
+    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed, step), np.uint64)
     for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
         ring.put(slot, word, name, array, 0)
-    ring.set(slot, word, finish=finish, response_tokens=len(ids), version=oldest)
+    ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
     return bool(ring.commit_segment(slot, word, True))
 
 

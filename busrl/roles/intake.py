@@ -329,8 +329,9 @@ class CallIntake(Intake):
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
         made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        step = self.steps.step_of(int(answer.versions.min()))
         try:
-            write_answer(self.ring, slot, task.word, *made, task.claimed_ns, self.steps, answer.computed)
+            write_answer(self.ring, slot, task.word, *made, task.claimed_ns, step, answer.computed)
         except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
 
