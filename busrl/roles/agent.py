@@ -90,7 +90,8 @@ class Agent(Actor):
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
         self.loop = asyncio.new_event_loop()
-        self.children = Children(EpisodeSetup(named.function, base), own.children, own.episode_s)
+        played = EpisodeSetup(named.function, base, named.environment, named.options, python=named.python)
+        self.children = Children(played, own.children, own.episode_s)
         with self.activity("load the function of episodes", topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
 
