@@ -304,7 +304,8 @@ class Engine:
         ids = ids[: call.max_new_tokens]
         scores = np.array([-self.world.random.random() for _ in ids], np.float32)
         self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
-        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number)
+        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number,
+                      step=10 * number)
 
 
 def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how: Any) -> tuple[Episode, Engine]:

@@ -62,7 +62,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine drew: at least one id. `finish` is a code of `Finish`; `engine` is the engine's number."""
+    """What an engine drew: at least one id. `finish` is a code of `Finish`; `engine` is the engine's number; `step` is
+    the learner's that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -71,6 +72,7 @@ class Answer:
     engine: int = -1
     waited_ms: int = 0
     generated_ms: int = 0
+    step: int = 0
 
 
 Engine = Callable[[Call], Awaitable[Answer]]
@@ -345,7 +347,7 @@ class Episode:
             answer, said, end = self._until(answer, stops)
         message, unparsed = self._message(asked, said, tools)
         turn = self.tree.answer(asked, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
-                                answer.waited_ms, answer.generated_ms)
+                                answer.waited_ms, answer.generated_ms, answer.step)
         turn.stopped = stopped
         self.counts["unparsed"] += unparsed
         self._engines[turn.number] = answer.engine

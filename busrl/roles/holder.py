@@ -39,8 +39,7 @@ from busrl.ring.calls import AsyncCaller, ModelCall
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
-from busrl.states import REWARD_FATES, Fate, HeaderWord
-from busrl.weights.base import VersionSteps
+from busrl.states import REWARD_FATES, Fate
 
 log = logging.getLogger("busrl")
 FATES = REWARD_FATES | {"crashed": Fate.POISON}
@@ -90,7 +89,6 @@ class EpisodeHolder(Actor):
         self.tasks: set[asyncio.Task[None]] = set()
         self.ends: Counter[str] = Counter()
         self.unanswered: Counter[int] = Counter()  # by uid
-        self.steps = VersionSteps()
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
         self.loop = asyncio.new_event_loop()
@@ -111,8 +109,6 @@ class EpisodeHolder(Actor):
         """What stands while passes are made."""
 
     def work(self) -> bool:
-        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
-        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
         self._request_tasks()
         judged = self._commit_rewards() if self.topology.reward.kind == AGENT else 0
         self.ring_bells(self.bell, self.reward_bell)
@@ -199,7 +195,8 @@ class EpisodeHolder(Actor):
         found = await self.caller.ask(asked, own.limits.work_s)
         claim.read, claim.computed = claim.read + len(call.prompt), claim.computed + found.computed
         waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
-        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made)
+        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made,
+                      found.step)
 
     # -- ends -----
 
@@ -216,7 +213,7 @@ class EpisodeHolder(Actor):
             self._write(claim, made, ended, episode)
         except SlotTooSmall as problem:
             return self.drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
-        message = commit_episode(self.ring, claim.slot, claim.word, made, self.steps)
+        message = commit_episode(self.ring, claim.slot, claim.word, made)
         del self.claims[claim.slot]
         if message is not None:
             self.bell.add(lambda: message)

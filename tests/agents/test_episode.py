@@ -48,6 +48,7 @@ def test_an_agent_with_a_tool_is_one_sequence_with_its_reward(chat: Renderer) ->
         assert engine.world.exact() == (0, 0, 0, 0)
         found = episode.tree.trajectory()
         assert found is not None and len(found.seqs) == 1 and found.text.endswith("It is 3")
+        assert found.step == 10, "of the oldest version: that of the first call"
         assert engine.near == [-1, 1], "the second call is offered to the engine that has the first"
 
     asyncio.run(run())
