@@ -2,12 +2,13 @@
 
     python examples/agents/http_client.py RUN_DIR [--at-once 16]
 
-Any language that speaks HTTP can do this. It ends when the run has: nobody answers any more.
+Any language that speaks HTTP can do this. It ends when the run has: serve-0.json is gone then, or nobody answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import sys
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SECOND_TRY = 0.5  # a right answer is worth this much then
-START_S = 120.0
+START_S, SILENT_S = 120.0, 60.0
 
 
 def post(url: str, key: str, body: dict[str, Any]) -> Any:
@@ -37,17 +38,21 @@ def play(episode: dict[str, Any]) -> float:
     return 0.0
 
 
-def work(server: str, key: str) -> None:
-    """Claim, play and end one episode after another until nobody answers."""
-    while True:
+def work(told: Path) -> None:
+    """Claim, play and end one episode after another until the run is over. A server that died comes back elsewhere."""
+    answered = time.monotonic()
+    while told.exists() and time.monotonic() < answered + SILENT_S:
         try:
+            about = json.loads(told.read_text())
+            server, key = about["base_url"].removesuffix("/v1"), Path(about["key"]).read_text()
             for episode in post(f"{server}/busrl/v1/episodes", key, {"n": 1, "wait_s": 10}):
                 reward = play(episode)
                 post(f"{server}/busrl/v1/episodes/{episode['episode']}/end", episode["api_key"], {"reward": reward})
+            answered = time.monotonic()
         except urllib.error.HTTPError as problem:
             print(problem.code, problem.read().decode(), file=sys.stderr)  # this episode is somebody else's now
-        except OSError:
-            return
+        except (OSError, http.client.HTTPException):
+            time.sleep(0.2)
 
 
 def main() -> None:
@@ -60,9 +65,7 @@ def main() -> None:
         if time.monotonic() > until:
             sys.exit(f"{told} is not there after {START_S:g} s: does the run have a [[process]] with role = \"serve\"?")
         time.sleep(0.1)
-    about = json.loads(told.read_text())
-    server, key = about["base_url"].removesuffix("/v1"), Path(about["key"]).read_text()
-    threads = [threading.Thread(target=work, args=(server, key)) for _ in range(options.at_once)]
+    threads = [threading.Thread(target=work, args=(told,)) for _ in range(options.at_once)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -63,7 +63,7 @@ def test_a_function_that_cannot_be_loaded_is_told_before_the_start(
     [
         ('[[process]]\nrole = "agent"\n', r"process.3.function = \"\".*plays episodes with a function"),
         ('[[process]]\nrole = "reward"\nfunction = "a.py:f"\n', r"only an agent plays episodes; remove it"),
-        (AGENT + 'environment = "gymnasium:Sort-v0"\n', r"plays a function or an environment; remove one"),
+        (AGENT + 'environment = "gymnasium:Sort-v0"\n', r"an environment or a program; remove all but one"),
         ('[[process]]\nrole = "agent"\nenvironment = "gym:Sort"\n', r"its library, a colon and its name; gymnasium:ID"),
         ('[[process]]\nrole = "reward"\nenvironment = "gymnasium:A"\n', r"only an agent plays episodes; remove it"),
         (AGENT + "options = { chat = false }\n", r"options are those of an environment; remove it"),

@@ -1,0 +1,103 @@
+"""Runs whose episodes are played by programs outside, over HTTP: claims, calls, ends, silence and deaths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import check_end
+from harness import ROOT, Run, running
+
+SERVE, CLIENT = ROOT / "configs" / "serve.toml", ROOT / "examples" / "agents" / "http_client.py"
+
+
+def about(run: Run) -> dict[str, Any]:
+    file = run.paths.root / "serve-0.json"
+    found: dict[str, Any] = json.loads(run.until("the server listened", lambda: file.exists() and file.read_text()))
+    return found
+
+
+def post(url: str, key: str, body: Any) -> tuple[int, Any]:
+    head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as problem:
+        return problem.code, json.load(problem)["error"]
+
+
+@contextmanager
+def clients(run: Run, at_once: int = 16) -> Iterator[None]:
+    """The example's program, which ends with the run."""
+    child = subprocess.Popen([sys.executable, str(CLIENT), str(run.directory), "--at-once", str(at_once)],
+                             stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_clients_over_http_train_a_run_and_a_silent_one_loses_its_episode(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", "limits.lease_s=3", "learner.checkpoint_every=0", "validation.at_start=false",
+              "validation.samples=8", config=SERVE, steps=3)
+    with running(run):
+        told = about(run)
+        root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
+        assert Path(told["key"]).stat().st_mode & 0o777 == 0o600
+        assert post(f"{root}/busrl/v1/episodes", "wrong", {})[0] == 401
+        status, claimed = post(f"{root}/busrl/v1/episodes", key, {"n": 3, "wait_s": 30})
+        assert status == 200 and 1 <= len(claimed) <= 3 and {one["class"] for one in claimed} == {"train"}
+        first, silent = claimed[0], claimed[-1]
+        end = f"{root}/busrl/v1/episodes/{first['episode']}/end"
+        assert post(end, first["api_key"], {})[1]["param"] == "reward"
+        status, said = post(f"{root}/v1/completions", first["api_key"], {"prompt": first["task"]["prompt"]})
+        assert status == 200 and said["usage"]["completion_tokens"] >= 1
+        assert post(end, first["api_key"], {"reward": 0.5, "turn_rewards": {"7": 1}})[1]["param"] == "turn_rewards"
+        status, ended = post(end, first["api_key"], {"reward": 0.5})
+        assert (status, ended["outcome"], ended["turns"]) == (200, "committed", 1)
+        assert post(end, key, {"reward": 9})[1] == ended, "asked again it is the first answer"
+        assert post(f"{root}/v1/completions", first["api_key"], {"prompt": "1="})[0] == 401, "its key ended with it"
+        with clients(run):
+            check_end(run, run.wait())
+    if silent is not first:
+        went = run.paths.errors.read_text()
+        assert f"episode {silent['episode']} goes back" in went
+    assert run.step() == 3
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_gives_its_episodes_back_and_nothing_is_lost(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", "learner.checkpoint_every=0",
+              "validation.samples=8", config=SERVE, steps=6)
+    with running(run):
+        about(run)
+        with clients(run):
+            for step in (1, 3):
+                run.until_step(step)
+                run.kill("serve/0")
+            check_end(run, run.wait())
+    assert run.restarts("serve/0") == 2
+
+
+@pytest.mark.slow
+def test_a_program_for_each_episode_trains_a_run(tmp_path: Path, quickstart: None) -> None:
+    program = ROOT / "examples" / "agents" / "sort_program.py"
+    text = (ROOT / "configs" / "agents.toml").read_text()
+    text = text.replace('function = "../examples/agents/two_tries.py:episode"', f'program = ["python3", "{program}"]')
+    config = tmp_path / "program.toml"
+    config.write_text(text.replace("episodes = 256", "episodes = 8"))
+    run = Run(tmp_path / "run", "learner.trigger.n_min=4", "groups.size=4", "learner.checkpoint_every=0",
+              "validation.at_start=false", "validation.at_end=false", config=config, steps=3)
+    with running(run):
+        check_end(run, run.wait())
+    rewards = [row["reward"] for row in run.metrics()]
+    assert 0.15 < sum(rewards) / len(rewards) < 0.8
