@@ -58,8 +58,9 @@ def test_scripted_episodes_are_played_call_by_call(tmp_path: Path, quickstart: N
     text = text.replace('[reward]\nkind = "exact_match"', "[agents]\nepisodes = 64")
     text += '[[process]]\nrole = "agent"\nfunction = "busrl.agents.scripted:episode"\n'
     (tmp_path / "t.toml").write_text(text)
-    given = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2", "learner.checkpoint_every=0"]
-    run = Run(tmp_path / "run", *given, config=tmp_path / "t.toml", steps=4)
+    given = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2", "learner.checkpoint_every=0",
+             "process.rollout.count=1"]
+    run = Run(tmp_path / "run", *given, config=tmp_path / "t.toml", steps=2)
     with running(run):
         code = run.wait()
     check_end(run, code)
