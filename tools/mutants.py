@@ -75,6 +75,8 @@ FIGURES = "busrl/data/figures.py"
 GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/trajectory.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
+PREFIX, PREFIXES = "busrl/engines/torch/prefix.py", "tests/engines/test_prefix.py"
+TREES = f"{PREFIXES}::test_every_answer_of_a_random_tree_of_turns_is_that_of_a_plain_forward_pass"
 SKIPS = ("tests/scheduling/test_pass_rates.py",)
 SET_ASIDE = "test_groups_set_aside_by_a_learner_that_died_are_counted_once_in_the_reward_of_the_next_step"
 MUTANTS = (
@@ -100,6 +102,18 @@ MUTANTS = (
            "ended = seats.record(running, drawn, measured, max(0, self.version - 1))", RUN),
     Mutant("all tokens of a segment carry the version of its end", SEGMENTS,
            "drawn.logprobs, drawn.versions)", "drawn.logprobs, 0 * drawn.versions + drawn.versions[-1])", RUN),
+    # -- rows that are kept
+    Mutant("a row is continued by ids that differ in one place", PREFIX,
+           "beginning[-1] and bool(np.array_equal(ids[:count], beginning))", "beginning[-1]", (
+               f"{PREFIXES}::test_a_row_is_found_by_all_of_its_ids_and_one_that_differs_in_one_place_is_computed_anew",)),
+    Mutant("a row of the weights before is continued", ENGINE, "        self._kept.clear()\n", "", (
+        f"{PREFIXES}::test_where_caches_are_recomputed_no_row_of_an_older_version_is_taken_over",)),
+    Mutant("a row is given away that somebody waits for", PREFIX, "self._at.values() if not kept.waiting]\n        oldest",
+           "self._at.values()]\n        oldest", (TREES,)),
+    Mutant("a row is taken away from others that wait for it", PREFIX, "kept.waiting == 1:", "kept.waiting >= 1:",
+           (f"{PREFIXES}::test_several_answers_and_forks_at_once_share_a_row_and_a_later_fork_is_computed",)),
+    Mutant("what is kept in a hole is forgotten when rows are closed up", ENGINE,
+           "*self._kept.closed_up(sources, targets)", "*[]", (TREES,)),
     # -- ages
     Mutant("a group is as old as its newest member", METRICS,
            "ages = np.array([record.step - 1 - min(", "ages = np.array([record.step - 1 - max(", PPO),

@@ -78,6 +78,7 @@ PART_KEYS: dict[str, tuple[str, ...]] = {
 }
 PART_KINDS = tuple(PART_KEYS)
 PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0, "code": 60.0}  # where neither the part nor [reward] can say it well
+PREFIX_KEEP_S = 30.0  # generation.prefix_keep_s = "auto", with agents
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
@@ -154,6 +155,9 @@ class Generation:
     prefill_tokens: int = key(2048, "torch engine: most prompt tokens between two decoding steps", low=1, high=1 << 20)
     on_update: str = key("auto", "keys and values of running sequences after new weights: kept, or computed again; "
                          "auto = the engine's own choice", choices=("auto", "keep", "recompute"))
+    prefix_keep_s: float | str = key("auto", "torch engine: keys and values of a request that ended wait so long for "
+                                     "one that continues it; auto = 30 with agents, else 0", words=("auto",), low=0,
+                                     high=1e6)
 
 
 @dataclass(frozen=True)
@@ -372,6 +376,11 @@ class Process:
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
+    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
+    python: str = key("", "agent: the Python that runs its code, of an environment of its own; empty = busrl's",
+                      path=True)
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
@@ -412,6 +421,8 @@ class Agents:
     sampled: int = key(0, "ids that an episode draws in all, at most; 0 = four answers", low=0, high=1 << 24)
     tokens: int = key(0, "ids of all training sequences of an episode, at most; 0 = twice the context", low=0,
                       high=1 << 26)
+    affinity_ms: float = key(20.0, "a call that continues another is left to that one's engine for so long", low=0,
+                             high=1e6)
     max_turns: int = key(64, "model calls of an episode, at most", low=1, high=1 << 16)
     max_sequences: int = key(16, "training sequences of an episode, at most", low=1, high=1 << 12)
     episode_s: float = key(600.0, "time of an episode without that in which its calls wait or generate; one that takes "
@@ -639,6 +650,18 @@ class Topology:
         """Whether samples are episodes of model calls: then there is a ring for those, and rollouts take nothing
         else."""
         return any(entry.role in CALLER_ROLES for entry in self.process)
+
+    @property
+    def prefix_keep_s(self) -> float:
+        """For how long the torch engine keeps the rows of requests that ended: the key, or what "auto" came to."""
+        given = self.generation.prefix_keep_s
+        return float(given) if not isinstance(given, str) else PREFIX_KEEP_S if self.has_callers else 0.0
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether an engine may still have what a call's parent read and wrote."""
+        engines = {entry.engine for entry in self.process if entry.role == "rollout" and not entry.command}
+        return "vllm" in engines or ("torch" in engines and self.prefix_keep_s > 0)
 
     @property
     def episode_limits(self) -> tuple[int, int, int]:

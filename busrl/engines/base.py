@@ -59,7 +59,8 @@ class Finished:
     """The new tokens of one request. `finish` is a code of `Finish`; an aborted one may have no token at all.
 
     `text` is the text of the whole answer where the engine knows it; otherwise it is decoded from the ids. `refused`
-    says why a server will not answer this request at all.
+    says why a server will not answer this request at all. `computed`: tokens of its prompt whose keys and values were
+    computed for it, not found.
     """
 
     key: int
@@ -69,6 +70,7 @@ class Finished:
     finish: int
     text: str | None = None
     refused: str = ""
+    computed: int = 0
 
 
 @dataclass
@@ -80,6 +82,7 @@ class PartialAnswer:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     pieces: int = 0  # how often an engine was stopped after it had made tokens
+    computed: int = 0  # as of `Finished`
 
     @property
     def known_ids(self) -> list[int]:
@@ -93,6 +96,7 @@ class PartialAnswer:
 
     def add_piece(self, piece: Finished) -> None:
         """Take over what an engine had made when it was stopped."""
+        self.computed += piece.computed
         if len(piece.token_ids):
             self.add(piece.token_ids.tolist(), piece.logprobs.tolist(), piece.versions.tolist())
             self.pieces += 1
@@ -112,7 +116,7 @@ class PartialAnswer:
         if self.request.temperature <= 0:  # a distribution with one point
             logprobs[~np.isnan(logprobs)] = 0.0
         ids, versions = np.array(self.token_ids, np.int32), np.array(self.versions, np.uint32)
-        return Finished(self.request.key, ids, logprobs, versions, finish, text, refused)
+        return Finished(self.request.key, ids, logprobs, versions, finish, text, refused, self.computed)
 
 
 @dataclass
@@ -126,6 +130,7 @@ class Statistics:
     steps: int = 0
     tokens: int = 0  # generated
     prefill_tokens: int = 0  # prompt tokens computed, those of recomputed caches included
+    prefix_tokens: int = 0  # prompt tokens that were not: an earlier request had left their keys and values
     cache_tokens: int = 0
     cache_capacity: int = 0
     updates: int = 0

@@ -51,11 +51,15 @@ class CallDetails(msgspec.Struct, omit_defaults=True):
 
 
 class Served(NamedTuple):
-    """The tensor `served`: which process of the ring answered, and from when to when (monotonic nanoseconds)."""
+    """The tensor `served`: which process of the ring answered, from when to when (monotonic nanoseconds), how many of
+    the ids that it read it computed, where it says so, and which step of the learner made the oldest version that drew
+    a token; 0 where that is not known: too old, never too new."""
 
     engine: int
     claimed_ns: int
     done_ns: int
+    computed: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class ModelCall:
 @dataclass(frozen=True)
 class CallAnswer:
     """What an engine drew: at least one id, each with its log-probability and the version of the weights. `finish` is a
-    code of `Finish`, `engine` the process that answered, where the prefix may still be."""
+    code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of the ids read;
+    `step`: of the learner, that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -93,6 +98,8 @@ class CallAnswer:
     engine: int
     waited_s: float
     generated_s: float
+    computed: int = 0
+    step: int = 0
 
 
 @dataclass(eq=False)
@@ -129,10 +136,11 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
-    finish: int, claimed_ns: int,
+    finish: int, claimed_ns: int, step: int, computed: int = 0,
 ) -> bool:
-    """Put an answer into a call that is held, and commit it; False if the slot has moved. SlotTooSmall, NotOwner."""
-    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns()), np.uint64)
+    """Put an answer into a call that is held, and commit it; False if the slot has moved. `step` made its oldest
+    version. SlotTooSmall, NotOwner."""
+    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed, step), np.uint64)
     for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
         ring.put(slot, word, name, array, 0)
     ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
@@ -313,7 +321,8 @@ class Caller:
         finish = int(ring.line(slot)["finish"])
         waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
         return CallAnswer(
-            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9
+            ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9,
+            served.computed, served.step,
         )
 
     def _end(self, pending: PendingCall, error: CallUnanswered | None) -> bool:
@@ -341,6 +350,38 @@ class _Asked:
         await asyncio.wait_for(self.news.wait(), timeout_s)
 
 
+class RingWatch:
+    """A thread that has a loop call `look` whenever a slot of a ring entered a state, and now and then without one."""
+
+    def __init__(self, ring: Ring, state: State, look: Callable[[], None]) -> None:
+        self._ring, self._state, self._look = ring, state, look
+        self._loop = asyncio.get_running_loop()
+        self._stopped, self._looking = False, False
+        self._thread = threading.Thread(target=self._watch, name=f"watch {state.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """`look` is not called any more after this, and the thread has let go of the ring."""
+        self._stopped = True
+        await asyncio.to_thread(self._thread.join)
+
+    def _watch(self) -> None:
+        seen = self._ring.transitions(self._state)
+        while not self._stopped:
+            seen = self._ring.wait(self._state, seen, LOOK_S)
+            if not self._looking:
+                self._looking = True
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._in_the_loop)
+
+    def _in_the_loop(self) -> None:
+        self._looking = False
+        if not self._stopped:
+            self._look()
+
+
 class AsyncCaller:
     """Calls from coroutines of one loop; more than the ring has slots for wait here, best first. Use `async with`."""
 
@@ -350,16 +391,14 @@ class AsyncCaller:
         self._asked: dict[PendingCall, _Asked] = {}
         self._waiting: list[tuple[int, int, int, _Asked]] = []  # a heap, in the order of claims
         self._numbers = itertools.count()
-        self._stopped, self._looking = False, False
-        self._thread = threading.Thread(target=self._watch, name="calls", daemon=True)
+        self._answers = RingWatch(ring, State.GENERATED, self._look)
 
     async def __aenter__(self) -> AsyncCaller:
-        self._thread.start()
+        self._answers.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stopped = True
-        await asyncio.to_thread(self._thread.join)
+        await self._answers.stop()
         self.caller.close()
 
     async def ask(self, call: ModelCall, timeout_s: float) -> CallAnswer:
@@ -449,22 +488,8 @@ class AsyncCaller:
             self.caller.cancel(asked.pending)
 
     def _look(self) -> None:
-        """In the loop: take what has ended, then use what is free."""
-        self._looking = False
-        if self._stopped:
-            return
+        """Take what has ended, then use what is free."""
         for pending in self.caller.poll():
             if pending in self._asked:
                 self._asked[pending].news.set()
         self._fill()
-
-    def _watch(self) -> None:
-        """The thread: has the loop look whenever an answer came, and now and then without one."""
-        ring = self.caller.ring
-        seen = ring.transitions(State.GENERATED)
-        while not self._stopped:
-            seen = ring.wait(State.GENERATED, seen, LOOK_S)
-            if not self._looking:
-                self._looking = True
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(self._look)

@@ -11,6 +11,7 @@
 | turn_rewards | float32 [T]  | optional                                                                           |
 | reward       | float64 [1+] | optional: what the episode returned, and the parts of it                           |
 | messages     | uint8        | optional, JSON: the messages of each sequence                                      |
+| context      | uint64 [2]   | optional: ids that its calls read, all together, and how many of them were computed |
 | text         | uint8        | the last turn's text                                                               |
 
 All are of segment 0, beside the scheduler's `task`. Talks to the ring. Knows nothing of engines, templates or clients.
@@ -36,7 +37,6 @@ from busrl.agents.tree import Trajectory
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import Ring, seq_of
-from busrl.weights.base import VersionSteps
 
 Array = npt.NDArray[Any]
 SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8)
@@ -44,6 +44,7 @@ TRAINED = 1  # a flag
 TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "ids": (np.int32, 1), "seqs": (np.int32, 1), "turns": (np.int32, 2), "logprobs": (np.float32, 1),
     "versions": (np.uint32, 1), "turn_rewards": (np.float32, 1), "reward": (np.float64, 1), "messages": (np.uint8, 1),
+    "context": (np.uint64, 1),
 }
 
 
@@ -51,7 +52,7 @@ TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
 
 
 def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward: Mapping[str, float] | float | None,
-                  messages: bytes = b"") -> None:
+                  messages: bytes = b"", context: tuple[int, int] | None = None) -> None:
     """Write what an episode read and wrote into the slot that we own by `word`; the caller commits. `reward`: what it
     returned, a number or named parts of it. SlotTooSmall where there is no room, but for the messages."""
     for name in ("ids", "seqs", "turns", "logprobs", "versions"):
@@ -63,21 +64,22 @@ def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward:
         whole = sum(values) if isinstance(reward, Mapping) else reward
         ring.put(slot, word, "reward", np.array([whole, *values], np.float64), 0)
     ring.put(slot, word, "text", np.frombuffer(episode.text.encode(errors="replace") or b"\0", np.uint8), 0)
-    if messages:  # for people and reward functions: the episode is trained without them too
-        with contextlib.suppress(SlotTooSmall):
+    # For people and reward functions: the episode is trained without them too.
+    with contextlib.suppress(SlotTooSmall):
+        if context is not None:
+            ring.put(slot, word, "context", np.array(context, np.uint64), 0)
+        if messages:
             ring.put(slot, word, "messages", np.frombuffer(messages, np.uint8), 0)
 
 
-def commit_episode(
-    ring: Ring, slot: int, word: int, episode: Trajectory, steps: VersionSteps
-) -> m.DataGenerated | None:
+def commit_episode(ring: Ring, slot: int, word: int, episode: Trajectory) -> m.DataGenerated | None:
     """Commit what `write_episode` wrote. Version and step, of which the sample's age counts, are those of its admission
     or of its oldest trained token. Returns the doorbell; None if the slot has moved."""
     line = ring.line(slot)
     version, step = int(line["version"]), int(line["step"])
     trained = episode.versions[trained_of(episode.turns)]
     if len(trained) and (oldest := int(trained.min())) < version:
-        version, step = oldest, min(step, steps.step_of(oldest))
+        version, step = oldest, min(step, episode.step)
     last = episode.turns[int(np.argmax(episode.turns[:, CALL]))]
     ring.set(
         slot, word, version=version, step=step, finish=int(last[FINISH]), response_tokens=len(episode.logprobs),
@@ -230,6 +232,15 @@ def last_call(ring: Ring, slot: int) -> dict[str, Array] | None:
         "prompt_ids": path[: row[BEGIN]], "tokens": path[row[BEGIN] :], "logprobs": episode.logprobs[sampled],
         "versions": episode.versions[sampled],
     }
+
+
+def context_of(ring: Ring, slot: int) -> tuple[int, int]:
+    """Ids that the calls of a slot's episode read, and how many of them were computed; (0, 0) where it does not say."""
+    with contextlib.suppress(BadTensor):
+        found = _optional(ring, slot, "context")
+        if found is not None and len(found) == 2:
+            return int(found[0]), int(found[1])
+    return 0, 0
 
 
 def _read(ring: Ring, slot: int, name: str) -> Array:

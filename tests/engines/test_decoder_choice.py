@@ -83,6 +83,7 @@ def test_the_topology_makes_the_engine(model_folder: Folder) -> None:
         model=SimpleNamespace(path=str(model_folder("qwen3")), dtype="bfloat16"),
         generation=Generation(max_batch=3, max_new_tokens=30),
         longest=50,
+        prefix_keep_s=0.0,
         data=SimpleNamespace(template="none"),
         process=(),
         processes=list,

@@ -66,7 +66,7 @@ class Scene:
         self.model = endless_model(self.folder / "model")
         base = load(ROOT / "configs" / "quickstart.toml", [
             f"model.path={self.model}", f"data.train={ensure('tiny:sort').train}", "validation.data=",
-            "generation.max_batch=4", f"generation.max_new_tokens={TOKENS}",
+            "generation.max_batch=4", f"generation.max_new_tokens={TOKENS}", "generation.prefix_keep_s=60",
         ])
         slots, slot_bytes = call_ring(base)
         derived = dataclasses.replace(base.derived, call_slots=slots, call_slot_bytes=slot_bytes)

@@ -59,6 +59,23 @@ def test_an_answer_has_ids_logprobs_versions_and_who_made_it(scene: Scene) -> No
     assert answer.engine == engine.index and answer.generated_s > 0 and answer.waited_s >= 0
 
 
+def test_a_call_is_left_to_the_engine_that_it_names_for_its_time_and_then_to_anybody(scene: Scene) -> None:
+    engine = scene.results(scene.caller.put(call(6, max_new_tokens=2)))[0].engine
+    named = scene.caller.put(call(6, max_new_tokens=2, engine=engine, affinity_s=600.0))
+    assert scene.results(named)[0].engine == engine
+    left = scene.caller.put(call(7, max_new_tokens=2, engine=scene.ring.index, affinity_s=0.3))
+    [answer] = scene.results(left)
+    assert answer.engine == engine and answer.waited_s >= 0.3
+
+
+def test_a_call_that_continues_another_computes_its_new_ids_alone(scene: Scene) -> None:
+    ids = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], np.int32)
+    for turn in range(5):
+        [answer] = scene.results(scene.caller.put(ModelCall(ids, 6, uid=777, stream=turn)))
+        assert answer.computed == (3 if turn else len(ids) - 1)
+        ids = np.concatenate((ids, answer.ids, np.array([7, 8 + turn % 2, 1], np.int32)))
+
+
 def test_a_stop_id_ends_the_answer_with_it(scene: Scene) -> None:
     [whole] = scene.answers(call(4))
     stop = whole[len(whole) // 2]
@@ -125,6 +142,7 @@ def test_every_token_has_the_version_that_drew_it_when_weights_change_during_a_c
         if len(set(versions.tolist())) == 2:
             break
     assert set(versions.tolist()) == {version - 1, version}
+    assert one.result().step == version - 1, "the step of the oldest version comes with the answer"
     assert one.result().ids.tolist() == scene.answers(call(5))[0], "the weights were the same, so the tokens are"
 
 

@@ -87,6 +87,9 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
     assert {len(one.turn_array()) for one in samples} == {3}
     measured = [row["mismatch"] for row in run.metrics() if row["mismatch"] is not None]
     assert measured and max(measured) < 1e-2, "what was trained is not what was drawn"
+    for row in run.metrics():
+        assert row["episodes"]["prefix_hit_share"] > 0.4, "no row was continued"
+        assert 0 < row["episodes"]["computed_per_trained"] < row["episodes"]["context_tokens_mean"]
     assert {0.0} != {sum(one.turn_rewards) for one in samples}
 
 

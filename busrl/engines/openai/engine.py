@@ -99,6 +99,7 @@ class ServedEngine(Engine):
         for request in requests:
             self._running[request.key] = answer = PartialAnswer(request)
             prompt = answer.known_ids
+            answer.computed = len(prompt)  # as far as is known here
             self._counts.prefill_tokens += len(prompt)
             sending.append(Sent(request, self._body(request), prompt))
         self._client.start(sending)

@@ -28,7 +28,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     """Keys and values per layer, [rows, heads, positions, head width]; `plan_*` says what the next forward does. For
     the generic decoders it also plays the part of a transformers Cache.
 
-    A row is written from position 0 by a prefill, perhaps in pieces, then one position further by each decoding step.
+    A row is written from position 0 by a prefill, perhaps continued, then one position further by each decoding step.
     Bytes past a row's own length are garbage; the mask keeps attention away from them, so rows are never cleared. Only
     the used prefix of the positions is read; room grows by doubling up to `max_length`.
     """
@@ -42,7 +42,7 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._prefill: tuple[torch.Tensor, torch.Tensor | None] | None = None  # rows, and which sequence goes to each
-        self._begin = 0
+        self._begun: torch.Tensor | None = None  # positions [sequences, length] where rows are continued
         self._span = 0
         self._active = 0
         self._positions: torch.Tensor | None = None
@@ -51,10 +51,15 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
     # -- what the next forward does -----
 
-    def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, begin: int, end: int) -> None:
-        """The next forward: positions [begin, end) of new sequences, `source[i]` (None: i) into row `rows[i]`."""
+    def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, end: int) -> None:
+        """The next forward: the first `end` positions of new sequences, `source[i]` (None: i) into row `rows[i]`."""
         self._reserve(end)
-        self._prefill, self._begin, self._span = (rows, source), begin, end
+        self._prefill, self._begun, self._span = (rows, source), None, end
+
+    def plan_extend(self, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
+        """The next forward continues `rows` at `positions` [rows, length]; `span` covers them all."""
+        self._reserve(span)
+        self._prefill, self._begun, self._span = (rows, None), positions, span
 
     def plan_step(self, positions: torch.Tensor, span: int) -> None:
         """The next forward computes one token for each of the first rows, at `positions`; `span` covers them all."""
@@ -75,8 +80,11 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self._grow_layers(layer, key_states, value_states)
         rows, source = self._prefill
         for store, new in ((self.keys[layer], key_states), (self.values[layer], value_states)):
-            store[rows, :, self._begin : self._span] = new if source is None else new[source]
-        if not self._begin:
+            if self._begun is None:
+                store[rows, :, : self._span] = new if source is None else new[source]
+            else:
+                store[rows[:, None], :, self._begun] = new.transpose(1, 2)
+        if self._begun is None:
             return key_states, value_states
         return self.keys[layer][rows, :, : self._span], self.values[layer][rows, :, : self._span]
 
@@ -153,9 +161,13 @@ class Decoder(ABC):
     cache: RowCache | TokenRows
 
     @abstractmethod
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
-        """Fill `rows` from position `begin` on with `ids` [sequences, length]; row i holds sequence `source[i]` (None:
-        i). Only a single sequence is continued."""
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Fill `rows` from the beginning with `ids` [sequences, length]; row i holds sequence `source[i]` (None: i)."""
+
+    @abstractmethod
+    def extend(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
+        """Continue `rows` with `ids` at `positions`, both [rows, length], over what they hold; `span` > every position.
+        With `equal_lengths` one row at a time."""
 
     @abstractmethod
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
@@ -177,10 +189,14 @@ class GenericDecoder(Decoder):
         self._window = window_of(config)
         self._dtype = next(model.parameters()).dtype
 
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
-        self.cache.plan_prefill(rows, source, begin, begin + ids.shape[1])
-        keys = torch.arange(begin + ids.shape[1], device=ids.device)
-        self._forward(self._base, ids, keys[begin:][None], keys)
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
+        self.cache.plan_prefill(rows, source, ids.shape[1])
+        keys = torch.arange(ids.shape[1], device=ids.device)
+        self._forward(self._base, ids, keys[None], keys)
+
+    def extend(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
+        self.cache.plan_extend(rows, positions, span)
+        self._forward(self._base, ids, positions, torch.arange(span, device=ids.device))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         self.cache.plan_step(positions, span)
@@ -234,6 +250,11 @@ class StateCache(RowCache):
     def __init__(self, rows: int, max_length: int) -> None:
         super().__init__(rows, max_length)
         self.states: dict[StateKey, torch.Tensor] = {}  # [rows, ...] each
+        self._row = 0  # that is continued
+
+    def plan_extend(self, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
+        super().plan_extend(rows, positions, span)
+        self._row = int(rows)
 
     # -- what a model calls -----
 
@@ -286,7 +307,8 @@ class StateCache(RowCache):
     def _state(self, key: StateKey) -> torch.Tensor | None:
         if self._prefill is None:
             return self.states[key][: self._active] if key in self.states else None
-        return self.states[key][self._prefill[0]] if self._begin else None
+        # A view: for a single token the model writes into it.
+        return self.states[key][self._row : self._row + 1] if self._begun is not None else None
 
     def _keep(self, key: StateKey, new: torch.Tensor) -> None:
         if self._prefill is None:
@@ -349,8 +371,11 @@ class WholeDecoder(Decoder):
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self.cache = TokenRows(rows, max_length, next(model.parameters()).device)
 
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None, begin: int = 0) -> None:
-        self.cache.ids[rows, begin : begin + ids.shape[1]] = ids if source is None else ids[source]
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
+        self.cache.ids[rows, : ids.shape[1]] = ids if source is None else ids[source]
+
+    def extend(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
+        self.cache.ids[rows[:, None], positions] = ids
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, span: int) -> torch.Tensor:
         everyone = torch.arange(len(tokens), device=tokens.device)

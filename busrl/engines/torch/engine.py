@@ -5,6 +5,7 @@ to a decoder, which computes. Knows nothing of slots, the bus or rewards.
 
 - Sequences join and leave between decoding steps. Those that join are prefilled in a separate batch (`Prefill`), one
   row for all requests with the same prompt, and copied into the rows of the running batch.
+- With `prefix_keep_s` the row of a sequence that ended is kept for a request that continues it (`prefix`).
 - New weights enter between steps. Running sequences keep the keys and values that older weights made, or, with
   `on_update = "recompute"`, wait until theirs are computed again.
 - One transfer from the device and no Python per row in a step, apart from rows that begin or end in it.
@@ -12,6 +13,7 @@ to a decoder, which computes. Knows nothing of slots, the bus or rewards.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
 from busrl.engines.torch.decoder import Decoder
 from busrl.engines.torch.fast import choose_decoder
 from busrl.engines.torch.lora import WeightLoader
+from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish
 from busrl.weights.factory import one_copy_receiver
@@ -106,13 +109,14 @@ class Seats:
 
     def __init__(self, capacity: int, max_length: int, eos: npt.NDArray[np.bool_]) -> None:
         self.rows: Index = np.zeros(capacity, np.intp)  # the seat of each cache row; the first `active` are in use
-        self.active = 0
+        self.active, self.max_length = 0, max_length
         self.free = list(range(capacity - 1, -1, -1))
         self.key = np.zeros(capacity, np.int64)
         self.last = np.zeros(capacity, np.int64)  # the token that enters the next step
         self.position = np.zeros(capacity, np.int64)  # where it goes: so many tokens are in the cache before it
         self.produced = np.zeros(capacity, np.int64)
         self.limit = np.zeros(capacity, np.int64)
+        self.computed = np.zeros(capacity, np.int64)  # tokens of its prompt, and of what was computed again
         self.temperature = np.zeros(capacity, np.float32)
         self.top_p = np.zeros(capacity, np.float64)
         self._given: list[Ids] = [NO_IDS] * capacity  # prompt and prefix
@@ -133,7 +137,7 @@ class Seats:
         self.key[seat] = request.key
         self.last[seat] = given[-1]
         self.position[seat] = len(given) - 1
-        self.produced[seat] = 0
+        self.produced[seat] = self.computed[seat] = 0
         self.limit[seat] = limit
         self.temperature[seat] = request.temperature
         self.top_p[seat] = request.top_p
@@ -192,39 +196,61 @@ class Seats:
         finish = Finish.ABORTED if aborted else Finish.EOS if stopped else Finish.LENGTH
         self.free.append(seat)
         logprobs, versions = self._logprobs[seat, made].copy(), self._versions[seat, made].copy()
-        return Finished(int(self.key[seat]), tokens, logprobs, versions, finish)
+        computed = int(self.computed[seat])
+        return Finished(int(self.key[seat]), tokens, logprobs, versions, finish, computed=computed)
 
 
 # -- prefill -----
 
 @dataclass
 class _Long:
-    """A prompt that is computed in pieces, `done` tokens of it so far, and the seats that it is for."""
+    """A prompt that is computed in pieces, the seats that it is for, and the row that has what is done of it."""
 
     ids: Ids
     seats: list[int]
-    done: int = 0
+    kept: KeptRow
 
     @property
     def left(self) -> int:
-        return len(self.ids) - self.done
+        return len(self.ids) - len(self.kept.ids)
+
+
+@dataclass
+class _Joining:
+    """Rows of sequences with the same prompt; the first of them has `begin` tokens of it already."""
+
+    ids: Ids
+    rows: list[int]
+    begin: int
+
+    @property
+    def left(self) -> int:
+        return len(self.ids) - self.begin
+
+
+TakeRow = Callable[[int, KeptRow | None], int]
 
 
 class Prefill:
     """Sequences wait here for their cache row; `budget` is the tokens of one step, padding left out.
 
     - First come, first served. All that fit into the budget join at the next step; equal prompts are computed once.
-    - A prompt over the budget is computed in pieces, one per step, while running sequences continue. It has the last
-      row, which is free when the others are closed up: a sequence that waits has a seat and no row.
+    - A prompt that continues a row that is kept begins with what that holds.
+    - A prompt over the budget is computed in pieces, one per step, while running sequences continue. It has a kept row,
+      for a sequence that waits has a seat and no row of its own.
     - Sequences whose cache is stale stand up and wait again, in front, with all of their tokens.
     """
 
-    def __init__(self, seats: Seats, decoder: Decoder, budget: int, device: torch.device) -> None:
+    def __init__(self, seats: Seats, decoder: Decoder, kept: KeptRows, budget: int, device: torch.device,
+                 take_row: TakeRow, free_rows: Callable[[], list[int]]) -> None:
+        """`take_row` gives a row to a seat whose prompt is complete, which begins with what is kept; `free_rows`: those
+        without a sequence that runs."""
         self._seats, self._decoder, self._budget, self._device = seats, decoder, budget, device
-        self._last = len(seats.rows) - 1
+        self._kept, self._take_row, self._free_rows = kept, take_row, free_rows
         self._queue: deque[int] = deque()
+        self._begun: dict[int, KeptRow] = {}  # seat -> what its prompt begins with
         self._long: _Long | None = None
-        self.computed = 0  # tokens
+        self.computed = self.reused = 0  # tokens
 
     def __len__(self) -> int:
         return len(self._queue) + (len(self._long.seats) if self._long else 0)
@@ -236,52 +262,55 @@ class Prefill:
             return len(self._long.seats) if self._long.left <= self._budget else 0
         return sum(map(len, self._next().values()))
 
-    @property
-    def in_pieces(self) -> bool:
-        """Whether the next `fill` computes a piece."""
-        return self._long is not None or bool(self._queue and int(self._seats.position[self._queue[0]]) > self._budget)
-
     def wait(self, seat: int) -> None:
         self._queue.append(seat)
+        kept = self._kept.find(self._seats.cached(seat))
+        if kept is not None:
+            self._begun[seat] = kept
 
     def wait_again(self, seats: Iterable[int]) -> None:
-        """Sequences that lost their cache, shortest first, in front of all others; a long prompt begins again."""
+        """The weights have changed: nothing that is kept holds, and sequences that lost their cache wait, shortest
+        first, in front of all others; a long prompt begins again."""
         if self._long is not None:
             self._queue.extendleft(reversed(self._end_long()))
+        self._kept.clear()
+        self._begun.clear()
         self._queue.extendleft(sorted(seats, key=lambda seat: -int(self._seats.position[seat])))
 
     def forget(self, seat: int) -> bool:
         """Whether it was waiting."""
         if self._long is not None and seat in self._long.seats:
             self._long.seats.remove(seat)
+            self._long.kept.waiting -= 1
             if not self._long.seats:
                 self._end_long()
         elif seat in self._queue:
             self._queue.remove(seat)
+            if seat in self._begun:
+                self._kept.release(self._begun.pop(seat))
         else:
             return False
         return True
 
-    def fill(self, take_row: Callable[[int], int]) -> int:
-        """Compute what the budget allows; `take_row(seat)` gives a row to each that is complete. How many those are."""
+    def fill(self) -> int:
+        """Compute what the budget allows; those that are complete take rows. How many those are."""
         if self._long is None and not self._queue:
             return 0
         if self._long is not None:
             count = self.joining
-            self._piece(self._long, take_row)
+            self._piece(self._long)
             return count
         seats_of = self._next()
         count = sum(map(len, seats_of.values()))
-        if not count:
-            self._begin_long(take_row)
+        if count:
+            self._join(seats_of)
         else:
-            for _ in range(count):
-                self._queue.popleft()
-            rows_of = {ids: [take_row(seat) for seat in seats] for ids, seats in seats_of.items()}
-            if empty := rows_of.pop(b"", None):
-                self._decoder.cache.begin(self._tensor(empty))
-            self._batches(rows_of)
+            self._begin_long()
         return count
+
+    def _left(self, seat: int) -> int:
+        """How many tokens of it are to be computed."""
+        return int(self._seats.position[seat]) - (len(self._begun[seat].ids) if seat in self._begun else 0)
 
     def _next(self) -> dict[bytes, list[int]]:
         """The seats at the front of the queue that fit into the budget, by their prompt (as bytes)."""
@@ -290,66 +319,120 @@ class Prefill:
         for seat in self._queue:
             ids = self._seats.cached(seat).tobytes()
             if ids not in found:
-                left -= len(ids) // 4
+                left -= self._left(seat)
                 if left < 0:
                     break
             found.setdefault(ids, []).append(seat)
         return found
 
-    def _begin_long(self, take_row: Callable[[int], int]) -> None:
+    def _source(self, seats: Iterable[int], wanted: int) -> KeptRow | None:
+        """The longest of what these, with the same prompt, begin with. `wanted` of them will take it; nobody of them
+        waits for another."""
+        claims = [self._begun.pop(seat) for seat in seats if seat in self._begun]
+        best = max(claims, key=lambda kept: len(kept.ids), default=None)
+        for kept in claims:
+            self._kept.release(kept)
+        if best is not None:
+            best.waiting += wanted
+        return best
+
+    def _join(self, seats_of: dict[bytes, list[int]]) -> None:
+        joining: list[_Joining] = []
+        for ids, seats in seats_of.items():
+            for _ in seats:
+                self._queue.popleft()
+            kept = self._source(seats, 1)
+            begin = len(kept.ids) if kept else 0
+            rows = [self._take_row(seats[0], kept), *(self._take_row(seat, None) for seat in seats[1:])]
+            joining.append(_Joining(np.frombuffer(ids, np.int32), rows, begin))
+            self._seats.computed[seats[0]] += joining[-1].left
+        self.reused += sum(one.begin for one in joining)
+        self.computed += sum(one.left for one in joining)
+        if empty := [row for one in joining if not len(one.ids) for row in one.rows]:
+            self._decoder.cache.begin(self._tensor(empty))
+        self._batches([one for one in joining if one.left and not one.begin], self._batch)
+        self._batches([one for one in joining if one.left and one.begin], self._extend)
+        for one in joining:
+            if one.begin:
+                self.copy([(one.rows[0], row, len(one.ids)) for row in one.rows[1:]])
+
+    def _begin_long(self) -> None:
         """The first in the queue alone is over the budget: take it, and all with the same prompt."""
         ids = self._seats.cached(self._queue[0])
         same = [seat for seat in self._queue if np.array_equal(self._seats.cached(seat), ids)]
         self._queue = deque(seat for seat in self._queue if seat not in set(same))
-        self._long = _Long(ids, same)
-        self._piece(self._long, take_row)
+        kept, copies = self._kept.open(self._source(same, len(same)), len(same), self._free_rows())
+        self.copy(copies)
+        self.reused += len(kept.ids)
+        self._long = _Long(ids, same, kept)
+        self._piece(self._long)
 
-    def _piece(self, long: _Long, take_row: Callable[[int], int]) -> None:
-        piece = long.ids[long.done :][: self._budget].astype(np.int64)
-        ids = torch.from_numpy(piece)[None].to(self._device)
-        self._decoder.prefill(ids, self._tensor([self._last]), None, long.done)
-        self.computed += len(piece)
-        long.done += len(piece)
+    def _piece(self, long: _Long) -> None:
+        begin, kept = len(long.kept.ids), long.kept
+        end = min(begin + self._budget, len(long.ids))
+        ids = torch.from_numpy(long.ids[None, begin:end].astype(np.int64)).to(self._device)
+        if begin:
+            self._decoder.extend(ids, self._tensor([kept.row]), self._tensor(range(begin, end))[None], end)
+        else:
+            self._decoder.prefill(ids, self._tensor([kept.row]), None)
+        self.computed += end - begin
+        self._seats.computed[long.seats[0]] += end - begin
+        kept.ids = long.ids[:end]
         if not long.left:
-            rows = [take_row(seat) for seat in long.seats]
-            self._decoder.cache.move(self._tensor([self._last] * len(rows)), self._tensor(rows), long.done)
-            self._end_long(rows)
+            for seat in long.seats:
+                self._take_row(seat, kept)
+            self._end_long()
 
     @torch.inference_mode()
-    def _end_long(self, rows: Sequence[int] = ()) -> list[int]:
-        """Its seats. The last row is cleared unless it is in `rows`: numbers that are not finite must not stay."""
+    def _end_long(self) -> list[int]:
+        """Its seats. Where its pieces were is cleared, if nobody has it: numbers that are not finite must not stay."""
         assert self._long is not None
-        seats, self._long = self._long.seats, None
-        if self._last not in rows:
-            self._decoder.cache.clear(self._tensor([self._last]))
-        return seats
+        long, self._long = self._long, None
+        self._kept.drop(long.kept)
+        if long.kept.row in self._free_rows() and not self._kept.has(long.kept.row):
+            self._decoder.cache.clear(self._tensor([long.kept.row]))
+        return long.seats
 
-    def _batches(self, rows_of: dict[bytes, list[int]]) -> None:
-        """Shortest first; a batch ends where its padding would be more than its tokens."""
-        batch: list[bytes] = []
-        real = 0
-        for ids in sorted(rows_of, key=len):
-            length = len(ids) // 4
-            padded = (len(batch) + 1) * length - (real + length)
-            if batch and padded > (0 if self._decoder.equal_lengths else max(real, PADDING)):
-                self._batch(batch, rows_of)
-                batch, real = [], 0
-            batch.append(ids)
-            real += length
+    def _batches(self, joining: list[_Joining], compute: Callable[[list[_Joining]], None]) -> None:
+        """Those with the least to compute first; a batch ends where its padding would be more than its tokens."""
+        batch: list[_Joining] = []
+        real = furthest = 0
+        for one in sorted(joining, key=lambda one: one.left):
+            padded = (len(batch) + 1) * one.left - (real + one.left)
+            most = max(real, PADDING)
+            if self._decoder.equal_lengths:
+                most = -1 if one.begin else 0
+            if batch and (padded > most or max(furthest, one.begin) + one.left > self._seats.max_length):
+                compute(batch)
+                batch, real, furthest = [], 0, 0
+            batch.append(one)
+            real, furthest = real + one.left, max(furthest, one.begin)
         if batch:
-            self._batch(batch, rows_of)
+            compute(batch)
 
-    def _batch(self, batch: list[bytes], rows_of: dict[bytes, list[int]]) -> None:
-        ids = np.zeros((len(batch), len(batch[-1]) // 4), np.int64)
-        rows: list[int] = []
-        source: list[int] = []
-        for k, known in enumerate(batch):
-            ids[k, : len(known) // 4] = np.frombuffer(known, np.int32)
-            rows.extend(rows_of[known])
-            source.extend([k] * len(rows_of[known]))
-            self.computed += len(known) // 4
+    def _batch(self, batch: list[_Joining]) -> None:
+        rows = [row for one in batch for row in one.rows]
+        source = [k for k, one in enumerate(batch) for _ in one.rows]
         copied = self._tensor(source) if len(rows) > len(batch) else None
-        self._decoder.prefill(torch.from_numpy(ids).to(self._device), self._tensor(rows), copied)
+        self._decoder.prefill(self._padded(batch), self._tensor(rows), copied)
+
+    def _extend(self, batch: list[_Joining]) -> None:
+        ids, begins = self._padded(batch), np.array([one.begin for one in batch])
+        positions = torch.from_numpy(begins[:, None] + np.arange(ids.shape[1])).to(self._device)
+        rows = self._tensor([one.rows[0] for one in batch])
+        self._decoder.extend(ids, rows, positions, int(begins.max()) + ids.shape[1])
+
+    def _padded(self, batch: list[_Joining]) -> torch.Tensor:
+        """What is to be computed of each, [sequences, length]."""
+        ids = np.zeros((len(batch), batch[-1].left), np.int64)
+        for k, one in enumerate(batch):
+            ids[k, : one.left] = one.ids[one.begin :]
+        return torch.from_numpy(ids).to(self._device)
+
+    def copy(self, copies: Copies) -> None:
+        if copies:
+            sources, targets, lengths = zip(*copies)
+            self._decoder.cache.move(self._tensor(sources), self._tensor(targets), max(lengths))
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -371,19 +454,23 @@ class TorchEngine(Engine):
         chat: bool = False,
         on_update: OnUpdate = "keep",
         prefill_tokens: int = PREFILL_TOKENS,
+        prefix_keep_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if capacity < 1:
             raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
-        super().__init__(Tokens(tokenizer, eos_ids, chat), capacity, _max_length(model, max_length))
+        super().__init__(Tokens(tokenizer, eos_ids, chat), capacity, _max_length(model, max_length), clock)
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         eos = np.zeros(max(self._vocabulary, *eos_ids, 0) + 1, np.bool_)
         eos[list(eos_ids)] = True
         self._decoder = choose_decoder(model, capacity, self.max_length, fast)
         self._seats = Seats(capacity, self.max_length, eos)  # `_running` has the seat of each key
-        self._waiting = Prefill(self._seats, self._decoder, max(1, prefill_tokens), self._device)
+        self._kept = KeptRows(prefix_keep_s, clock)
+        self._waiting = Prefill(self._seats, self._decoder, self._kept, max(1, prefill_tokens), self._device,
+                                self._take_row, self._free_rows)
         self._on_update = on_update
         self._holes: list[int] = []
         self._sampling: Sampling | None = None
@@ -461,7 +548,8 @@ class TorchEngine(Engine):
         found = super().statistics()
         return replace(
             found, waiting=len(self._waiting), prefill_tokens=self._waiting.computed,
-            cache_tokens=int(self._seats.position[self._seats.rows[self._used_rows()]].sum()),
+            prefix_tokens=self._waiting.reused,
+            cache_tokens=int(self._seats.position[self._seats.rows[self._used_rows()]].sum()) + self._kept.tokens,
             cache_capacity=self.capacity * self.max_length, pause_s=found.pause_s + found.update_s,
         )
 
@@ -471,11 +559,13 @@ class TorchEngine(Engine):
         holes = set(self._holes)
         return [row for row in range(self._seats.active) if row not in holes]
 
+    def _free_rows(self) -> list[int]:
+        """Rows without a sequence that runs."""
+        return [*self._holes, *range(self._seats.active, self.capacity)]
+
     def _arrange(self) -> None:
         """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
-        if self._waiting.in_pieces:  # the last row is free once the others are closed up
-            self._close_up()
-        if self._waiting.fill(self._take_row):
+        if self._waiting.fill():
             self._sampling = None
         self._close_up()
 
@@ -486,16 +576,18 @@ class TorchEngine(Engine):
         span = int(seats.position[seats.rows[: seats.active]].max())
         sources, targets = seats.close_up(self._holes)
         self._holes, self._sampling = [], None
-        if sources and span:
-            self._decoder.cache.move(self._tensor(sources), self._tensor(targets), span)
+        moved = [(source, target, span) for source, target in zip(sources, targets) if span]
+        self._waiting.copy([*moved, *self._kept.closed_up(sources, targets)])
 
-    def _take_row(self, seat: int) -> int:
+    def _take_row(self, seat: int, kept: KeptRow | None) -> int:
         seats = self._seats
         if self._holes:
             row = self._holes.pop(0)
         else:
             row, seats.active = seats.active, seats.active + 1
         seats.rows[row] = seat
+        if len(self._kept):
+            self._waiting.copy(self._kept.occupy(row, kept, self._free_rows()))
         return row
 
     # -- one decoding step -----
@@ -518,6 +610,9 @@ class TorchEngine(Engine):
         self._holes = ended.nonzero()[0].tolist()
         if (spoilt := np.isnan(measured)).any():
             self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
+        for row in self._holes if self._kept.keep_s else ():
+            if not np.isnan(measured[row]):
+                self._kept.park(row, seats.cached(int(running[row])))
         finished = [seats.leave(seat) for seat in running[ended].tolist()]
         for one in finished:
             del self._running[one.key]
@@ -571,4 +666,5 @@ def make(topology: Topology, process: str) -> TorchEngine:
         chat=topology.data.template == "chat",
         on_update="recompute" if generation.on_update == "recompute" else "keep",
         prefill_tokens=generation.prefill_tokens,
+        prefix_keep_s=topology.prefix_keep_s,
     )

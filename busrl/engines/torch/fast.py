@@ -78,12 +78,18 @@ class FastDecoder(Decoder):
         self._cos, self._sin = _rotary_table(base.rotary_emb, max_length, self._embedding)
         self._small = self._embedding.dtype == torch.float32 and self._embedding.device.type == "cpu"
 
-    def prefill(self, ids: Tensor, rows: Tensor, source: Tensor | None, begin: int = 0) -> None:
-        count, length = ids.shape
-        end = begin + length
-        self.cache.plan_prefill(rows, source, begin, end)
-        cos, sin = self._cos[begin:end, None], self._sin[begin:end, None]
-        earlier = torch.ones(length, end, dtype=torch.bool, device=ids.device).tril(begin) if begin else None
+    def prefill(self, ids: Tensor, rows: Tensor, source: Tensor | None) -> None:
+        length = ids.shape[1]
+        self.cache.plan_prefill(rows, source, length)
+        self._read(ids, self._cos[:length, None], self._sin[:length, None], None)
+
+    def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
+        self.cache.plan_extend(rows, positions, span)
+        known = torch.arange(span, device=ids.device) <= positions[:, None, :, None]
+        self._read(ids, self._cos[positions][:, :, None], self._sin[positions][:, :, None], known)
+
+    def _read(self, ids: Tensor, cos: Tensor, sin: Tensor, known: Tensor | None) -> None:
+        """Keys and values of `ids` [sequences, length] into the cache; `known`: what each attends to, else causal."""
         x = F.embedding(ids, self._embedding)
         for layer, block in enumerate(self._blocks):
             q, k, v = self._project(x, block, cos, sin)
@@ -91,9 +97,9 @@ class FastDecoder(Decoder):
             if layer == len(self._blocks) - 1:
                 return  # only keys and values of a prompt are wanted
             mixed = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k, v, earlier, is_causal=not begin, scale=self._scale, enable_gqa=self._groups > 1
+                q.transpose(1, 2), k, v, known, is_causal=known is None, scale=self._scale, enable_gqa=self._groups > 1
             )
-            x = self._finish(x, mixed.transpose(1, 2).reshape(count, length, -1), block)
+            x = self._finish(x, mixed.transpose(1, 2).reshape(*ids.shape, -1), block)
 
     def step(self, tokens: Tensor, positions: Tensor, span: int) -> Tensor:
         self.cache.plan_step(positions, span)
@@ -247,7 +253,7 @@ def _objection(model: Any, maker: Maker, max_length: int) -> str:
 
 
 def disagreement(model: Any, maker: Maker, max_length: int) -> float:
-    """Largest difference of logits over random sequences of unequal length, prefilled in pieces and stepped."""
+    """Largest difference of logits over random sequences of unequal length, prefilled, continued and stepped."""
     decoder = maker(model, 3, max_length)  # outside inference mode: it may move the parameters, which stay writable
     with torch.inference_mode():
         return _disagreement(model, decoder, max_length)
@@ -266,9 +272,7 @@ def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
         decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
     else:
         decoder.prefill(ids[order, : length // 2], everyone[order], None)
-    piece = -(-length // 4)
-    for begin in range(0, length // 2, piece):
-        decoder.prefill(ids[:1, begin : min(begin + piece, length // 2)], everyone[:1], None, begin)
+    _continue(decoder, ids, -(-length // 4), known)
     gap = 0.0
     for k in range(length - length // 2):
         positions = known + k
@@ -276,3 +280,15 @@ def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
         gap = max(gap, float((logits - wanted[everyone, positions]).abs().max()))
     scale = max(1.0, float(wanted.abs().max()))
     return gap / scale if gap == gap else float("inf")
+
+
+def _continue(decoder: Decoder, ids: Tensor, piece: int, known: Tensor) -> None:
+    """Fill the first two rows again, in two pieces each, the second from unequal places on."""
+    pairs = [[0], [1]] if decoder.equal_lengths else [[0, 1]]
+    for rows in (torch.tensor(pair, device=ids.device) for pair in pairs):
+        begins = torch.minimum((piece - rows).clamp(min=1), known[rows])
+        decoder.prefill(ids[rows, : int(begins.max())], rows, None)
+        longest = int((known[rows] - begins).max())
+        if longest:
+            positions = begins[:, None] + torch.arange(longest, device=ids.device)
+            decoder.extend(ids[rows[:, None], positions], rows, positions, int(positions.max()) + 1)

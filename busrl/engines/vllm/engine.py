@@ -217,6 +217,7 @@ class VllmEngine(Engine):
         self._moved_at = time.monotonic()
         for running in starting:
             running.started_with = len(running.token_ids)
+            running.computed += len(running.known_ids)
             self._counts.prefill_tokens += len(running.known_ids)
 
         def create() -> None:
@@ -321,7 +322,10 @@ class VllmEngine(Engine):
             running.take(output, self.version if running.adapter is None else running.adapter.version)
             self._moved_at = time.monotonic()
             if len(running.token_ids) > before and before == running.started_with:
-                self._counts.prefill_tokens -= int(getattr(output, "num_cached_tokens", 0) or 0)
+                cached = int(getattr(output, "num_cached_tokens", 0) or 0)
+                running.computed -= cached
+                self._counts.prefill_tokens -= cached
+                self._counts.prefix_tokens += cached
             self._arrived += len(running.token_ids) - before
             if running.finish is not None:
                 self._ended.append(running)

@@ -28,7 +28,7 @@ from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
-from busrl.roles.episodes import messages_of, read_episode
+from busrl.roles.episodes import context_of, messages_of, read_episode
 from busrl.roles.trajectory import (
     UNREADABLE,
     read_copies,
@@ -165,6 +165,12 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
             return []
         found.append(parts)
     return found
+
+
+def context_at(ring: Ring, group: Claimed) -> tuple[int, int]:
+    """Ids that the calls of a group's episodes read, and how many of them were computed."""
+    found = [context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns]
+    return sum(read for read, _ in found), sum(computed for _, computed in found)
 
 
 def tag_at(ring: Ring, slot: int, key: str) -> str:

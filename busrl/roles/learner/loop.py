@@ -36,6 +36,7 @@ from busrl.roles.learner.groups import (
     Excerpts,
     Malformed,
     claim_groups,
+    context_at,
     end,
     give_back,
     parts_of,
@@ -338,6 +339,7 @@ class Learner(Actor):
             for group in groups:
                 slots = [slot for slot, _ in group.slots]
                 self.metrics.trained(group.group, parts_of(self.ring, slots), self._tag(slots[0]))
+                self.metrics.context(*context_at(self.ring, group))
                 end(self.ring, group, Fate.TRAINED)
             self.claimed.clear()
             self.training.stale.at(record.version, self.history.step)
