@@ -332,7 +332,8 @@ def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
 
 def boxes() -> str:
     """What this machine has of a box for code that a model wrote."""
-    done = subprocess.run([sys.executable, "-m", "busrl.rewards.box"], capture_output=True, text=True, timeout=LOAD_S)
+    words = [*interpreter()[0], "-m", "busrl.rewards.box"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LOAD_S)
     return "; ".join(done.stdout.splitlines()) or done.stderr.strip()[-SHOWN_TEXT:]
 
 
