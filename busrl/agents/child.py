@@ -50,6 +50,7 @@ class Begin(msgspec.Struct, tag="begin"):
 
     key: int
     task: msgspec.Raw
+    uid: int = 0
     openai: dict[str, str] = {}
 
 
@@ -211,7 +212,8 @@ class Process:
 
         try:
             task = msgspec.json.decode(begin.task)
-            ended = await play(self._function, task, Llm(ask, task, openai=begin.openai), self._threads)
+            llm = Llm(ask, task, uid=begin.uid, openai=begin.openai)
+            ended = await play(self._function, task, llm, self._threads)
         except asyncio.CancelledError:
             ended = Ended("raised", text="cancelled")
         except BaseException as problem:  # of an exception, say, whose own text raises another

@@ -114,7 +114,7 @@ class Child:
         over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._episodes[key] = (episode, over)
         episode.gone_wrong = lambda problem: None if over.done() else over.set_exception(problem)
-        self._send(Begin(key, msgspec.Raw(task), episode.openai))
+        self._send(Begin(key, msgspec.Raw(task), episode.uid, episode.openai))
         try:
             while not over.done():
                 left = episode_s - episode.own_s()

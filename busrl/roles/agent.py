@@ -34,6 +34,7 @@ class Agent(EpisodeHolder):
         entries = [one for one in self.topology.processes() if one.role == AGENT]
         spec = next((one.spec for one in entries if one.name == self.name), entries[0].spec)
         own = self.topology.agents
+        self.standing: set[int] = set()  # pids of children whose loop user code blocks
         self.children: Children | Programs
         if spec.program:
             self.children = Programs(spec.program, self.base_dir, self.paths.root, own.episode_s)
@@ -55,6 +56,8 @@ class Agent(EpisodeHolder):
 
     def work(self) -> bool:
         """Claim samples, and commit the rewards of episodes that have ended."""
+        if isinstance(self.children, Children):
+            self._watch_children(self.children)
         taken = self.take(self.room)
         for claim in taken:
             self.start(self._play(claim))
@@ -63,6 +66,14 @@ class Agent(EpisodeHolder):
     def teardown(self) -> None:
         self.loop.run_until_complete(self.children.close())
         super().teardown()
+
+    def _watch_children(self, children: Children) -> None:
+        """Say once which code keeps the episodes of a child from being played."""
+        troubles = {child.pid: trouble for child in children.all if (trouble := child.trouble())}
+        for pid in troubles.keys() - self.standing:
+            text = f"agent child {pid}: {troubles[pid]}; no other episode in it goes on meanwhile"
+            self.warn("agent", text, kind="a child stands still")
+        self.standing = {*troubles}
 
     async def _play(self, claim: Claim) -> None:
         """Play one sample to its end, and give its slot away."""

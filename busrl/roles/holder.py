@@ -27,7 +27,7 @@ from typing import Any
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.llm import Ended
 from busrl.agents.parsers import MessageMaker, parser_of
-from busrl.agents.renderer import Renderer
+from busrl.agents.renderer import Renderer, report
 from busrl.agents.tree import Limits, Trajectory
 from busrl.config.pretrained import end_ids
 from busrl.config.schema import AGENT
@@ -35,7 +35,7 @@ from busrl.data.chat import LightTokenizer, template_of
 from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State, seq_of
-from busrl.ring.calls import AsyncCaller, ModelCall
+from busrl.ring.calls import AsyncCaller, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
@@ -69,20 +69,11 @@ class EpisodeHolder(Actor):
     """A role gives `serving` and decides in `work` how many samples it `take`s; an episode is `begin`ning with a
     claim, and ends with `settle`, `gone_wrong`, `drop` or `give_back`."""
 
-    tick_s = 0.02
     failed: BaseException | None = None  # what ended a task of this process: a fault of its own
 
     def setup(self) -> None:
-        topology, own = self.topology, self.topology.agents
-        folder, self.base_dir = Path(topology.model.path), str(Path(topology.source).parent)
-        text = LightTokenizer.of(folder)
-        if text is None:
-            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
-                                 "tokenizers and jinja2")
-        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
-        self.maker = MessageMaker(parser_of(own.tools, template_of(folder, True) or "", self.base_dir), own.reasoning)
-        context, sampled, tokens = topology.episode_limits
-        self.limits = Limits(context, sampled, tokens, own.max_turns, own.max_sequences)
+        self.base_dir = str(Path(self.topology.source).parent)
+        self._understand(Path(self.topology.model.path))
         self.calls = Ring.attach(self.paths.calls_name, calls=True)
         self.calls.register(self.role, self.name)
         self.claims: dict[int, Claim] = {}
@@ -92,6 +83,22 @@ class EpisodeHolder(Actor):
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
         self.loop = asyncio.new_event_loop()
+
+    def _understand(self, folder: Path) -> None:
+        """How messages become ids and ids messages, and how much of both an episode may have."""
+        own, text = self.topology.agents, LightTokenizer.of(folder)
+        if text is None:
+            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
+                                 "tokenizers and jinja2")
+        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
+        source = template_of(folder, True) or ""
+        if source:
+            *kinds, last = report(self.renderer.probes)
+            log.info("turns are continued as the chat template allows:\n%s", "\n".join([*kinds, last]))
+            if any(probe.how == "fresh" for probe in self.renderer.probes):
+                self.warn(self.role, last, kind="fresh turns")
+        self.maker = MessageMaker(parser_of(own.tools, source, self.base_dir), own.reasoning)
+        self.limits = Limits(*self.topology.episode_limits, own.max_turns, own.max_sequences)
 
     def run_passes(self) -> None:
         self.loop.run_until_complete(self._passes())
@@ -118,19 +125,28 @@ class EpisodeHolder(Actor):
 
     async def _passes(self) -> None:
         self.news = asyncio.Event()
+        watches = [RingWatch(self.ring, state, self.news.set) for state in (State.QUEUED, State.GENERATED)]
         async with AsyncCaller(self.calls, self.bus.send) as self.caller, self.serving():
-            while not self.stopping:
-                self.look_around()
-                self.work()
-                await self._wait(self.tick_s)
-                if self.failed is not None:
-                    raise self.failed
+            for watch in watches:
+                watch.start()
+            try:
+                await self._until_stopped()
+            finally:
+                await asyncio.gather(*(watch.stop() for watch in watches))
             for task in self.tasks:
                 task.cancel()
             await asyncio.gather(*self.tasks, return_exceptions=True)
 
+    async def _until_stopped(self) -> None:
+        while not self.stopping:
+            self.look_around()
+            self.work()
+            await self._wait(self.tick_s)
+            if self.failed is not None:
+                raise self.failed
+
     async def _wait(self, timeout_s: float) -> None:
-        """Until an episode has ended, or the time is over."""
+        """Until an episode has ended, a slot of samples is QUEUED or GENERATED, or the time is over."""
         self.news.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.news.wait(), timeout_s)
@@ -148,7 +164,7 @@ class EpisodeHolder(Actor):
             self.failed = self.failed or task.exception()
 
     def _request_tasks(self) -> None:
-        """Send the scheduler how many episodes this process holds; its loop looks for them at each tick."""
+        """Send the scheduler how many episodes this process holds."""
         if (now := time.monotonic()) >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
             most = self.topology.agents.episodes
