@@ -1,0 +1,124 @@
+"""What keeping prefixes saves: episodes of many turns in real runs, with and without it.
+
+    python tools/bench/prefix.py [--turns 40] [--episodes 48] [--json FILE]
+
+Each run is `busrl launch` with an agent whose episodes put fixed numbers of ids between answers of fixed lengths, so that
+all variants read and draw alike. Told of each: ids that the episodes put in and drew, prompt ids that engines computed (for
+each id put in, which is the bar of 1.3; for each trained), the share found, and the seconds of an episode: from the first
+step to the last, over the episodes that ended, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import report
+import runs
+
+NEW, DRAWN, FIRST = 12, 16, 24  # ids between two turns, of an answer, of the first prompt
+EPISODE = '''
+import random
+
+async def episode(task, llm):
+    chance = random.Random(task["prompt"])
+    ids = [chance.randrange(2, 14) for _ in range({first})]
+    for _ in range({turns}):
+        answer = await llm.complete(ids, max_tokens={drawn})
+        ids += [*answer.ids, *(chance.randrange(2, 14) for _ in range({new}))]
+    return float(sum(answer.ids) % 2)
+'''
+runs.LIMIT_S = 900.0
+SIZES = {"0.1 M": {}, "3 M": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "head_dim": 64}}
+KEEP, OFF = (), ("generation.prefix_keep_s=0",)
+VARIANTS = {
+    "off": OFF, "kept": KEEP, "kept, recompute": ("generation.on_update=recompute",),
+    "off, two engines": (*OFF, "process.rollout.count=2"), "kept, two engines": ("process.rollout.count=2",),
+    "kept, two engines, no affinity": ("process.rollout.count=2", "agents.affinity_ms=0"),
+}
+
+
+def model_folder(folder: Path, changes: dict[str, int], length: int) -> Path:
+    """The quickstart's model without an end token, of another size, with new weights."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from busrl.quickstart.cache import ensure
+
+    shutil.copytree(ensure("tiny:sort").model, folder)
+    more = {**changes, "max_position_embeddings": length, "eos_token_id": None}
+    for name, new in (("config.json", more), ("generation_config.json", {"eos_token_id": None}),
+                      ("tokenizer_config.json", {"eos_token": None, "model_max_length": length})):
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **new}))
+    AutoModelForCausalLM.from_config(Qwen3Config.from_pretrained(str(folder))).save_pretrained(str(folder))
+    return folder
+
+
+def measured(model: Path, folder: Path, turns: int, groups: int, steps: int, settings: tuple[str, ...]) -> dict[str, Any]:
+    length = FIRST + turns * (NEW + DRAWN)
+    given = (
+        f"model.path={model}", f"process.agent.function={folder}/talk.py:episode", f"agents.context={length}",
+        f"agents.sampled={turns * DRAWN}", f"agents.tokens={2 * length}", f"generation.max_new_tokens={DRAWN}",
+        "agents.episodes=32", "generation.max_batch=64", "validation.data=", f"learner.trigger.n_min={groups}",
+        f"run.max_steps={steps}", "learner.checkpoint_every=0", "groups.size=4", "weights.max_staleness=3", *settings,
+    )
+    with runs.run(*given, config=runs.ROOT / "configs" / "agents.toml") as run:
+        if run.wait():
+            raise RuntimeError(run.tail())
+        rows = [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
+        engines = [json.loads(file.read_text().splitlines()[-1])["engine"] for file in run.paths.pace.glob("*.jsonl")]
+    rows = [row for row in rows if "kind" not in row][1:]  # the first one waits for the start
+    seconds, episodes = sum(row["seconds"] for row in rows), sum(row["samples_ended"] for row in rows)
+    put_in = FIRST + (turns - 1) * NEW
+    computed = sum(one["prefill_tokens"] for one in engines)
+    found = sum(one["prefix_tokens"] for one in engines)
+    per_episode = sum(row["episodes"]["computed_per_trained"] * row["tokens"] / row["samples"] for row in rows) / len(rows)
+    return {
+        "put_in": put_in, "drawn": turns * DRAWN, "computed": per_episode, "computed_per_new": per_episode / put_in,
+        "computed_per_trained": per_episode / (turns * DRAWN), "engines_found": found / max(1, found + computed),
+        "hit_share": sum(row["episodes"]["prefix_hit_share"] for row in rows) / len(rows),
+        "seconds_per_episode": seconds / episodes, "episodes": episodes, "load": os.getloadavg()[0],
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=4, help="of four episodes, in a step")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    told: list[dict[str, Any]] = []
+    print(f"{options.turns} turns, {NEW} ids between answers of {DRAWN}; per episode\n"
+          "| model | variant | ids put in | prompt ids computed | for each put in | for each trained | found | s | load |\n"
+          "|---|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        talk = EPISODE.format(first=FIRST, new=NEW, drawn=DRAWN, turns=options.turns)
+        (folder / "talk.py").write_text(talk)
+        for size in options.sizes:
+            model = model_folder(folder / size, SIZES[size], 2048)
+            for variant in options.only:
+                one = measured(model, folder, options.turns, options.groups, options.steps, VARIANTS[variant])
+                told.append({"model": size, "variant": variant, **one})
+                print(f"| {size} | {variant} | {one['put_in']} | {one['computed']:,.0f} | {one['computed_per_new']:.2f} "
+                      f"| {one['computed_per_trained']:.2f} | {one['hit_share']:.3f} "
+                      f"| {one['seconds_per_episode']:.3f} | {one['load']:.1f} |", flush=True)
+    if options.json:
+        made = {"machine": report.machine(), "commit": report.commit(runs.ROOT), "date": time.strftime("%F %R"),
+                "turns": options.turns, "runs": told}
+        options.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
