@@ -1,11 +1,11 @@
 """What keeping prefixes saves: episodes of many turns in real runs, with and without it.
 
-    python tools/bench/prefix.py [--turns 40] [--episodes 48] [--json FILE]
+    python tools/bench/prefix.py [--turns 40] [--json FILE]
 
-Each run is `busrl launch` with an agent whose episodes put fixed numbers of ids between answers of fixed lengths, so that
-all variants read and draw alike. Told of each: ids that the episodes put in and drew, prompt ids that engines computed (for
-each id put in, which is the bar of 1.3; for each trained), the share found, and the seconds of an episode: from the first
-step to the last, over the episodes that ended, one after the other.
+Each run is `busrl launch` with an agent whose episodes put fixed numbers of ids between answers of fixed lengths, so
+that all variants read and draw alike. Told of each: ids that an episode puts in, prompt ids that engines computed for it
+(also for each id put in, of which the bar is 1.3, and for each trained), the share found in kept rows, and the seconds
+from the first step to the last over the episodes that ended meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,16 +38,18 @@ async def episode(task, llm):
     return float(sum(answer.ids) % 2)
 '''
 runs.LIMIT_S = 900.0
-SIZES = {"0.1 M": {}, "3 M": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "head_dim": 64}}
+LARGER = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "head_dim": 64}
+SIZES: dict[str, dict[str, Any]] = {"0.1 M": {}, "3 M": {**LARGER, "layer_types": 4 * ["full_attention"]}}
 KEEP, OFF = (), ("generation.prefix_keep_s=0",)
 VARIANTS = {
     "off": OFF, "kept": KEEP, "kept, recompute": ("generation.on_update=recompute",),
     "off, two engines": (*OFF, "process.rollout.count=2"), "kept, two engines": ("process.rollout.count=2",),
     "kept, two engines, no affinity": ("process.rollout.count=2", "agents.affinity_ms=0"),
+    "kept, two engines, affinity 500 ms": ("process.rollout.count=2", "agents.affinity_ms=500"),
 }
 
 
-def model_folder(folder: Path, changes: dict[str, int], length: int) -> Path:
+def model_folder(folder: Path, changes: dict[str, Any], length: int) -> Path:
     """The quickstart's model without an end token, of another size, with new weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -62,7 +65,7 @@ def model_folder(folder: Path, changes: dict[str, int], length: int) -> Path:
     return folder
 
 
-def measured(model: Path, folder: Path, turns: int, groups: int, steps: int, settings: tuple[str, ...]) -> dict[str, Any]:
+def measured(model: Path, folder: Path, turns: int, groups: int, steps: int, settings: tuple[str, ...]) -> Any:
     length = FIRST + turns * (NEW + DRAWN)
     given = (
         f"model.path={model}", f"process.agent.function={folder}/talk.py:episode", f"agents.context={length}",
@@ -74,17 +77,14 @@ def measured(model: Path, folder: Path, turns: int, groups: int, steps: int, set
         if run.wait():
             raise RuntimeError(run.tail())
         rows = [json.loads(line) for line in run.paths.metrics.read_text().splitlines()]
-        engines = [json.loads(file.read_text().splitlines()[-1])["engine"] for file in run.paths.pace.glob("*.jsonl")]
     rows = [row for row in rows if "kind" not in row][1:]  # the first one waits for the start
     seconds, episodes = sum(row["seconds"] for row in rows), sum(row["samples_ended"] for row in rows)
     put_in = FIRST + (turns - 1) * NEW
-    computed = sum(one["prefill_tokens"] for one in engines)
-    found = sum(one["prefix_tokens"] for one in engines)
-    per_episode = sum(row["episodes"]["computed_per_trained"] * row["tokens"] / row["samples"] for row in rows) / len(rows)
+    per_episode = fmean(row["episodes"]["computed_per_trained"] * row["tokens"] / row["samples"] for row in rows)
     return {
         "put_in": put_in, "drawn": turns * DRAWN, "computed": per_episode, "computed_per_new": per_episode / put_in,
-        "computed_per_trained": per_episode / (turns * DRAWN), "engines_found": found / max(1, found + computed),
-        "hit_share": sum(row["episodes"]["prefix_hit_share"] for row in rows) / len(rows),
+        "computed_per_trained": per_episode / (turns * DRAWN),
+        "hit_share": fmean(row["episodes"]["prefix_hit_share"] for row in rows),
         "seconds_per_episode": seconds / episodes, "episodes": episodes, "load": os.getloadavg()[0],
     }
 
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     told: list[dict[str, Any]] = []
     print(f"{options.turns} turns, {NEW} ids between answers of {DRAWN}; per episode\n"
-          "| model | variant | ids put in | prompt ids computed | for each put in | for each trained | found | s | load |\n"
-          "|---|---|---|---|---|---|---|---|---|", flush=True)
+          "| model | variant | ids put in | prompt ids computed | for each put in | for each trained | found | s | load "
+          "|\n|" + 9 * "---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         talk = EPISODE.format(first=FIRST, new=NEW, drawn=DRAWN, turns=options.turns)
@@ -111,8 +111,8 @@ def main(argv: list[str]) -> None:
             for variant in options.only:
                 one = measured(model, folder, options.turns, options.groups, options.steps, VARIANTS[variant])
                 told.append({"model": size, "variant": variant, **one})
-                print(f"| {size} | {variant} | {one['put_in']} | {one['computed']:,.0f} | {one['computed_per_new']:.2f} "
-                      f"| {one['computed_per_trained']:.2f} | {one['hit_share']:.3f} "
+                print(f"| {size} | {variant} | {one['put_in']} | {one['computed']:,.0f} "
+                      f"| {one['computed_per_new']:.2f} | {one['computed_per_trained']:.2f} | {one['hit_share']:.3f} "
                       f"| {one['seconds_per_episode']:.3f} | {one['load']:.1f} |", flush=True)
     if options.json:
         made = {"machine": report.machine(), "commit": report.commit(runs.ROOT), "date": time.strftime("%F %R"),

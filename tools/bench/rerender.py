@@ -1,11 +1,11 @@
-"""What it costs to render a conversation anew for each turn: the same task with `agents.history` "extend" and "template".
+"""What it costs to render a conversation anew for each turn: the same task with both values of `agents.history`.
 
     python tools/bench/rerender.py [--turns 6] [--steps 60] [--seeds 0 1] [--json FILE]
 
-A tiny model with new weights and a template of Qwen3's kind, which opens a thought in each turn and leaves the thoughts of
-earlier turns out. In each turn it is asked for one of two letters; an episode is worth the share of that letter in what it
-says behind its thoughts, over its turns. Told of both, per episode: training sequences, ids that the learner reads, ids
-that engines compute, and the mean reward of the first and the last ten steps.
+A tiny model with new weights and a template of Qwen3's kind, which opens a thought in each turn and leaves the thoughts
+of earlier turns out. In each turn it is asked for one of two letters; an episode is worth the share of that letter in
+what it says behind its thoughts, over its turns. Told of both, per episode: training sequences, ids that the learner
+reads, ids that engines compute, and the mean reward of the first and the last ten steps.
 """
 
 from __future__ import annotations
