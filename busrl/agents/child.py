@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from busrl import imports, pipes
+from busrl.agents import adapters
 from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
 from busrl.errors import AgentNotLoaded, cause
 
@@ -33,10 +34,15 @@ STANDS_S = 2.0  # without a step the loop is said to stand still
 
 
 class EpisodeSetup(msgspec.Struct, tag="setup"):
-    """The function of episodes, or the class that has it, by its import path."""
+    """The function of episodes, or the class that has it, by its import path; or an environment with its options.
+    `trial`: begin an episode of it at once. `python`: the interpreter of the child, where it is another."""
 
     function: str
     base_dir: str = "."
+    environment: str = ""
+    options: dict[str, Any] = {}
+    trial: bool = False
+    python: str = ""
 
 
 class Begin(msgspec.Struct, tag="begin"):
@@ -138,17 +144,22 @@ class Process:
 
     async def _load(self, setup: EpisodeSetup) -> None:
         """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
+        if setup.environment:
+            sys.path.insert(0, os.path.abspath(setup.base_dir))
+            made = await adapters.load(setup.environment, setup.options, setup.trial)
+            self._function, self._close = made.episode, made.close
+            return
         module = setup.function.rpartition(":")[0]
         self._package = "" if module.endswith(".py") else module.rpartition(".")[0] or module
         found: Any = imports.load("function", setup.function, AgentNotLoaded, setup.base_dir)
         if not inspect.isclass(found):
             self._function = found
             return
-        made: Any = found()
-        if not callable(getattr(made, "episode", None)):
+        user: Any = found()
+        if not callable(getattr(user, "episode", None)):
             raise AgentNotLoaded(f"function = {setup.function!r}: the class has no method episode(task, llm)")
-        self._function, self._close = made.episode, getattr(made, "close", None)
-        if begin := getattr(made, "setup", None):
+        self._function, self._close = user.episode, getattr(user, "close", None)
+        if begin := getattr(user, "setup", None):
             await _awaited(begin())
 
     # -- frames -----

@@ -60,7 +60,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine drew: at least one id. `finish` is a code of `Finish`; `engine` is the engine's number."""
+    """What an engine drew: at least one id. `finish` is a code of `Finish`; `engine` is the engine's number; `step` is
+    the learner's that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -69,6 +70,7 @@ class Answer:
     engine: int = -1
     waited_ms: int = 0
     generated_ms: int = 0
+    step: int = 0
 
 
 Engine = Callable[[Call], Awaitable[Answer]]
@@ -324,7 +326,7 @@ class Episode:
         said, end = self._renderer.said(answer.ids)
         message, unparsed = self._message(asked, said, tools)
         turn = self.tree.answer(asked, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
-                                answer.waited_ms, answer.generated_ms)
+                                answer.waited_ms, answer.generated_ms, answer.step)
         self.counts["unparsed"] += unparsed
         self._engines[turn.number] = answer.engine
         return turn

@@ -19,7 +19,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from busrl import pipes
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import Ended, Refusal
@@ -75,8 +75,9 @@ class Child:
     async def start(self, setup: EpisodeSetup) -> None:
         """AgentNotLoaded with the cause, if the function cannot be had; ChildLost if the process dies before."""
         # From the main thread: the child is tied to the life of the thread that starts it.
+        command, environment = pipes.interpreter(setup.python)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "busrl.agents.child", str(os.getpid())],
+            [*command, "-m", "busrl.agents.child", str(os.getpid())], env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         loop = asyncio.get_running_loop()
@@ -91,7 +92,7 @@ class Child:
             await asyncio.wait_for(asyncio.shield(self._ready), READY_S)
         except asyncio.TimeoutError:
             self.kill()
-            raise AgentNotLoaded(f"function = {setup.function!r}: not imported after {READY_S:g} s") from None
+            raise AgentNotLoaded(f"{setup.function or setup.environment}: not imported after {READY_S:g} s") from None
 
     @property
     def pid(self) -> int:

@@ -242,6 +242,7 @@ class Turn:
     end_text: str  # of the id that ended them, "" where something else did
     waited_ms: int = 0
     generated_ms: int = 0
+    step: int = 0  # of the learner, that made the oldest of the versions
     reward: float | None = None
     delivered: bool = False
     children: list[Turn] = field(default_factory=list)
@@ -308,7 +309,8 @@ class Trajectory:
     `ids` i32[N]: all sequences, one after another. `seqs` i32[S]: their lengths. `turns` i32[T, 8]: sequence, begin and
     end in it, finish, call number, ms waiting, ms generating, flags (1 = trained); sorted by sequence and begin.
     `logprobs` f32[M], `versions` u32[M] of the sampled ids, turn after turn. `turn_rewards` f32[T], None where no turn
-    has one. `text` is the last turn's, without its end.
+    has one. `text` is the last turn's, without its end. `step` is that of the learner which made the oldest version
+    of a trained turn.
     """
 
     ids: Ids
@@ -318,6 +320,7 @@ class Trajectory:
     versions: npt.NDArray[np.uint32]
     turn_rewards: npt.NDArray[np.float32] | None
     text: str
+    step: int
     undelivered: int  # turns that were left out
 
 
@@ -398,7 +401,7 @@ class Tree:
 
     def answer(self, asked: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
-               generated_ms: int = 0) -> Turn:
+               generated_ms: int = 0, step: int = 0) -> Turn:
         """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
         drawn = np.asarray(ids, np.int32)
         scores, made = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
@@ -410,7 +413,7 @@ class Tree:
         asked.path = asked.path.extend(asked.begin, drawn)
         asked.hash.update(np.ascontiguousarray(drawn).data)
         turn = Turn(asked, asked.begin + len(drawn), scores, made, finish, message, text, end_text,
-                    waited_ms, generated_ms)
+                    waited_ms, generated_ms, step)
         self.turns.append(turn)
         (asked.parent.children if asked.parent else self.roots).append(turn)
         if state is not None:
@@ -482,7 +485,8 @@ class Tree:
             np.concatenate([leaf.path_ids for leaf, _ in sequences]),
             np.array([leaf.end for leaf, _ in sequences], np.int32), np.array(rows, np.int32),
             np.concatenate([turn.logprobs for turn in turns]), np.concatenate([turn.versions for turn in turns]),
-            rewards, max(turns, key=lambda turn: turn.number).text, self.undelivered,
+            rewards, max(turns, key=lambda turn: turn.number).text,
+            min((turn.step for turn in turns if turn.asked.trained), default=0), self.undelivered,
         )
 
     def transcript(self, limit: int) -> bytes:

@@ -387,9 +387,10 @@ class _Inspection:
         if self.t.learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
             self._add("learner.optimizer", "8-bit states need the package bitsandbytes", "pip install 'busrl[adam8]'")
         if self._sound("process"):
-            for index, fault in try_episodes(self.t):
+            for key, fault in try_episodes(self.t):
                 remedy = "a module has to be importable from the current directory, a file is relative to the topology"
-                self._add(f"process.{index}.function", f"cannot be used: {fault}", remedy)
+                remedy = remedy if key.endswith("function") else "see Environments in docs/agents.md"
+                self._add(key, f"cannot be used: {fault}", remedy)
         keys = ("loss", "advantage", "metrics", "optimizer", "options", "betas", "eps", "weight_decay")
         if self._sound(*(f"learner.{key}" for key in keys), "process"):
             for key, fault in try_functions(self.t):

@@ -29,6 +29,7 @@ from busrl.config.schema import (
     PART_TIMEOUT_S,
     SPAWNED_ROLES,
     TINY,
+    DataSource,
     Derived,
     Generation,
     Process,
@@ -36,6 +37,7 @@ from busrl.config.schema import (
     Topology,
     has_model,
 )
+from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
 
@@ -179,10 +181,13 @@ def _with_origins(draft: Topology, source: Source) -> Topology:
         named = {name: _function_path(getattr(one, name), source, at) for name in ("function", "filter")}
         return dataclasses.replace(one, **named)
 
-    origins = tuple(placed(one, "data", "source") for one in draft.data.source)
+    data = draft.data
+    if ENVIRONMENT.fullmatch(data.train) and not data.source:
+        data = dataclasses.replace(data, train="", source=(DataSource(path=data.train),))
+    origins = tuple(placed(one, "data", "source") for one in data.source)
     own = placed(draft.validation, "validation")
     own = dataclasses.replace(own, set=tuple(placed(one, "validation", "set") for one in own.set))
-    return dataclasses.replace(draft, data=dataclasses.replace(draft.data, source=origins), validation=own)
+    return dataclasses.replace(draft, data=dataclasses.replace(data, source=origins), validation=own)
 
 
 def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:

@@ -21,7 +21,7 @@ class Rows:
     """What [[data.source]], [validation] and [[validation.set]] say of the rows that become prompts."""
 
     format: str = key("auto", "what the file or folder is; auto = by its name, or by function or tasks",
-                      choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym"))
+                      choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym", "environment"))
     split: str = key("", "hf: which split of the folder; empty = train, for validation test")
     function: str = key("", "instead of a file: package.module:function or file.py:function, which yields maps")
     tasks: dict[str, float] = field(default_factory=dict, metadata={"rule": Rule(
@@ -29,7 +29,8 @@ class Rows:
         "for validation by one that no training has")})
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict, metadata={"rule": Rule(
         "options of a task, as reasoning-gym names them: { chain_sum = { max_terms = 3 } }")})
-    size: int = key(0, "rows that are kept at most, 0 = all; of tasks the number that is made", low=0, high=10**8)
+    size: int = key(0, "rows that are kept at most, 0 = all; of tasks and environments the number that is made", low=0,
+                    high=10**8)
     prompt_key: str = key("", "column of the prompt; empty = data.prompt_key")
     prompt_text: str = key("", 'the prompt as a text with columns in it, for example "{question} Think first."')
     answer_key: str = key("", "column of the right answer; empty = data.answer_key")
@@ -45,7 +46,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Weighted:
-    path: str = key("", "a JSONL or Parquet file, or the folder of a data set", path=True)
+    path: str = key("", "a JSONL or Parquet file, the folder of a data set, or an agent's environment", path=True)
     weight: float = key(1.0, "its share of the draws, in relation to the other sources", above=0, high=1e6)
 
 
@@ -75,7 +76,8 @@ class Skip:
 class Data:
     """[data]: prompts, one JSON object per line."""
 
-    train: str = key(REQUIRED, "JSONL file of training prompts, or tiny:sort", path=True, unless="source")
+    train: str = key(REQUIRED, "JSONL file of training prompts, tiny:sort, or the environment of an agent, whose "
+                     "seeds are made", path=True, unless="source")
     source: tuple[DataSource, ...] = ()
     prompt_key: str = key("prompt", "the key of a line that holds the prompt")
     answer_key: str = key("answer", "the key of a line that holds the right answer")

@@ -25,6 +25,7 @@ from typing import Any
 from busrl.config import schema
 from busrl.config.declare import REQUIRED, Item, Wrong, convert, items, tables
 from busrl.config.names import counterpart, elsewhere
+from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError
 
 if sys.version_info >= (3, 11):
@@ -366,7 +367,7 @@ class Reader:
 
     def _absolute(self, text: str, path: KeyPath) -> str:
         """A path in the file is relative to the file, one on the command line to where that was typed."""
-        if not text or text.startswith(schema.TINY):
+        if not text or text.startswith(schema.TINY) or ENVIRONMENT.fullmatch(text):
             return text
         base = Path.cwd() if self.source.raw_text(path) is not None else self.source.folder
         return os.path.normpath(base / Path(text).expanduser())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from busrl.config.schema import (
     Topology,
     Value,
 )
+from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
 from busrl.states import CRASH_POINTS
 
@@ -503,12 +505,12 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
 def _agents(t: Topology) -> Iterator[Finding]:
     """Processes that play episodes, what they need, and what does not go with them."""
     for index, entry in enumerate(t.process):
-        at, role = f"process.{index}.function", f"process.{index}.role"
-        if entry.role == AGENT and not FUNCTION.fullmatch(entry.function):
-            rule = "an agent plays episodes with a function: package.module:function or file.py:function"
-            yield Finding((at, role), rule, "name one: see docs/agents.md")
-        elif entry.role != AGENT and entry.function:
-            yield Finding((at, role), "only an agent plays episodes", "remove it")
+        role = f"process.{index}.role"
+        if entry.role == AGENT:
+            yield from _episode_code(index, entry)
+        for name in ("function", "environment", "options", "python"):
+            if entry.role != AGENT and getattr(entry, name):
+                yield Finding((f"process.{index}.{name}", role), "only an agent plays episodes", "remove it")
     judged = ("reward.kind", "process")
     if t.reward.kind == AGENT and not t.reward.part and not t.has_callers:
         yield Finding(judged, "no episode returns a reward", 'add a [[process]] with role = "agent"')
@@ -524,6 +526,22 @@ def _agents(t: Topology) -> Iterator[Finding]:
             rule = "model calls are token ids, which this engine does not take"
             yield Finding((f"process.{index}.engine", "process"), rule, 'engine = "torch" or "vllm"')
     yield from _episode_sizes(t)
+
+
+def _episode_code(index: int, entry: Process) -> Iterator[Finding]:
+    at, place = f"process.{index}.function", f"process.{index}.environment"
+    if entry.environment and entry.function:
+        yield Finding((place, at), "an agent plays a function or an environment", "remove one of them")
+    elif entry.environment and not ENVIRONMENT.fullmatch(entry.environment):
+        rule = "an environment is its library, a colon and its name"
+        yield Finding((place,), rule, "gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+    elif not entry.environment and not FUNCTION.fullmatch(entry.function):
+        rule = "an agent plays episodes with a function: package.module:function or file.py:function"
+        yield Finding((at, f"process.{index}.role"), rule, "name one, or an environment: see docs/agents.md")
+    if entry.options and not entry.environment:
+        yield Finding((f"process.{index}.options",), "options are those of an environment", "remove it")
+    if entry.python and not os.access(entry.python, os.X_OK):
+        yield Finding((f"process.{index}.python",), "no program that can be started", "give the path of a Python")
 
 
 def _episode_sizes(t: Topology) -> Iterator[Finding]:

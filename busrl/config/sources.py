@@ -203,7 +203,7 @@ def _source_faults(one: DataSource, at: str, target: Target) -> Iterator[Finding
         yield Finding((f"{at}.{words[needed]}",), f"a source of format {kind} has {words[needed]}, and this one {have}",
                       f"give {words[needed]} and no other")
         return
-    if needed == "path" and not Path(one.path).exists():
+    if needed == "path" and kind != "environment" and not Path(one.path).exists():
         yield Finding((f"{at}.{path}",), "no such file or folder", "give a path relative to this topology")
     if kind == "hf" and Path(one.path).is_dir():
         try:

@@ -21,7 +21,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +34,12 @@ import numpy as np
 from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
-from busrl.config.schema import AGENT, BYTES_PER_TOKEN, TINY, Topology, has_model
+from busrl.config.schema import AGENT, BYTES_PER_TOKEN, TINY, Process, Topology, has_model
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, open_file, prompt_lines, prompt_of
+from busrl.data.sources import ENVIRONMENT
 from busrl.errors import DataError
+from busrl.pipes import interpreter
 
 # -- prompts in tokens -----
 
@@ -433,16 +434,19 @@ Answers = list[tuple[str, str, list[int]]]
 
 
 @contextlib.contextmanager
-def foreign(t: Topology, role: str, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def foreign(
+    t: Topology, role: str, *command: str, python: str = ""
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """A process for a user's code with the environment of that role, and the file that it prints to; killed at the end.
 
     A file: whatever the code prints, it never waits for a reader.
     """
     entry = next((one for one in t.process if one.role == role and not one.command), None)
-    environment = {**os.environ, **(entry.env if entry else {})}
+    program, variables = interpreter(python)
+    environment = {**(variables or os.environ), **(entry.env if entry else {})}
     with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen(
-            [sys.executable, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
+            [*program, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
             env=environment, start_new_session=True,
         )
         try:
@@ -545,17 +549,23 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
 # -- the function of episodes ----------------------------
 
 
-def try_episodes(t: Topology) -> Iterator[tuple[int, str]]:
-    """(which [[process]], what is wrong) of each agent whose function cannot be loaded, in a process of its own."""
+def try_episodes(t: Topology) -> Iterator[tuple[str, str]]:
+    """(which key of [[process]], what is wrong) of each agent whose function or environment cannot be loaded, or that
+    cannot begin an episode, in a process of its own."""
     for index, entry in enumerate(t.process):
-        if entry.role == AGENT and FUNCTION.fullmatch(entry.function) and (fault := _episode_fault(t, entry.function)):
-            yield index, fault.removeprefix(f"function = {entry.function!r}: ")
+        sound = bool(ENVIRONMENT.fullmatch(entry.environment)) != bool(FUNCTION.fullmatch(entry.function))
+        sound = sound and (not entry.python or os.access(entry.python, os.X_OK))
+        if entry.role == AGENT and sound and (fault := _episode_fault(t, entry)):
+            key, value = ("environment", entry.environment) if entry.environment else ("function", entry.function)
+            yield f"process.{index}.{key}", fault.removeprefix(f"{key} = {value!r}: ")
 
 
-def _episode_fault(t: Topology, function: str) -> str:
-    setup = {"type": "setup", "function": function, "base_dir": str(Path(t.source).parent)}
+def _episode_fault(t: Topology, entry: Process) -> str:
+    base = str(Path(t.source).parent)
+    setup = {"type": "setup", "function": entry.function, "base_dir": base, "environment": entry.environment,
+             "options": entry.options, "trial": True}
     until = time.monotonic() + LOAD_S
-    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid())) as (child, printed):
+    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as (child, printed):
         assert child.stdin is not None and child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(setup).encode() + b"\n")

@@ -1,4 +1,5 @@
-"""Where rows of prompts come from: JSONL and Parquet files, folders of data sets, functions, tasks of reasoning-gym.
+"""Where rows of prompts come from: files (JSONL, Parquet), folders of data sets, functions, tasks of reasoning-gym, and
+seeds of environments.
 
 Talks to files and, in the process that converts them (`busrl.data.convert`), to pyarrow and reasoning-gym, which are
 imported where they are used. Knows nothing of filters, tokens or runs.
@@ -29,6 +30,9 @@ from busrl.imports import load
 Record = dict[str, Any]
 Rows = Iterator[tuple[str, "Record | Problem"]]
 BATCH = 1_000
+ENVIRONMENT = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by its library
+INDEX = "index"  # key of a line: the seed of an environment, or the number of a task
+INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment where no number is given; servers may take 32 bits
 PARQUET, JSONL = (".parquet", ".pq"), (".jsonl", ".json", ".ndjson")
 
 
@@ -59,6 +63,8 @@ def format_of(path: str, given: str = "auto", function: str = "", tasks: Mapping
     """What a source is, by its keys and the name of its path."""
     if given != "auto":
         return given
+    if ENVIRONMENT.fullmatch(path):
+        return "environment"
     if function or tasks:
         return "function" if function else "reasoning_gym"
     if path and Path(path).is_dir():
@@ -72,6 +78,8 @@ def rows_of(origin: Origin, seed: int) -> Rows:
         return _function_rows(origin)
     if origin.format == "reasoning_gym":
         return _gym_rows(origin, seed)
+    if origin.format == "environment":
+        return _indices(origin, seed)
     path = Path(origin.path)
     return _folder_rows(path, origin.split) if origin.format == "hf" else _file_rows(path, origin.format)
 
@@ -203,6 +211,13 @@ def _object(path: Path) -> Record:
 
 
 # -- code -----
+
+
+def _indices(origin: Origin, seed: int) -> Rows:
+    """Seeds of an environment, numbered on from `seed`; what it shows for each is known when an agent plays it."""
+    first = min(seed, HIGHEST_FIRST)
+    for number in range(first, first + (origin.size or INDICES)):
+        yield f"{origin.path}: index {number}", {"prompt": str(number), INDEX: number}
 
 
 def _function_rows(origin: Origin) -> Rows:

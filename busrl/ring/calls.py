@@ -51,13 +51,15 @@ class CallDetails(msgspec.Struct, omit_defaults=True):
 
 
 class Served(NamedTuple):
-    """The tensor `served`: which process of the ring answered, from when to when (monotonic nanoseconds), and how many
-    of the ids that it read it computed, where it says so."""
+    """The tensor `served`: which process of the ring answered, from when to when (monotonic nanoseconds), how many of
+    the ids that it read it computed, where it says so, and which step of the learner made the oldest version that drew
+    a token; 0 where that is not known: too old, never too new."""
 
     engine: int
     claimed_ns: int
     done_ns: int
     computed: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class ModelCall:
 @dataclass(frozen=True)
 class CallAnswer:
     """What an engine drew: at least one id, each with its log-probability and the version of the weights. `finish` is a
-    code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of the ids read."""
+    code of `Finish`, `engine` the process that answered, where the prefix may still be; `computed`: of the ids read;
+    `step`: of the learner, that made the oldest of the versions."""
 
     ids: Ids
     logprobs: npt.NDArray[np.float32]
@@ -96,6 +99,7 @@ class CallAnswer:
     waited_s: float
     generated_s: float
     computed: int = 0
+    step: int = 0
 
 
 @dataclass(eq=False)
@@ -132,10 +136,11 @@ def read_ids(ring: Ring, slot: int, name: str, segment: int) -> Ids:
 
 def write_answer(
     ring: Ring, slot: int, word: int, ids: Ids, logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.uint32],
-    finish: int, claimed_ns: int, computed: int = 0,
+    finish: int, claimed_ns: int, step: int, computed: int = 0,
 ) -> bool:
-    """Put an answer into a call that is held, and commit it; False if the slot has moved. SlotTooSmall, NotOwner."""
-    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed), np.uint64)
+    """Put an answer into a call that is held, and commit it; False if the slot has moved. `step` made its oldest
+    version. SlotTooSmall, NotOwner."""
+    served = np.array(Served(ring.index, claimed_ns, time.monotonic_ns(), computed, step), np.uint64)
     for name, array in (("tokens", ids), ("logprobs", logprobs), ("versions", versions), ("served", served)):
         ring.put(slot, word, name, array, 0)
     ring.set(slot, word, finish=finish, response_tokens=len(ids), version=int(versions.min()))
@@ -317,7 +322,7 @@ class Caller:
         waited, generated = served.claimed_ns - pending.put_ns, served.done_ns - served.claimed_ns
         return CallAnswer(
             ids.copy(), logprobs.copy(), versions.copy(), finish, served.engine, waited / 1e9, generated / 1e9,
-            served.computed,
+            served.computed, served.step,
         )
 
     def _end(self, pending: PendingCall, error: CallUnanswered | None) -> bool:

@@ -38,8 +38,7 @@ from busrl.ring.calls import AsyncCaller, ModelCall
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
-from busrl.states import REWARD_FATES, Fate, HeaderWord
-from busrl.weights.base import VersionSteps
+from busrl.states import REWARD_FATES, Fate
 
 log = logging.getLogger("busrl")
 FATES = REWARD_FATES | {"crashed": Fate.POISON}
@@ -88,11 +87,11 @@ class Agent(Actor):
         self.playing: set[asyncio.Task[None]] = set()
         self.ends: Counter[str] = Counter()
         self.unanswered: Counter[int] = Counter()  # by uid
-        self.steps = VersionSteps()
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
         self.loop = asyncio.new_event_loop()
-        self.children = Children(EpisodeSetup(named.function, base), own.children, own.episode_s)
+        played = EpisodeSetup(named.function, base, named.environment, named.options, python=named.python)
+        self.children = Children(played, own.children, own.episode_s)
         with self.activity("load the function of episodes", topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
 
@@ -101,8 +100,6 @@ class Agent(Actor):
 
     def work(self) -> bool:
         """Claim samples, and commit the rewards of episodes that have ended."""
-        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
-        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
         self._request_tasks()
         taken = self._take()
         judged = self._commit_rewards() if self.topology.reward.kind == AGENT else 0
@@ -197,7 +194,8 @@ class Agent(Actor):
         found = await self.caller.ask(asked, own.limits.work_s)
         claim.read, claim.computed = claim.read + len(call.prompt), claim.computed + found.computed
         waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
-        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made)
+        return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made,
+                      found.step)
 
     # -- ends -----
 
@@ -218,7 +216,7 @@ class Agent(Actor):
         except SlotTooSmall as problem:
             self._drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
             return
-        message = commit_episode(self.ring, claim.slot, claim.word, made, self.steps)
+        message = commit_episode(self.ring, claim.slot, claim.word, made)
         del self.claims[claim.slot]
         if message is not None:
             self.bell.add(lambda: message)

@@ -37,7 +37,6 @@ from busrl.agents.tree import Trajectory
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import Ring, seq_of
-from busrl.weights.base import VersionSteps
 
 Array = npt.NDArray[Any]
 SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8)
@@ -73,16 +72,14 @@ def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward:
             ring.put(slot, word, "messages", np.frombuffer(messages, np.uint8), 0)
 
 
-def commit_episode(
-    ring: Ring, slot: int, word: int, episode: Trajectory, steps: VersionSteps
-) -> m.DataGenerated | None:
+def commit_episode(ring: Ring, slot: int, word: int, episode: Trajectory) -> m.DataGenerated | None:
     """Commit what `write_episode` wrote. Version and step, of which the sample's age counts, are those of its admission
     or of its oldest trained token. Returns the doorbell; None if the slot has moved."""
     line = ring.line(slot)
     version, step = int(line["version"]), int(line["step"])
     trained = episode.versions[trained_of(episode.turns)]
     if len(trained) and (oldest := int(trained.min())) < version:
-        version, step = oldest, min(step, steps.step_of(oldest))
+        version, step = oldest, min(step, episode.step)
     last = episode.turns[int(np.argmax(episode.turns[:, CALL]))]
     ring.set(
         slot, word, version=version, step=step, finish=int(last[FINISH]), response_tokens=len(episode.logprobs),

@@ -328,9 +328,10 @@ class CallIntake(Intake):
         return True
 
     def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
-        made = answer.token_ids, answer.logprobs, answer.versions
+        made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        step = self.steps.step_of(int(answer.versions.min()))
         try:
-            write_answer(self.ring, slot, task.word, *made, answer.finish, task.claimed_ns, answer.computed)
+            write_answer(self.ring, slot, task.word, *made, task.claimed_ns, step, answer.computed)
         except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
 

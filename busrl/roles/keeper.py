@@ -258,7 +258,8 @@ class CallLedger:
         stand_in, made = self._entries.stand_in(index), (answer.token_ids, answer.logprobs, answer.versions)
         claimed_ns = int(self.ring.line(claim.slot)["changed_ns"])
         with _as_refusals():
-            if not write_answer(stand_in, claim.slot, claim.word, *made, answer.finish, claimed_ns):
+            step = self.samples.steps.step_of(int(answer.versions.min()))
+            if not write_answer(stand_in, claim.slot, claim.word, *made, answer.finish, claimed_ns, step):
                 raise ClaimGone
         stand_in.add(tokens=len(answer.token_ids), samples=1)
 

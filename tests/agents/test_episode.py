@@ -63,7 +63,8 @@ class Engine:
         ids = ids[: call.max_new_tokens]
         scores = np.array([-self.world.random.random() for _ in ids], np.float32)
         self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
-        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number)
+        return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number,
+                      step=10 * number)
 
 
 def of(chat: Renderer, texts: list[str] | None = None, clock: Any = None, **how: Any) -> tuple[Episode, Engine]:
@@ -97,6 +98,7 @@ def test_an_agent_with_a_tool_is_one_sequence_with_its_reward(chat: Renderer) ->
         assert engine.world.exact() == (0, 0, 0, 0)
         found = episode.tree.trajectory()
         assert found is not None and len(found.seqs) == 1 and found.text.endswith("It is 3")
+        assert found.step == 10, "of the oldest version: that of the first call"
         assert engine.near == [-1, 1], "the second call is offered to the engine that has the first"
 
     asyncio.run(run())

@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "agents": {"errors", "data", "imports", "rewards", "pipes"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
-    "config": {"errors", "data", "scheduling", "keys", "faults", "device", "algorithms"},
+    "config": {"errors", "data", "scheduling", "keys", "faults", "device", "algorithms", "pipes"},
     "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
     "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device"},

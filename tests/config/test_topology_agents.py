@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,11 @@ def test_a_function_that_cannot_be_loaded_is_told_before_the_start(
     [
         ('[[process]]\nrole = "agent"\n', r"process.3.function = \"\".*plays episodes with a function"),
         ('[[process]]\nrole = "reward"\nfunction = "a.py:f"\n', r"only an agent plays episodes; remove it"),
+        (AGENT + 'environment = "gymnasium:Sort-v0"\n', r"plays a function or an environment; remove one"),
+        ('[[process]]\nrole = "agent"\nenvironment = "gym:Sort"\n', r"its library, a colon and its name; gymnasium:ID"),
+        ('[[process]]\nrole = "reward"\nenvironment = "gymnasium:A"\n', r"only an agent plays episodes; remove it"),
+        (AGENT + "options = { chat = false }\n", r"options are those of an environment; remove it"),
+        (AGENT + 'python = "nowhere/python"\n', r"nowhere/python.*no program that can be started"),
         ('[reward]\nkind = "agent"\n', r"reward.kind = \"agent\".*no episode returns a reward; add"),
         (AGENT + "[segments]\nlength = 8\n", r"an episode is made whole; remove"),
         (AGENT + "[agents]\ncontext = 512\ntokens = 100\n", r"agents.tokens = 100.*set it to 512 or more"),
@@ -74,3 +80,21 @@ def test_what_does_not_go_with_agents_is_refused_with_a_remedy(
     (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
     told = refused(text)
     assert any(re.search(message, one) for one in told), told
+
+
+def test_an_environment_that_cannot_be_had_is_told_before_the_start(refused: Refused) -> None:
+    pytest.importorskip("gymnasium")
+    (told,) = refused('[[process]]\nrole = "agent"\nenvironment = "gymnasium:NothingLikeIt-v0"\n')
+    assert re.search(r"process.3.environment = .*cannot be used: NameNotFound.*docs/agents.md", told), told
+
+
+def test_the_seeds_of_an_environment_are_its_data_and_validation_has_others() -> None:
+    pytest.importorskip("gymnasium")
+    cart = "gymnasium:CartPole-v1"
+    topology = agents(f"data.train={cart}", f"validation.data={cart}", "process.agent.function=",
+                      f"process.agent.environment={cart}", "run.seed=7")
+    lines = [[json.loads(one) for one in Path(path).read_text().splitlines()]
+             for path in (topology.data.train, topology.validation.data)]
+    assert [one["index"] for one in lines[0]] == list(range(7, 7 + 1024))
+    assert lines[1][0] == {"index": 1 << 30, "prompt": str(1 << 30), "tag": cart}
+    assert topology.derived.train_prompts == topology.derived.validation_prompts == 1024

@@ -23,7 +23,6 @@ from busrl.protocol import gateway as g
 from busrl.ring import Ring, State
 from busrl.roles.episodes import commit_episode, write_episode
 from busrl.roles.trajectory import read_generated
-from busrl.weights.base import VersionSteps
 
 HERE = Path(__file__).parent
 SOME = ["remote.entered:1", "put.copied:1", "commit.before:1", "release.before:1", "remote.rested:1"]
@@ -110,7 +109,7 @@ def test_a_reward_worker_gets_the_last_call_of_an_episode_and_its_turns_rewards_
     episode = tree.trajectory()
     assert episode is not None
     write_episode(keeper.ring, slot, word, episode, None)
-    assert commit_episode(keeper.ring, slot, word, episode, VersionSteps(4)) is not None
+    assert commit_episode(keeper.ring, slot, word, episode) is not None
     keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
     [task] = keeper.claim("judge")
     assert task.completion == "last" and task.tensors["tokens"] == tensor(np.array([3], np.int32))

@@ -31,11 +31,6 @@ from busrl.roles.episodes import (
 )
 from busrl.roles.learner.groups import Claimed, Malformed, claim_groups
 from busrl.states import Fate, Finish
-from busrl.weights.base import VersionSteps
-
-STEPS = VersionSteps(8)
-for number in range(6):
-    STEPS.add(number, 10 + number)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +61,7 @@ def rewarded(ring: Ring, episode: Trajectory, **more: Any) -> int:
     write_episode(ring, slot, word, episode, more.get("reward"), more.get("messages", b""))
     for name, array in more.get("lies", {}).items():
         ring.put(slot, word, name, array, 0)
-    assert commit_episode(ring, slot, word, episode, STEPS) is not None
+    assert commit_episode(ring, slot, word, episode) is not None
     ((slot, word),) = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
     ring.commit_rewards([(slot, word)], [1.5])
     return slot
@@ -100,7 +95,7 @@ def grown(plan: list[Any]) -> Tree:
         asked = tree.ask(before, read, 8, None, None, trained)
         versions = [min(5, 2 + number)] * len(drawn)
         scores = [-0.1 * one - 0.5 for one in drawn]
-        turn = tree.answer(asked, drawn, scores, versions, Finish.EOS, {}, f"turn {number}")
+        turn = tree.answer(asked, drawn, scores, versions, Finish.EOS, {}, f"turn {number}", step=10 + versions[0])
         turn.delivered, turn.reward = True, reward
         turns.append(turn)
     return tree
@@ -222,7 +217,7 @@ def test_an_episode_without_a_tensor_that_it_needs_is_dropped_by_its_name(ring: 
     episode = three_turns()
     for name in ("ids", "turns", "logprobs", "versions"):
         ring.put(slot, word, name, getattr(episode, name), 0)
-    commit_episode(ring, slot, word, episode, STEPS)
+    commit_episode(ring, slot, word, episode)
     ((slot, word),) = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
     ring.commit_rewards([(slot, word)], [0.0])
     found = claim(ring, slot)

@@ -142,6 +142,7 @@ def test_every_token_has_the_version_that_drew_it_when_weights_change_during_a_c
         if len(set(versions.tolist())) == 2:
             break
     assert set(versions.tolist()) == {version - 1, version}
+    assert one.result().step == version - 1, "the step of the oldest version comes with the answer"
     assert one.result().ids.tolist() == scene.answers(call(5))[0], "the weights were the same, so the tokens are"
 
 

@@ -14,7 +14,6 @@ from busrl.ring import State
 from busrl.roles.actor import Actor
 from busrl.roles.episodes import commit_episode, write_episode
 from busrl.states import Finish, HeaderWord
-from busrl.weights.base import VersionSteps
 
 TOKENS = 4  # of a turn
 
@@ -25,16 +24,15 @@ class EpisodeActor(Actor):
     def setup(self) -> None:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(self.topology.model.path).eval()
-        self.steps = VersionSteps(256)
         self.first = -1  # the version that this model is
 
     def work(self) -> bool:
         version, step = self.ring.header(HeaderWord.VERSION), self.ring.header(HeaderWord.VERSION_STEP)
-        self.steps.add(version, step)
         taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=4)
         for slot, word in taken:
             line = self.ring.line(slot)
-            self.first = version if self.first < 0 else self.first
+            if self.first < 0:
+                self.first, self.step = version, step
             played = self.play(int(line["uid"]), float(line["temperature"]))
             episode = played.trajectory()
             assert episode is not None
@@ -43,7 +41,7 @@ class EpisodeActor(Actor):
 
     def commit(self, slot: int, word: int, episode: Trajectory, played: Tree) -> None:
         write_episode(self.ring, slot, word, episode, None, played.transcript(400))
-        bell = commit_episode(self.ring, slot, word, episode, self.steps)
+        bell = commit_episode(self.ring, slot, word, episode)
         assert bell is not None
         self.ring.add(tokens=len(episode.logprobs), samples=1)
         self.bus.send(bell)
@@ -67,7 +65,8 @@ class EpisodeActor(Actor):
             chosen = int(random.choice(len(logs), p=torch.softmax(logs.double(), -1).numpy()))
             ids.append(chosen)
             scores.append(min(0.0, float(logs[chosen])))
-        turn = tree.answer(asked, ids[-TOKENS:], scores, [self.first] * TOKENS, Finish.LENGTH, {}, f"{ids[-TOKENS:]}")
+        drawn = ids[-TOKENS:]
+        turn = tree.answer(asked, drawn, scores, [self.first] * TOKENS, Finish.LENGTH, {}, f"{drawn}", step=self.step)
         turn.delivered = True
         self.ring.progress()
         return turn

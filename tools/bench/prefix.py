@@ -3,7 +3,7 @@
     python tools/bench/prefix.py [--turns 40] [--json FILE]
 
 Each run is `busrl launch` with an agent whose episodes put fixed numbers of ids between answers of fixed lengths, so
-that all variants read and draw alike. Told of each: ids that an episode puts in, prompt ids that engines computed for it
+that all variants read and draw alike. Told of each: ids that an episode puts in, prompt ids computed for it by engines
 (also for each id put in, of which the bar is 1.3, and for each trained), the share found in kept rows, and the seconds
 from the first step to the last over the episodes that ended meanwhile.
 """
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     told: list[dict[str, Any]] = []
     print(f"{options.turns} turns, {NEW} ids between answers of {DRAWN}; per episode\n"
-          "| model | variant | ids put in | prompt ids computed | for each put in | for each trained | found | s | load "
-          "|\n|" + 9 * "---|", flush=True)
+          "| model | variant | ids put in | ids computed | for each put in | for each trained | found | s | load |\n|"
+          + 9 * "---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         talk = EPISODE.format(first=FIRST, new=NEW, drawn=DRAWN, turns=options.turns)

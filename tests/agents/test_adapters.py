@@ -1,0 +1,243 @@
+"""Environments of other libraries, played by their adapters: what the model reads, what is an action, rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import WSMsgType, web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.agents import adapters
+from busrl.agents.llm import ChatRequest, Choice, Choices, Ended, Llm, Request, Response, RewardRequest, play
+from busrl.errors import AgentNotLoaded
+
+
+class Model:
+    """Answers to requests in turn, or as `say` decides by what was asked; it keeps what it read."""
+
+    def __init__(self, say: Callable[[str], str] | Sequence[str]) -> None:
+        rest = iter(say) if not callable(say) else None
+        self.say = say if callable(say) else lambda read: next(rest)  # type: ignore[arg-type]
+        self.read: list[str] = []
+        self.conversations: list[list[Any]] = []
+        self.trained: list[bool] = []
+        self.rewards: list[tuple[int, float]] = []
+
+    async def ask(self, request: Request) -> Response:
+        if isinstance(request, RewardRequest):
+            self.rewards.append((request.turn, request.value))
+            return Choices([])
+        if isinstance(request, ChatRequest):
+            messages = [msgspec.json.decode(one) for one in request.messages]
+            self.conversations.append(messages)
+            read = messages[-1]["content"]
+        else:
+            read = str(request.prompt)
+        self.read.append(read)
+        self.trained.append(request.trained)
+        text = self.say(read)
+        message = msgspec.Raw(msgspec.json.encode({"role": "assistant", "content": text}))
+        return Choices([Choice(message, text, [1], "stop", len(self.read) - 1, 0, 1)])
+
+
+def played(environment: str, model: Model, index: int = 0, **options: Any) -> Ended:
+    async def run() -> Ended:
+        adapter = await adapters.load(environment, options, trial=True)
+        try:
+            task = {"index": index}
+            return await play(adapter.episode, task, Llm(model.ask, task))
+        finally:
+            await adapter.close()
+
+    return asyncio.run(run())
+
+
+def refusal(environment: str, **options: Any) -> str:
+    with pytest.raises(AgentNotLoaded) as found:
+        asyncio.run(adapters.load(environment, options, trial=True))
+    return str(found.value)
+
+
+# -- gymnasium --------------------------------------------
+
+
+@pytest.fixture
+def gymnasium() -> Any:
+    return pytest.importorskip("gymnasium")
+
+
+def test_a_game_of_gymnasium_is_a_conversation_whose_turns_have_the_steps_rewards(gymnasium: Any) -> None:
+    ways = Model(["1", "then 1", "2", "1", "2", "so: 2"])  # the way over the ice
+    ice = {"render_mode": "ansi", "is_slippery": False}
+    ended = played("gymnasium:FrozenLake-v1", ways, 3, system="Reach G.", **ice)
+    assert (ended.how, ended.reward) == ("returned", 1.0) and ways.rewards == []
+    assert all("SFFF" in one.replace("\x1b[41m", "").replace("\x1b[0m", "") for one in ways.read)
+    assert [one["role"] for one in ways.conversations[-1]] == ["system", *["user", "assistant"] * 5, "user"]
+    ended = played("gymnasium:FrozenLake-v1", Model(["down"]), 3, action="go ([0-3])", no_action=-0.5, **ice)
+    assert (ended.how, ended.reward) == ("failed", -0.5) and "action" in ended.text
+
+
+def test_rewards_of_steps_before_the_last_are_those_of_their_turns(gymnasium: Any) -> None:
+    model = Model(lambda read: "0")  # to the left until the pole falls
+    ended = played("gymnasium:CartPole-v1", model, 5)
+    turns = len(model.read)
+    assert 5 < turns < 15 and ended.reward == 1.0
+    assert model.rewards == [(turn, 1.0) for turn in range(turns - 1)]
+    again = Model(lambda read: "0")
+    played("gymnasium:CartPole-v1", again, 5)
+    assert again.read == model.read and len(json.loads(model.read[0])) == 4, "the index is the seed"
+
+
+def test_without_chat_the_model_reads_what_the_environment_shows(gymnasium: Any) -> None:
+    model = Model(lambda read: "1")
+    played("gymnasium:CartPole-v1", model, 2, chat=False, system="Cart: ")
+    assert not model.conversations and all(one.startswith("Cart: [") for one in model.read)
+
+
+def test_what_an_environment_needs_is_said_before_the_start(gymnasium: Any) -> None:
+    assert "NameNotFound" in refusal("gymnasium:NothingLikeIt-v0")
+    assert "unexpected keyword" in refusal("gymnasium:CartPole-v1", gravitas=3)
+
+
+def test_a_package_that_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    assert refusal("textarena:Wordle-v0") == (
+        "environment = 'textarena:Wordle-v0': the package textarena is not installed: pip install textarena"
+    )
+
+
+@given(st.text(max_size=40))
+def test_an_answer_is_an_action_of_the_space_or_none(text: str) -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    for space in (spaces.Discrete(4), spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 3]), spaces.Text(8),
+                  spaces.MultiBinary(3), spaces.Discrete(3, start=-1)):
+        try:
+            assert space.contains(adapters.gymnasium_action(space, text))
+        except adapters.NoAction:
+            pass
+
+
+def test_numbers_of_an_answer_become_actions(gymnasium: Any) -> None:
+    spaces, found = gymnasium.spaces, adapters.gymnasium_action
+    assert found(spaces.Discrete(4), "first 1, or better 3") == 3
+    assert found(spaces.Box(-1, 1, (2,)), "[0.5, -1e-1]").tolist() == pytest.approx([0.5, -0.1])
+    assert found(spaces.MultiDiscrete([2, 3]), "1 and 2").tolist() == [1, 2]
+    for space, text in ((spaces.Discrete(4), "4"), (spaces.Box(-1, 1, (2,)), "0.5"), (spaces.Discrete(4), "0.5")):
+        with pytest.raises(adapters.NoAction):
+            found(space, text)
+
+
+# -- OpenEnv ----------------------------------------------
+
+MOST = 2
+
+
+class Guessing:
+    """A server as OpenEnv's: the number is the seed, of at most `MOST` sessions at a time."""
+
+    def __init__(self) -> None:
+        self.sessions = self.highest = self.refused = 0
+
+    async def socket(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if self.sessions >= MOST:
+            self.refused += 1
+            data = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": MOST, "max_sessions": MOST}
+            await socket.send_json({"type": "error", "data": data})
+            await socket.close()
+            return socket
+        self.sessions += 1
+        self.highest = max(self.highest, self.sessions)
+        secret = tries = 0
+        async for frame in socket:
+            assert frame.type == WSMsgType.TEXT
+            message = frame.json()
+            if message["type"] == "close":
+                break
+            if message["type"] == "reset":
+                secret, tries = message["data"]["seed"] % 10, 0
+                await self.show(socket, "guess", None, False)
+            elif not isinstance(message["data"].get("guess"), int) or len(message["data"]) != 1:
+                data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": []}
+                await socket.send_json({"type": "error", "data": data})
+            else:
+                guess, tries = message["data"]["guess"], tries + 1
+                said = "right" if guess == secret else "higher" if guess < secret else "lower"
+                await asyncio.sleep(0.002)
+                await self.show(socket, said, 1.0 if guess == secret else -0.25, guess == secret)
+        self.sessions -= 1
+        await socket.close()
+        return socket
+
+    async def show(self, socket: web.WebSocketResponse, said: str, reward: float | None, done: bool) -> None:
+        observation = {"said": said, "tries": 0, "metadata": {"secret": True}}
+        await socket.send_json({"type": "observation", "data": {"observation": observation, "reward": reward,
+                                                                "done": done, "metadata": {}}})
+
+    async def schema(self, request: web.Request) -> web.Response:
+        properties = {"guess": {"type": "integer"}, "metadata": {"type": "object"}}
+        return web.json_response({"action": {"type": "object", "properties": properties, "required": ["guess"]}})
+
+
+@asynccontextmanager
+async def serving(game: Guessing) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_get("/ws", game.socket)
+    app.router.add_get("/schema", game.schema)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"openenv:ws://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def test_many_episodes_share_the_sessions_that_an_openenv_server_has() -> None:
+    async def run() -> tuple[Guessing, list[tuple[Ended, Model]]]:
+        game = Guessing()
+        async with serving(game) as environment:
+            adapter = await adapters.load(environment, {"observation": "said"}, trial=True)
+
+            async def one(index: int) -> tuple[Ended, Model]:
+                model = Model([f"maybe {number}" for number in range(10)])
+                return await play(adapter.episode, {"index": index}, Llm(model.ask, {})), model
+
+            found = await asyncio.wait_for(asyncio.gather(*map(one, range(24))), 30)
+            await adapter.close()
+        return game, found
+
+    game, found = asyncio.run(run())
+    assert game.highest == MOST and game.refused > 0 and game.sessions == 0
+    for index, (ended, model) in enumerate(found):
+        assert (ended.how, ended.reward) == ("returned", 1.0)
+        assert model.read == ["guess", *["higher"] * (index % 10)]
+        assert model.rewards == [(turn, -0.25) for turn in range(index % 10)]
+
+
+def test_an_answer_that_an_openenv_server_does_not_take_ends_its_episode() -> None:
+    async def run(*answers: str) -> Ended:
+        async with serving(Guessing()) as environment:
+            adapter = await adapters.load(environment, {"no_action": -1.0})
+            model = Model(answers)
+            ended = await play(adapter.episode, {"index": 4}, Llm(model.ask, {}))
+            assert json.loads(model.read[0]) == {"said": "guess", "tries": 0}, "the metadata is not for the model"
+            await adapter.close()
+            return ended
+
+    ended = asyncio.run(run("no idea"))
+    assert (ended.how, ended.reward) == ("failed", -1.0) and "'no idea' holds no number" in ended.text
+    ended = asyncio.run(run('{"guess": "four"}'))
+    assert ended.reward == -1.0 and "does not take" in ended.text
+    assert asyncio.run(run('{"guess": 4}')).reward == 1.0
+
+
+def test_an_openenv_server_that_is_away_is_said_before_the_start() -> None:
+    assert "openenv:ws://127.0.0.1:9" in refusal("openenv:ws://127.0.0.1:9")
