@@ -1,11 +1,13 @@
 """What keeping prefixes saves: episodes of many turns in real runs, with and without it.
 
     python tools/bench/prefix.py [--turns 40] [--json FILE]
+    python tools/bench/prefix.py --engine [--turns 20]
 
 Each run is `busrl launch` with an agent whose episodes put fixed numbers of ids between answers of fixed lengths, so
 that all variants read and draw alike. Told of each: ids that an episode puts in, prompt ids computed for it by engines
 (also for each id put in, of which the bar is 1.3, and for each trained), the share found in kept rows, and the seconds
-from the first step to the last over the episodes that ended meanwhile.
+from the first step to the last over the episodes that ended meanwhile. `--engine` times the torch engine alone, in CPU
+seconds, with 32 such episodes at a time, each of which waits one to three decoding steps between two turns.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -89,6 +92,35 @@ def measured(model: Path, folder: Path, turns: int, groups: int, steps: int, set
     }
 
 
+def engine_alone(model: Path, turns: int, keep_s: float, episodes: int = 32) -> str:
+    import numpy as np
+    import torch
+
+    from busrl.engines.base import Request
+    from busrl.engines.torch.engine import TorchEngine
+
+    torch.set_num_threads(1)
+    engine = TorchEngine.load(model, capacity=64, max_length=2048, prefix_keep_s=keep_s)
+    chance, none, step, asked = random.Random(0), np.empty(0, np.int32), 0, 0
+    paths = [[chance.randrange(2, 14) for _ in range(FIRST)] for _ in range(episodes)]
+    left, due, whose = [turns] * episodes, dict.fromkeys(range(episodes), 0), dict[int, int]()
+    begun = time.process_time()
+    while due or engine.active:
+        for one in [one for one, at in due.items() if at <= step]:
+            del due[one]
+            asked, whose[asked] = asked + 1, one
+            prompt = np.array(paths[one], np.int32)
+            engine.submit([Request(asked, asked, 0, prompt, none, DRAWN, 1.0, 1.0, 0)])
+        step += 1
+        for ended in engine.step():
+            one = whose.pop(ended.key)
+            paths[one] += [*ended.token_ids.tolist(), *(chance.randrange(2, 14) for _ in range(NEW))]
+            left[one] -= 1
+            due |= {one: step + chance.randrange(1, 4)} if left[one] else {}
+    seconds = (time.process_time() - begun) / episodes
+    return f"| {1e3 * seconds:.0f} ms | {engine.statistics().prefill_tokens // episodes:,} |"
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--turns", type=int, default=40)
@@ -97,7 +129,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--only", nargs="+", default=list(VARIANTS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--engine", action="store_true")
     options = parser.parse_args(argv)
+    if options.engine:
+        print("| model | prefix_keep_s | CPU time of an episode | prompt ids computed |\n|---|---|---|---|")
+        with tempfile.TemporaryDirectory() as name:
+            for size in options.sizes:
+                model = model_folder(Path(name) / size, SIZES[size], 2048)
+                for keep_s in (0.0, 30.0) * 2:
+                    print(f"| {size} | {keep_s:g} {engine_alone(model, options.turns, keep_s)}", flush=True)
+        return
     told: list[dict[str, Any]] = []
     print(f"{options.turns} turns, {NEW} ids between answers of {DRAWN}; per episode\n"
           "| model | variant | ids put in | ids computed | for each put in | for each trained | found | s | load |\n|"
