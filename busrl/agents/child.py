@@ -50,6 +50,7 @@ class Begin(msgspec.Struct, tag="begin"):
 
     key: int
     task: msgspec.Raw
+    uid: int = 0
 
 
 class Answered(msgspec.Struct, tag="answered"):
@@ -210,7 +211,7 @@ class Process:
 
         try:
             task = msgspec.json.decode(begin.task)
-            ended = await play(self._function, task, Llm(ask, task), self._threads)
+            ended = await play(self._function, task, Llm(ask, task, uid=begin.uid), self._threads)
         except asyncio.CancelledError:
             ended = Ended("raised", text="cancelled")
         except BaseException as problem:  # of an exception, say, whose own text raises another

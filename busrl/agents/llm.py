@@ -127,10 +127,11 @@ class Completion(msgspec.Struct):
 
 
 class Llm:
-    """The model of the run, for one episode. `task` is the line of the data; `version` that of the newest answer."""
+    """The model of the run, for one episode. `task` is the line of the data, `uid` the number of the sample; `version`
+    that of the newest answer."""
 
-    def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True) -> None:
-        self._ask, self.task, self._trained = ask, task, trained
+    def __init__(self, ask: Ask, task: dict[str, Any], trained: bool = True, uid: int = 0) -> None:
+        self._ask, self.task, self._trained, self.uid = ask, task, trained, uid
         self.version, self._newest = 0, -1
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, n: int = 1,
@@ -156,7 +157,7 @@ class Llm:
 
     def untrained(self) -> Llm:
         """The same model, for turns that are not trained: those of a judge or an opponent, say."""
-        return Llm(self._ask, self.task, trained=False)
+        return Llm(self._ask, self.task, trained=False, uid=self.uid)
 
     async def _choices(self, request: Request) -> list[Choice]:
         response = await self._ask(request)
@@ -257,7 +258,7 @@ class Blocking:
 
     def __init__(self, llm: Llm, loop: asyncio.AbstractEventLoop) -> None:
         self._llm, self._loop = llm, loop
-        self.task = llm.task
+        self.task, self.uid = llm.task, llm.uid
 
     @property
     def version(self) -> int:

@@ -113,7 +113,7 @@ class Child:
         key = self._number
         over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._episodes[key] = (episode, over)
-        self._send(Begin(key, msgspec.Raw(task)))
+        self._send(Begin(key, msgspec.Raw(task), episode.uid))
         try:
             while not over.done():
                 left = episode_s - episode.own_s()

@@ -17,15 +17,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from busrl.agents.tree import REASONING, History, Ids, Message, Tree, Turn, text_of
+from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import Prompt
 from busrl.errors import CallRefused, DataError
 
@@ -452,3 +455,15 @@ def report(probes: Sequence[Probe]) -> Iterator[str]:
     if costly:
         yield (f"the template rewrites what came before: after {', '.join(costly)} every further turn begins a "
                "training sequence of its own, which holds the whole history again")
+
+
+def main() -> int:
+    """`python -m busrl.agents.renderer FOLDER`: the report on a model's chat template, for `busrl check`."""
+    text = LightTokenizer.of(Path(sys.argv[1]))
+    if text is not None and text.template():
+        print("\n".join(report(Renderer(text, frozenset()).probes)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -153,6 +153,7 @@ def _first(t: Topology) -> Iterator[str]:
         yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
     foreign = all(part.kind == "python" for part in own.part)
     yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
+    yield from trial.turns(t)
 
 
 def _processes(t: Topology) -> Iterator[str]:

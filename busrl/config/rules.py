@@ -522,9 +522,9 @@ def _agents(t: Topology) -> Iterator[Finding]:
         rule = "episodes of validation and of training are played by the same agents"
         yield Finding(("validation.mode", "process"), rule, 'set it to "hold" or "free"')
     for index, one in enumerate(t.process):
-        if one.role == "rollout" and (one.engine in (SCRIPTED, "openai")):
+        if one.role == "rollout" and one.engine == "openai":
             rule = "model calls are token ids, which this engine does not take"
-            yield Finding((f"process.{index}.engine", "process"), rule, 'engine = "torch" or "vllm"')
+            yield Finding((f"process.{index}.engine", "process"), rule, 'engine = "torch", "vllm" or "mock"')
     yield from _episode_sizes(t)
 
 

@@ -342,6 +342,8 @@ class Subject:
 
 def _subjects(t: Topology) -> Iterator[Subject]:
     own = t.reward
+    if own.kind == AGENT and not own.part:
+        return  # its episodes judge themselves
     if not own.part:
         told = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
         setup = {name: getattr(own, name) for name in told}
@@ -547,6 +549,23 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
 
 
 # -- the function of episodes ----------------------------
+
+
+def turns(t: Topology) -> Iterator[str]:
+    """How the model's chat template lets the turns of an episode be continued; nothing without agents or a template."""
+    folder = pretrained.model_at(t.model.path)
+    if folder is None or not t.has_callers:
+        return
+    with foreign(t, AGENT, "busrl.agents.renderer", str(folder)) as (child, printed):
+        try:
+            found = child.communicate(timeout=LOAD_S)[0].decode(errors="replace").splitlines()
+        except subprocess.TimeoutExpired:
+            found = [f"not tried: the template took longer than {LOAD_S:g} s"]
+        if child.returncode:
+            found = [f"cannot be tried: {last_words(child, printed)}"]
+    if found:
+        yield "turns of an episode, as the chat template lets them be continued"
+        yield from (f"  {line}" for line in found)
 
 
 def try_episodes(t: Topology) -> Iterator[tuple[str, str]]:

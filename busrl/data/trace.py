@@ -5,13 +5,15 @@ the same file can be simulated, and be run by the scripted engine. Knows nothing
 
 - Line: {"prompt": str, "answer": str, "tag": str, "lengths": [int, ...]} and, where known, "rewards" (one per length)
   and "arrival_s" (seconds since the start of an open stream). Other keys are ignored.
+- An episode has "turns" instead of lengths: [[tokens, tool_s], ...], each a model call and the seconds that tools take
+  after it, for all members, or a list of such lists. Its length is the sum of its calls.
 - Lengths are in tokens, the end-of-sequence token included; all are >= 1. Member m of a group has lengths[m mod n].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from busrl.data.prompts import decode_line, open_file, plain_text, prompt_lines
 from busrl.errors import DataError
 
 MAX_TOKENS = 1 << 30
+Turns = tuple[tuple[int, float], ...]  # of an episode: tokens of a call, seconds of tools after it
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,15 @@ class TracedPrompt:
     tag: str = ""
     rewards: tuple[float, ...] = ()
     arrival_s: float | None = None
+    turns: tuple[Turns, ...] = ()  # of the members, where they are episodes
 
     def length(self, member: int) -> int:
         """Tokens of the answer of member `member`."""
         return self.lengths[member % len(self.lengths)]
+
+    def turns_of(self, member: int) -> Turns:
+        """The calls of that member's episode; none where its answer is one call."""
+        return self.turns[member % len(self.turns)] if self.turns else ()
 
     def reward(self, member: int) -> float | None:
         """Reward of that answer, None where the trace has none."""
@@ -61,7 +69,10 @@ def read(path: str | Path, prompt_key: str = "prompt") -> list[TracedPrompt]:
 def parse(line: bytes, place: str, prompt_key: str = "prompt") -> TracedPrompt:
     """The task of one line; `place` (file:line) starts the text of the `DataError`."""
     record = decode_line(line, place, prompt_key)
-    lengths = _numbers(record, "lengths", place)
+    turns = turns_in(record, place)
+    if turns and "lengths" in record:
+        raise DataError(f"{place}: an episode has turns, or an answer lengths, not both; remove one of them")
+    lengths = [sum(tokens for tokens, _ in one) for one in turns] or _numbers(record, "lengths", place)
     if not lengths or not all(isinstance(n, int) and 1 <= n <= MAX_TOKENS for n in lengths):
         raise DataError(
             f"{place}: lengths = {_short(lengths)}: must be a list of whole numbers of tokens >= 1, one per answer; "
@@ -80,7 +91,27 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> TracedPrompt:
         tag=str(record.get("tag", "")),
         rewards=tuple(float(r) for r in rewards),
         arrival_s=None if arrival is None else float(arrival),
+        turns=turns,
     )
+
+
+def turns_in(record: Mapping[str, Any], place: str) -> tuple[Turns, ...]:
+    """The episodes of a line; () where it has none."""
+    if "turns" not in record:
+        return ()
+    given: Any = record["turns"]
+    try:
+        found = given if isinstance(given[0][0], list) else [given]
+        turns = tuple(tuple((int(tokens), float(tool_s)) for tokens, tool_s in one) for one in found)
+        sound = all(1 <= tokens <= MAX_TOKENS and 0 <= tool_s < math.inf for one in turns for tokens, tool_s in one)
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
+        sound, turns = False, ()
+    if not sound or not all(turns):
+        raise DataError(
+            f"{place}: turns = {_short(given)}: must be [[tokens, tool_s], ...] with tokens >= 1 and seconds >= 0, or "
+            "a list of such lists; correct the line"
+        )
+    return turns
 
 
 def write(path: str | Path, tasks: Sequence[TracedPrompt]) -> None:
@@ -88,6 +119,8 @@ def write(path: str | Path, tasks: Sequence[TracedPrompt]) -> None:
     with open(path, "wb") as file:
         for task in tasks:
             line = {key: value for key, value in asdict(task).items() if value not in ((), None)}
+            if task.turns:
+                line.pop("lengths", None)
             file.write(msgspec.json.encode(line) + b"\n")
 
 

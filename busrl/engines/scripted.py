@@ -5,6 +5,7 @@ many actors as wanted on a small machine, before machines are rented. Talks to t
 torch; knows nothing of weights apart from their versions.
 
 - A sample's answer depends on (seed, uid) and its line alone: any actor can continue another one's segment.
+- Where agents make the samples each request is one of their calls, and has as many tokens as it may have.
 - Time is scripted: n decoding steps with k sequences take n x (token_s + k x per_sequence_s), and a sequence that joins
   makes all wait for its prefill. One `step()` is as many decoding steps as fit before the next end, at most a slice.
 - Each step has a deadline that is counted from the deadline before it: waking up late costs nothing in the long run.
@@ -75,9 +76,12 @@ class Script:
         """Tokens of the whole answer, the end of sequence included."""
         return self._line_of(uid)[0].length(place_of(uid, self.group_size)[2])
 
-    def tokens(self, uid: int, begin: int, end: int, ended: bool) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if it has `ended`."""
-        drawn = np.random.default_rng([self.seed, uid]).integers(len(self._plain), size=end)[begin:]
+    def tokens(
+        self, uid: int, begin: int, end: int, ended: bool, *stream: int
+    ) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """Ids and log-probabilities of tokens [begin, end) of the answer; the last is EOS if it has `ended`. `stream`:
+        that of a call."""
+        drawn = np.random.default_rng([self.seed, uid, *stream]).integers(len(self._plain), size=end)[begin:]
         ids = self._plain[drawn]
         if ended:
             ids[-1] = self._eos
@@ -141,11 +145,12 @@ class ScriptedEngine(Engine):
         capacity: int,
         max_length: int,
         seed: Sequence[int] = (0,),
+        calls: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(script, capacity, max_length, clock)
-        self.script, self.pace = script, pace
+        self.script, self.pace, self._calls = script, pace, calls
         self._wait = wait
         self._random = np.random.default_rng(list(seed))
         self._running: dict[int, _Row] = {}
@@ -160,7 +165,7 @@ class ScriptedEngine(Engine):
         if not self._running:
             self._now = max(self._now, self._clock())
         for request in requests:
-            left = max(1, self.script.length(request.uid) - len(request.prefix_ids))
+            left = max(1, self._length(request) - len(request.prefix_ids))
             now = self._counts.steps
             ends = now + min(request.max_new_tokens, left)
             self._running[request.key] = _Row(request, now, ends, [(now, self.version)])
@@ -204,6 +209,10 @@ class ScriptedEngine(Engine):
 
     # -- internals -----
 
+    def _length(self, request: Request) -> int:
+        """Tokens of the whole answer."""
+        return request.max_new_tokens if self._calls else self.script.length(request.uid)
+
     def _planned(self) -> int:
         """Decoding steps of the next `step`: to the next end of a row, or as many as fit into a slice."""
         if not self._running:
@@ -230,10 +239,11 @@ class ScriptedEngine(Engine):
             row, now = self._running.pop(key), self._counts.steps
             uid, before = row.request.uid, len(row.request.prefix_ids)
             end = before + now - row.joined
-            ended = before < end and end >= self.script.length(uid)
-            ids, logprobs = self.script.tokens(uid, before, end, ended)
+            ended = before < end and end >= self._length(row.request)
+            stream = (row.request.segment,) if self._calls else ()
+            ids, logprobs = self.script.tokens(uid, before, end, ended, *stream)
             finish = Finish.EOS if ended else Finish.LENGTH if now == row.ends else Finish.ABORTED
-            text = None if finish == Finish.ABORTED else self.script.text(uid, ended)
+            text = None if finish == Finish.ABORTED or self._calls else self.script.text(uid, ended)
             versions, computed = row.version_of_each(now), before + len(row.request.prompt_ids)
             self._done.append(Finished(key, ids, logprobs, versions, finish, text, computed=computed))
 
@@ -252,4 +262,5 @@ def make(topology: Topology, process: str) -> ScriptedEngine:
         capacity=generation.max_batch,
         max_length=topology.longest,
         seed=(seed, int(number) if number.isdigit() else 0),
+        calls=topology.has_callers,
     )

@@ -350,6 +350,38 @@ class _Asked:
         await asyncio.wait_for(self.news.wait(), timeout_s)
 
 
+class RingWatch:
+    """A thread that has a loop call `look` whenever a slot of a ring entered a state, and now and then without one."""
+
+    def __init__(self, ring: Ring, state: State, look: Callable[[], None]) -> None:
+        self._ring, self._state, self._look = ring, state, look
+        self._loop = asyncio.get_running_loop()
+        self._stopped, self._looking = False, False
+        self._thread = threading.Thread(target=self._watch, name=f"watch {state.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """`look` is not called any more after this, and the thread has let go of the ring."""
+        self._stopped = True
+        await asyncio.to_thread(self._thread.join)
+
+    def _watch(self) -> None:
+        seen = self._ring.transitions(self._state)
+        while not self._stopped:
+            seen = self._ring.wait(self._state, seen, LOOK_S)
+            if not self._looking:
+                self._looking = True
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._in_the_loop)
+
+    def _in_the_loop(self) -> None:
+        self._looking = False
+        if not self._stopped:
+            self._look()
+
+
 class AsyncCaller:
     """Calls from coroutines of one loop; more than the ring has slots for wait here, best first. Use `async with`."""
 
@@ -359,16 +391,14 @@ class AsyncCaller:
         self._asked: dict[PendingCall, _Asked] = {}
         self._waiting: list[tuple[int, int, int, _Asked]] = []  # a heap, in the order of claims
         self._numbers = itertools.count()
-        self._stopped, self._looking = False, False
-        self._thread = threading.Thread(target=self._watch, name="calls", daemon=True)
+        self._answers = RingWatch(ring, State.GENERATED, self._look)
 
     async def __aenter__(self) -> AsyncCaller:
-        self._thread.start()
+        self._answers.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stopped = True
-        await asyncio.to_thread(self._thread.join)
+        await self._answers.stop()
         self.caller.close()
 
     async def ask(self, call: ModelCall, timeout_s: float) -> CallAnswer:
@@ -458,22 +488,8 @@ class AsyncCaller:
             self.caller.cancel(asked.pending)
 
     def _look(self) -> None:
-        """In the loop: take what has ended, then use what is free."""
-        self._looking = False
-        if self._stopped:
-            return
+        """Take what has ended, then use what is free."""
         for pending in self.caller.poll():
             if pending in self._asked:
                 self._asked[pending].news.set()
         self._fill()
-
-    def _watch(self) -> None:
-        """The thread: has the loop look whenever an answer came, and now and then without one."""
-        ring = self.caller.ring
-        seen = ring.transitions(State.GENERATED)
-        while not self._stopped:
-            seen = ring.wait(State.GENERATED, seen, LOOK_S)
-            if not self._looking:
-                self._looking = True
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._loop.call_soon_threadsafe(self._look)

@@ -26,7 +26,7 @@ from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.pool import Children, Played
-from busrl.agents.renderer import Renderer
+from busrl.agents.renderer import Renderer, report
 from busrl.agents.tree import Limits, Trajectory
 from busrl.config.pretrained import end_ids
 from busrl.config.schema import AGENT
@@ -34,7 +34,7 @@ from busrl.data.chat import LightTokenizer, template_of
 from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State, seq_of
-from busrl.ring.calls import AsyncCaller, ModelCall
+from busrl.ring.calls import AsyncCaller, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
@@ -65,22 +65,10 @@ class Claim:
 
 class Agent(Actor):
     role = AGENT
-    tick_s = 0.02
     failed: BaseException | None = None  # what ended the task of an episode: a fault of this process
 
     def setup(self) -> None:
-        topology, own = self.topology, self.topology.agents
-        entry = next(one.spec for one in topology.processes() if one.role == AGENT)
-        named = next((one.spec for one in topology.processes() if one.name == self.name), entry)
-        folder, base = Path(topology.model.path), str(Path(topology.source).parent)
-        text = LightTokenizer.of(folder)
-        if text is None:
-            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
-                                 "tokenizers and jinja2")
-        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
-        self.maker = MessageMaker(parser_of(own.tools, template_of(folder, True) or "", base), own.reasoning)
-        context, sampled, tokens = topology.episode_limits
-        self.limits = Limits(context, sampled, tokens, own.max_turns, own.max_sequences)
+        self._understand(Path(self.topology.model.path))
         self.calls = Ring.attach(self.paths.calls_name, calls=True)
         self.calls.register(self.role, self.name)
         self.claims: dict[int, Claim] = {}
@@ -88,9 +76,36 @@ class Agent(Actor):
         self.ends: Counter[str] = Counter()
         self.unanswered: Counter[int] = Counter()  # by uid
         self.bell, self.reward_bell = Doorbell(), Doorbell()
+        self.standing: set[int] = set()  # pids of children whose loop user code blocks
         self._next_request = 0.0
         self.loop = asyncio.new_event_loop()
-        played = EpisodeSetup(named.function, base, named.environment, named.options, python=named.python)
+        self._start_children()
+
+    def _understand(self, folder: Path) -> None:
+        """How messages become ids and ids messages, and how much of both an episode may have."""
+        own, text = self.topology.agents, LightTokenizer.of(folder)
+        if text is None:
+            raise AgentNotLoaded(f"{folder}: no tokenizer.json that can be read; episodes need one, and the packages "
+                                 "tokenizers and jinja2")
+        self.renderer = Renderer(text, end_ids(folder), "template" if own.history == "template" else "extend")
+        source = template_of(folder, True) or ""
+        if source:
+            *kinds, last = report(self.renderer.probes)
+            log.info("turns are continued as the chat template allows:\n%s", "\n".join([*kinds, last]))
+            if any(probe.how == "fresh" for probe in self.renderer.probes):
+                self.warn("agent", last, kind="fresh turns")
+        base = str(Path(self.topology.source).parent)
+        self.maker = MessageMaker(parser_of(own.tools, source, base), own.reasoning)
+        self.limits = Limits(*self.topology.episode_limits, own.max_turns, own.max_sequences)
+
+    def _start_children(self) -> None:
+        """The processes that play episodes with the function of this process's entry: of one that joined a run from
+        outside, the first that has one."""
+        topology, own = self.topology, self.topology.agents
+        entries = [one for one in topology.processes() if one.role == AGENT]
+        entry = next((one for one in entries if one.name == self.name), entries[0]).spec
+        base = str(Path(topology.source).parent)
+        played = EpisodeSetup(entry.function, base, entry.environment, entry.options, python=entry.python)
         self.children = Children(played, own.children, own.episode_s)
         with self.activity("load the function of episodes", topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())
@@ -119,19 +134,29 @@ class Agent(Actor):
 
     async def _passes(self) -> None:
         self.news = asyncio.Event()
+        watches = [RingWatch(self.ring, state, self.news.set) for state in (State.QUEUED, State.GENERATED)]
         async with AsyncCaller(self.calls, self.bus.send) as self.caller:
-            while not self.stopping:
-                self.look_around()
-                self.work()
-                await self._wait(self.tick_s)
-                if self.failed is not None:
-                    raise self.failed
+            for watch in watches:
+                watch.start()
+            try:
+                await self._until_stopped()
+            finally:
+                await asyncio.gather(*(watch.stop() for watch in watches))
             for task in self.playing:
                 task.cancel()
             await asyncio.gather(*self.playing, return_exceptions=True)
 
+    async def _until_stopped(self) -> None:
+        while not self.stopping:
+            self.look_around()
+            self.work()
+            self._watch_children()
+            await self._wait(self.tick_s)
+            if self.failed is not None:
+                raise self.failed
+
     async def _wait(self, timeout_s: float) -> None:
-        """Until an episode has ended, or the time is over."""
+        """Until an episode has ended, a slot of samples is QUEUED or GENERATED, or the time is over."""
         self.news.clear()
         try:
             await asyncio.wait_for(self.news.wait(), timeout_s)
@@ -139,11 +164,19 @@ class Agent(Actor):
             pass
 
     def _request_tasks(self) -> None:
-        """Send the scheduler how many episodes this process plays; its loop looks for them at each tick."""
+        """Send the scheduler how many episodes this process plays."""
         if (now := time.monotonic()) >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
             most = self.topology.agents.episodes
             self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=most - len(self.claims), rows=most))
+
+    def _watch_children(self) -> None:
+        """Say once which code keeps the episodes of a child from being played."""
+        troubles = {child.pid: trouble for child in self.children.all if (trouble := child.trouble())}
+        for pid in troubles.keys() - self.standing:
+            text = f"agent child {pid}: {troubles[pid]}; no other episode in it goes on meanwhile"
+            self.warn("agent", text, kind="a child stands still")
+        self.standing = {*troubles}
 
     # -- samples -----
 

@@ -15,17 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from busrl.config import Topology
-from busrl.data.trace import TracedPrompt
+from busrl.data.trace import TracedPrompt, Turns
 
 WINDOW_STEPS = 5  # a recorded group stands for the steps this close to its own
 
 
 @dataclass(frozen=True)
 class Answer:
-    """All members of one group: tokens and reward of each."""
+    """All members of one group: tokens and reward of each, and its calls where it is an episode."""
 
     lengths: tuple[int, ...]
     rewards: tuple[float, ...]
+    turns: tuple[Turns, ...] = ()
 
 
 class TraceAnswers:
@@ -59,13 +60,15 @@ class TraceAnswers:
         found = self._known.get(index) or self._known.setdefault(index, self._make(self.tasks[index]))
         if self.tasks[index].rewards or chance(self.seed, draw) >= self.flat_share:
             return found
-        return Answer(found.lengths, (1.0,) * self.size)
+        return replace(found, rewards=(1.0,) * self.size)
 
     def _make(self, task: TracedPrompt) -> Answer:
         members = range(self.size)
-        lengths = tuple(min(task.length(m), self.limit) for m in members)
+        turns = tuple(tuple((min(n, self.limit), s) for n, s in task.turns_of(m)) for m in members if task.turns)
+        calls = [[n for n, _ in one] for one in turns] or [[min(task.length(m), self.limit)] for m in members]
+        lengths = tuple(map(sum, calls))
         rewards = (task.reward(m) or 0.0 for m in members) if task.rewards else (float(m % 2) for m in members)
-        return Answer(lengths, tuple(rewards))
+        return Answer(lengths, tuple(rewards), turns)
 
 
 def chance(seed: int, draw: int) -> float:

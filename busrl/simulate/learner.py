@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from busrl.config import Topology
+from busrl.data.trace import Turns
 from busrl.scheduling.admission import ages
 from busrl.scheduling.groups import TRAINING, GroupView
 from busrl.scheduling.lengths import Candidate
@@ -28,6 +29,7 @@ class SimulatedGroup:
     since: float  # its arrival, or the time of its opening in a closed loop
     prompt_tokens: int
     left: int
+    turns: tuple[Turns, ...] = ()  # of the members, where they are episodes
 
 
 @dataclass

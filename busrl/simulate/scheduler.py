@@ -168,7 +168,9 @@ class Scheduler:
         task: TracedPrompt | None = self.answers.prompt(draw)
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
         tokens = 1 + len(candidate.prompt) // CHARACTERS_PER_TOKEN
-        self.groups[draw] = SimulatedGroup(candidate, answer.lengths, answer.rewards, arrival, tokens, self.size)
+        self.groups[draw] = SimulatedGroup(
+            candidate, answer.lengths, answer.rewards, arrival, tokens, self.size, answer.turns
+        )
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
         return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))

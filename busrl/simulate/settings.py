@@ -49,7 +49,9 @@ def answers_of(
         note = f"{measured.source} ({len(groups)} groups of it, by step)"
     else:
         return _generated(topology, train, seed)
-    return answers, note + _changes([group.lengths for group in groups], topology)
+    if topology.segments.on and any(getattr(group, "turns", ()) for group in groups):
+        raise UserError("segments.length: these answers are episodes (turns), which are made whole; remove [segments]")
+    return answers, note + _changes([_calls(group) for group in groups], topology)
 
 
 def _is_trace(path: Path, topology: Topology) -> bool:
@@ -127,6 +129,12 @@ def _generated(topology: Topology, train: Path, seed: int) -> tuple[Answers, str
     text = f"assumed: long-tailed, median {median} tokens, at most {limit} (simulate.length_median)"
     missing = not topology.data.train.startswith(TINY) and not train.is_file()
     return answers, text + (f"; data.train = {train} is not there" if missing else "")
+
+
+def _calls(group: Recorded | TracedPrompt) -> Sequence[int]:
+    """Tokens of each answer that is cut for itself; of an episode, of its longest call."""
+    turns = getattr(group, "turns", ())
+    return [max(tokens for tokens, _ in one) for one in turns] or group.lengths
 
 
 def _changes(lengths: Sequence[Sequence[int]], topology: Topology) -> str:

@@ -41,7 +41,7 @@ ENTROPY = 1.0  # the simulated learner's; a constant, since nothing is learned
 
 
 # Events, in the order in which those of one instant are handled. Plain numbers: there are millions.
-ACTOR, REWARD, LEARNER, SCHEDULER, DEADLINE = range(5)
+ACTOR, TOOL, REWARD, LEARNER, SCHEDULER, DEADLINE = range(6)
 
 
 class World:
@@ -75,6 +75,9 @@ class World:
         self._sequence = 0
         self._of, self._to_make = self.scheduler.of, self.scheduler.to_make
         self._segment: list[int] = [0] * derived.train_slots  # slot -> tokens of the segment under way
+        self._turn: list[int] = [0] * derived.train_slots  # slot -> number of the call under way
+        self.in_tools = 0  # episodes between two calls
+        self._kept_s = topology.prefix_keep_s if topology.keeps_prefixes else -1.0
         self._due: dict[float, list[int]] = {}  # reward time -> slots
         self._delays = delays(times.reward_s, [seed, 2])
         self._reward_workers = RewardWorkers(reward_workers(topology), times.reward_call_s)
@@ -127,6 +130,8 @@ class World:
             self._actor(one, stamp)
         elif kind == REWARD:
             self._reward(time)
+        elif kind == TOOL:
+            self._tool_done(one)
         elif kind == LEARNER:
             self._learner_done()
         elif kind == SCHEDULER:
@@ -204,10 +209,16 @@ class World:
             if not before:
                 queued.append(self.now - group.since)
             # Equal prompts are prefilled once; with what earlier segments made they are no longer equal.
+            if group.turns:
+                turn = self._turn[slot] = self._turn[slot] + 1 if before else 0
+                self._segment[slot] = group.turns[member][turn][0]
+                if before and group.turns[member][turn - 1][1] <= self._kept_s:
+                    before = -group.prompt_tokens  # its engine still has all of it
             prefill += before + (group.prompt_tokens if before or draw not in known else 0)
             known.add(draw)
-            cut = self.cuts.next(int(self.ring.segs[slot]), self.limit - before)
-            self._segment[slot] = min(cut.tokens, left)
+            if not group.turns:
+                cut = self.cuts.next(int(self.ring.segs[slot]), self.limit - before)
+                self._segment[slot] = min(cut.tokens, left)
             joining.append((slot, self._segment[slot]))
         self._running += len(joining)
         self._next(index, self.actors.add(index, self.now, joining, prefill))
@@ -236,12 +247,27 @@ class World:
             self._end_wave()
 
     def _ended(self, slot: int) -> None:
-        made = self._segment[slot]
+        made, (draw, member) = self._segment[slot], self._of[slot]
         self._to_make[slot] -= made
         self.counts.generated += made
-        if self._to_make[slot]:
+        if turns := self.groups[draw].turns:
+            self.in_tools += 1
+            self._push(self.now + turns[member][self._turn[slot]][1], TOOL, slot)
+        elif self._to_make[slot]:
             self.ring.release(slot, hold=self.scheduler.waves is not None)
-            return
+        else:
+            self._answered(slot)
+
+    def _tool_done(self, slot: int) -> None:
+        """The tools of a turn have ended; the slot was its agent's all the time."""
+        self.in_tools -= 1
+        if self._to_make[slot]:
+            self.ring.release(slot)
+            self._feed_actors()
+        else:
+            self._answered(slot)
+
+    def _answered(self, slot: int) -> None:
         self.ring.move(slot, GENERATED)
         self._whole(*self._of[slot])
         due = self._reward_workers.done(self.now + next(self._delays))

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 242, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 243, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -30,7 +30,7 @@ REASONS: dict[str, str] = {
 INSIDE: dict[str, dict[str, str]] = {
     "agents": {
         "parsers": "", "tree": "", "llm": "", "renderer": "tree", "episode": "renderer llm parsers tree",
-        "adapters": "llm", "child": "adapters llm", "pool": "child episode llm",
+        "adapters": "llm", "scripted": "llm", "child": "adapters llm", "pool": "child episode llm",
     },
     "algorithms": {
         "advantages": "", "catalog": "", "distill": "", "gae": "", "selection": "", "losses": "distill",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from busrl.config import Topology, load
+from busrl.config.explain import report
 
 Refused = Callable[[str], list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,3 +99,14 @@ def test_the_seeds_of_an_environment_are_its_data_and_validation_has_others() ->
     assert [one["index"] for one in lines[0]] == list(range(7, 7 + 1024))
     assert lines[1][0] == {"index": 1 << 30, "prompt": str(1 << 30), "tag": cart}
     assert topology.derived.train_prompts == topology.derived.validation_prompts == 1024
+
+
+def test_the_page_says_how_the_template_continues_turns_and_tries_no_reward_that_episodes_return(
+    chat_folder: Callable[..., Path], here: Path
+) -> None:
+    (here / "play.py").write_text("async def episode(task, llm):\n    return 0.0\n")
+    (here / "chat.toml").write_text((ROOT / "configs" / "agents.toml").read_text())
+    mine = [f"model.path={chat_folder('chatml')}", "process.agent.function=play.py:episode"]
+    page = report(load(here / "chat.toml", mine))
+    assert "turns of an episode, as the chat template lets" in page and re.search(r"two tool calls +extend", page)
+    assert "cannot be used" not in page and "turns of an episode" not in report(agents())

@@ -38,12 +38,26 @@ def test_a_member_beyond_the_list_starts_again_at_its_front() -> None:
         ({"lengths": [True]}, "lengths holds True"),
         ({"lengths": [1, 2], "rewards": [1.0]}, "1 rewards for 2 lengths"),
         ({"lengths": [1], "arrival_s": -1.0}, "arrival_s = -1.0"),
+        ({"turns": [[3]]}, "turns = [[3]]: must be [[tokens, tool_s], ...]"),
+        ({"turns": [[0, 1.0]]}, "tokens >= 1"),
+        ({"turns": [[[3, 1.0]], []]}, "or a list of such lists"),
+        ({"turns": [[3, 1.0]], "lengths": [3]}, "not both"),
     ],
 )
 def test_a_line_that_can_not_be_a_task_is_refused_with_its_place_and_value(line: dict[str, object], says: str) -> None:
     with pytest.raises(DataError, match=r"t\.jsonl:7: ") as problem:
         parse(json.dumps({"prompt": "p", **line}).encode(), "t.jsonl:7")
     assert says in str(problem.value)
+
+
+def test_an_episode_is_as_long_as_its_calls(tmp_path: Path) -> None:
+    one, other = ((3, 0.5), (4, 0.0)), ((9, 2.0),)
+    for number, (given, lengths) in enumerate((([[3, 0.5], [4, 0]], (7,)), ([[[3, 0.5], [4, 0]], [[9, 2.0]]], (7, 9)))):
+        task = parse(json.dumps({"prompt": "p", "turns": given}).encode(), "t.jsonl:1")
+        assert task.lengths == lengths and task.turns_of(0) == task.turns_of(2) == one
+        assert task.turns_of(1) == (other if number else one)
+        write(tmp_path / "t.jsonl", [task])
+        assert read(tmp_path / "t.jsonl") == [task]
 
 
 def test_arrivals_on_some_lines_only_are_refused(tmp_path: Path) -> None:

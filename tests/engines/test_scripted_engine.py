@@ -179,6 +179,19 @@ def test_segments_by_different_actors_are_the_answer_in_one_piece(
     assert number == -(-min(length, limit) // segment)
 
 
+def test_a_model_call_has_as_many_tokens_as_it_may_have_and_ends(tmp_path: Path) -> None:
+    world = World()
+    engine = ScriptedEngine(
+        script_of(tmp_path, TracedPrompt("one", (7, 3))), Mock(0.002), capacity=4, max_length=200, calls=True,
+        clock=world.clock, wait=world.wait,
+    )
+    engine.submit([request(number, uid(0, 0), limit=limit, segment=limit) for number, limit in enumerate((20, 5))])
+    found = {one.key: one for one in until_idle(engine)}
+    assert [len(found[number].token_ids) for number in (0, 1)] == [20, 5]
+    assert all(one.finish == Finish.EOS and one.token_ids[-1] == EOS_ID and one.text is None for one in found.values())
+    assert found[0].token_ids[:4].tolist() != found[1].token_ids[:4].tolist(), "each call has a stream of its own"
+
+
 def test_pauses_keep_wait_or_abort(tmp_path: Path) -> None:
     script, world = script_of(tmp_path, TracedPrompt("one", (60, 90))), World()
     engine = engine_of(script, world)

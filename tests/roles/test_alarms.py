@@ -53,6 +53,7 @@ def test_answers_that_are_all_cut_are_told_of_with_the_end_token_as_the_first_su
     assert told(Alarms(), *(row(step, cut=0.9) for step in range(12))) == []
     (text,) = told(Alarms(), *(row(step, cut=1.0) for step in range(12)))
     assert "step 1: 100% of the last 64 answers were cut at their limit, 512 tokens" in text and "end token" in text
+    assert told(Alarms(), *(row(step, cut=1.0) | {"episodes": {"turns_mean": 2.0}} for step in range(12))) == []
 
 
 @given(st.lists(st.tuples(st.floats(0.5, 1.0), st.floats(0, 0.2), st.floats(0, 0.85), st.integers(1, 500))))

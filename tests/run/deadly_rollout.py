@@ -29,4 +29,4 @@ def deadly(topology, process=""):
 
 
 rollout.make_engine = deadly
-sys.exit(rollout.main(os.environ["BUSRL_RUN_DIR"], os.environ["BUSRL_NAME"]))
+sys.exit(rollout.Rollout(os.environ["BUSRL_RUN_DIR"], os.environ["BUSRL_NAME"]).main())

@@ -10,6 +10,7 @@ from harness import ROOT, Run, running
 
 from busrl.data import trace
 from busrl.data.trace import TracedPrompt
+from busrl.ledger.wal import Wal
 from busrl.ring import Ring
 
 SCRIPTED = [
@@ -48,6 +49,24 @@ def test_rounds_of_segments_go_on_with_the_late_dispatch_of_the_shipped_file(tmp
     assert '"ahead": 16' in run.paths.topology.read_text(), "the setting that once waited for the wave"
     rows = run.metrics()
     assert max(row["segments_max"] for row in rows) > 1 and max(row["age_max"] for row in rows) <= 3
+
+
+def test_scripted_episodes_are_played_call_by_call(tmp_path: Path, quickstart: None) -> None:
+    turns = [((9, 0.02), (5, 0.0)), ((7, 0.0), (7, 0.05), (3, 0.0))]
+    trace.write(tmp_path / "episodes.jsonl", [TracedPrompt("go", (), "", "", (0.0, 1.0), turns=tuple(turns))] * 8)
+    text = (ROOT / "configs" / "scripted.toml").read_text()
+    text = text.replace('[reward]\nkind = "exact_match"', "[agents]\nepisodes = 64")
+    text += '[[process]]\nrole = "agent"\nfunction = "busrl.agents.scripted:episode"\n'
+    (tmp_path / "t.toml").write_text(text)
+    given = [*SCRIPTED, f"data.train={tmp_path}/episodes.jsonl", "groups.size=2", "learner.checkpoint_every=0",
+             "process.rollout.count=1"]
+    run = Run(tmp_path / "run", *given, config=tmp_path / "t.toml", steps=2)
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
+    found = {tuple((one.turn_array()[:, 2] - one.turn_array()[:, 1]).tolist()): one.reward for one in samples}
+    assert found == {(9, 5): 0.0, (7, 7, 3): 1.0} and {len(one.seqs) for one in samples} == {1}
 
 
 def admitted(run: Run) -> int:

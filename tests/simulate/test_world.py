@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from worlds import FREE_TIMES, answers, topology
 
+from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate.actors import Actors, Times
+from busrl.simulate.answers import TraceAnswers
 from busrl.states import ACCIDENTS
 
 Make = Callable[..., Any]
@@ -44,8 +46,14 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
     random = np.random.default_rng(seed)
     lengths = [tuple(random.integers(1, 60, 4).tolist()) for _ in range(97)]
     times = Times(speed_spread=0.3, weights_s=0.05, learner_step_s=0.2, reward_s=0.05)
+    drawn = answers(lengths, flat, seed=seed)
+    if not segment and seed % 2:  # episodes of two calls, with a tool between them
+        drawn.tasks = [
+            replace(task, turns=tuple(((n, 0.05 * (n % 3)), (n % 7 + 1, 0.1)) for n in task.lengths))
+            for task in drawn.tasks
+        ]
     world = checked(
-        made, times, answers(lengths, flat, seed=seed), actors=actors, steps=6, seed=seed, segment_length=segment,
+        made, times, drawn, actors=actors, steps=6, seed=seed, segment_length=segment,
         grid_s=grid,
     )
     found = world.run()
@@ -152,6 +160,25 @@ def test_an_answer_in_segments_goes_on_before_new_ones_and_costs_prefill_again(c
     cut = checked(made, times, answers([(40, 40, 40, 40)]), steps=4, segment_length=10).run()
     prefill = 8 * (10 + 20 + 30 + 3 * (1 + len("prompt 0") // 4)) * 0.001
     assert cut.seconds == pytest.approx(whole.seconds + 4 * prefill, rel=1e-3)
+
+
+def test_episodes_leave_their_rows_while_tools_run_and_read_their_path_again_unless_it_was_kept(checked: Make) -> None:
+    settings = ("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=4",
+                "learner.checkpoint_every=0")
+    tasks = [TracedPrompt("prompt 0", (50, 50), turns=(((20, 0.3), (30, 0.0)), ((20, 0.3), (30, 0.1))))]
+    episodes = TraceAnswers(tasks, 4, 512)
+
+    def seconds(times: Times, *more: str) -> float:
+        return checked(topology(*settings, *more), times, episodes, steps=4).run().seconds / 4
+
+    # 8 episodes in 4 rows: 4 first calls, the 4 others, whose tools the first ones' end before; second calls likewise
+    plain = seconds(FREE_TIMES)
+    assert plain == pytest.approx(0.2 + 0.2 + 0.1 + 0.3 + 0.3 + 0.1)
+    reading = replace(FREE_TIMES, prefill_token_s=0.001)
+    again = seconds(reading)
+    assert again > plain + 2 * 4 * 20 * 0.001
+    kept, lost = (seconds(reading, f"generation.prefix_keep_s={limit}") for limit in (10, 0.1))
+    assert lost == pytest.approx(again) and kept == pytest.approx(again - 2 * 4 * (20 + 3) * 0.001, abs=1e-6)
 
 
 def test_an_open_stream_ends_when_its_last_prompt_is_trained(checked: Make) -> None:

@@ -45,5 +45,5 @@ class Checked(World):
         self.most_in_flight = max(self.most_in_flight, in_flight)
         assert in_flight <= self.limits.B, "more groups in flight than admitted"
         assert len(self.ring.free) == int((self.ring.state == 0).sum())
-        assert sum(actor.active for actor in self.actors.all) == int((self.ring.state == 3).sum())
+        assert sum(actor.active for actor in self.actors.all) + self.in_tools == int((self.ring.state == 3).sum())
         assert all(actor.active <= self.actors.rows for actor in self.actors.all)

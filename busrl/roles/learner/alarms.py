@@ -276,7 +276,7 @@ class Alarms:
 
     def _cut(self, row: Mapping[str, Any]) -> str:
         answers, cut = self._of_all("samples", "cut_share")
-        if answers < CUT_ANSWERS or cut < CUT_HIGH:
+        if answers < CUT_ANSWERS or cut < CUT_HIGH or row.get("episodes"):  # a turn may be short on purpose
             return ""
         return (
             f"{cut:.0%} of the last {answers:g} answers were cut at their limit, {row['length_mean']:.0f} tokens on "
