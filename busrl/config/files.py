@@ -436,7 +436,7 @@ class _Inspection:
             if (entry.program or entry.role == SERVE) and importlib.util.find_spec("aiohttp") is None:
                 rule = "episodes over HTTP need the package aiohttp"
                 self._add(f"process.{index}.role", rule, "pip install 'busrl[agents]'")
-        used = engine_rules.vllm_entries(self.t)
+        used = [index for index in engine_rules.vllm_entries(self.t) if not self.t.process[index].python]
         why, remedy = engine_rules.vllm_objection(*engine_rules.vllm_installed()) if used else ("", "")
         if why:
             self._add(f"process.{used[0]}.engine", why, remedy)
