@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test
+.PHONY: help demo demo-real test test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -33,7 +33,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
 	$(PYTEST) -m "not slow and not soak and not vllm"
 
-test-all: test model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: agents-env test model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm"
 	$(BIN)/python tools/mutants.py
@@ -111,6 +111,15 @@ vllm: $(VLLM)/.installed ## an environment with vLLM for CPUs and busrl: .venv/v
 
 vllm-test: $(VLLM)/.installed ## the tests that need vLLM, in an environment that has it (a few minutes)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm $(VLLM_TESTS) --timeout 900
+
+# verifiers, textarena and gymnasium: what `[[process]] python` of an agent may name (docs/agents.md). Without torch.
+AGENTS ?= $(VENV)/agents
+$(AGENTS)/.installed: tools/agents/requirements.txt | $(STAMP)/system
+	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/pip install -q -r tools/agents/requirements.txt
+	@touch $@
+
+agents-env: $(AGENTS)/.installed ## an environment with verifiers and textarena for agents: .venv/agents/bin/python
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

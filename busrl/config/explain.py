@@ -151,7 +151,9 @@ def _first(t: Topology) -> Iterator[str]:
     own = t.reward
     if own.part:
         yield "reward: " + " + ".join(f"{part.weight:g} x {part.name} ({part.kind})" for part in own.part)
-    foreign = all(part.kind == "python" for part in own.part)
+    if any(part.kind == "code" for part in own.part):
+        yield f"boxes for code: {trial.boxes()}"
+    foreign = all(part.kind in trial.TRIED for part in own.part)
     yield from (t.derived.trial if foreign else ()) or trial.try_first(t).lines
     yield from trial.turns(t)
 

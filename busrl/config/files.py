@@ -23,7 +23,7 @@ from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
 from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, TINY, Topology
-from busrl.config.trial import UNKNOWN, Limit, Trial, limit_of, try_episodes, try_first, try_functions
+from busrl.config.trial import TRIED, UNKNOWN, Limit, Trial, limit_of, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan
@@ -366,18 +366,19 @@ class _Inspection:
         """Load the reward and try it with the first record, where it can do no harm."""
         own = self.t.reward
         named = [part.function for part in own.part if part.kind == "python"] or [own.function] * (own.kind == "python")
+        foreign = named or any(part.kind in TRIED for part in own.part)
         wrong = any(key.startswith("reward.part") for key in self.skip)
-        if not named or not all(map(FUNCTION.fullmatch, named)):
+        if not foreign or not all(map(FUNCTION.fullmatch, named)):
             return Trial()
         if wrong or not self._sound("reward.function", "reward.kind"):
             return Trial()
-        trial = try_first(self.t, ("python",))
+        trial = try_first(self.t, TRIED)
         for one in trial.judged:
             if one.not_loaded:
                 why = one.not_loaded.partition("': ")[2] or one.not_loaded
                 rule = f"cannot be used: {why}"
                 remedy = "a module has to be importable from the current directory, a file is relative to the topology"
-                self._add(one.key, rule, remedy)
+                self._add(one.key, rule, remedy if one.key.endswith("function") else "see docs/rewards.md#code")
             elif failed := one.failed:
                 rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
                 self._add(one.key, rule, "correct it: every sample of the run would be lost")

@@ -50,6 +50,7 @@ PACKAGES = {
     "judge": ("aiohttp", "busrl[rewards]"), "model": ("transformers", "busrl[train]"),
 }
 CLASSIFIER = "ForSequenceClassification"
+BOX_S = 20.0  # of a call that judges code, besides the code's own time
 
 
 def _one(t: Topology) -> Iterator[Finding]:
@@ -97,6 +98,9 @@ def _keys(at: str, part: RewardPart) -> Iterator[Finding]:
         yield Finding((f"{at}.verdict",), rule, r"for example 'Score: *([0-9.]+)'")
     if part.template and "{completion}" not in part.template:
         yield Finding((f"{at}.template",), "the judge would not see the answer", "write {completion} where it belongs")
+    if part.kind == "code" and part.timeout_s < part.total_s + BOX_S:
+        rule = f"all runs of an answer may take total_s = {part.total_s:g}, and making their boxes {BOX_S:g} more"
+        yield Finding((f"{at}.timeout_s", f"{at}.total_s"), rule, f"at least {part.total_s + BOX_S:g}, or less total_s")
 
 
 def _example(name: str) -> str:

@@ -73,9 +73,11 @@ PART_KEYS: dict[str, tuple[str, ...]] = {
     "model": ("path", "batch_tokens"),
     "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
               "answer_key"),
+    "code": ("tests", "entry", "share", "extract", "language", "run_s", "total_s", "cpu_s", "run_mb", "at_once",
+             "trust"),
 }
 PART_KINDS = tuple(PART_KEYS)
-PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0}  # where neither the part nor [reward] can say it well
+PART_TIMEOUT_S = {"model": 120.0, "judge": 60.0, "code": 60.0}  # where neither the part nor [reward] can say it well
 PREFIX_KEEP_S = 30.0  # generation.prefix_keep_s = "auto", with agents
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
@@ -218,9 +220,10 @@ class RewardPart:
     name: str = key("", "its name in metrics and messages; empty = the kind")
     weight: float = key(1.0, "what it is multiplied by in the sum; 0 = only logged")
     timeout_s: float = key(0.0, "a call that takes longer is ended, the sample ends as H; 0 = reward.timeout_s, for a "
-                                "model 120, for a judge 60 a try", low=0)
+                                "model 120, for a judge 60 a try, for code 60", low=0)
     answer_key: str = key("", "key of the right answer; empty = reward.answer_key")
-    extract: str = key("", "exact_match, numeric, math, gym: as reward.extract")
+    extract: str = key("", "exact_match, numeric, math, gym: as reward.extract; code: the program, empty = the last "
+                           "block between three backticks")
     pattern: str = key("", "regex: 1 where this regular expression is found in the answer, else 0")
     tolerance: float = key(1e-6, "numeric: how far the last number may be from the right one", low=0)
     function: str = key("", "python: package.module:function or file.py:function, plain or async")
@@ -238,6 +241,16 @@ class RewardPart:
     concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
     retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn again", low=0, high=100)
     api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
+    language: str = key("python", "code: what the answers' programs are written in", choices=("python",))
+    tests: str = key("tests", "code: key of the line's tests: asserts, or inputs and outputs")
+    entry: str = key("entry_point", "code: key with the name of the function that check(candidate) of the tests gets")
+    share: bool = key(False, "code: the share of tests that pass; else 1 for all of them, 0 for fewer")
+    run_s: float = key(5.0, "code: seconds of one run, of one input or of all asserts; then it has failed", above=0)
+    total_s: float = key(30.0, "code: seconds of all runs of an answer; tests that are left have failed", above=0)
+    cpu_s: int = key(10, "code: processor seconds of each process of a run", low=1, high=86400)
+    run_mb: int = key(512, "code: address space of each process of a run in MiB", low=32, high=1 << 24)
+    at_once: int = key(0, "code: answers that are judged at the same time; 0 = one for each core", low=0, high=4096)
+    trust: bool = key(False, "code: run answers without a box, as this user, where the kernel has none")
 
 
 @dataclass(frozen=True)

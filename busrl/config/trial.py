@@ -258,6 +258,7 @@ LOAD_S, MODEL_LOAD_S = 60.0, 600.0  # importing a reward may take so long, and l
 END_S = 5.0  # from the end of its output to that of the process
 JUDGE_PAUSE_S = 20.0  # at most, between the two tries of a judge
 SHOWN_TEXT, SHOWN_IDS = 160, 12
+TRIED = ("python", "code")  # kinds that a run is not started without having tried
 EMPTY, RIGHT, MADE_UP = "an empty answer", "the right answer", "a made-up answer"
 SOMETHING = "42"  # text, a number and JSON: a reward that fails for this too fails for more than an empty text
 
@@ -329,6 +330,13 @@ def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
     return Trial(tuple(lines), tuple(judged))
 
 
+def boxes() -> str:
+    """What this machine has of a box for code that a model wrote."""
+    words = [*interpreter()[0], "-m", "busrl.rewards.box"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LOAD_S)
+    return "; ".join(done.stdout.splitlines()) or done.stderr.strip()[-SHOWN_TEXT:]
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is tried: fields of a `busrl.rewards.base.Setup`, and how long a call may take."""
@@ -367,6 +375,8 @@ def _answers(t: Topology, one: Subject, record: dict[str, Any], tokenizer: Light
     what, text = MADE_UP, SOMETHING
     if right is not None and not isinstance(right, (dict, list)):
         what, text = RIGHT, right if isinstance(right, str) else json.dumps(right)
+    if one.setup["kind"] == "code" and not one.setup["extract"] and "```" not in text:
+        text = f"```python\n{text if what == RIGHT else 'pass'}\n```"
     return [(EMPTY, "", []), (what, text, tokenizer.ids(text) if tokenizer else [])]
 
 

@@ -120,6 +120,15 @@ class Setup(msgspec.Struct, frozen=True):
     retries: int = 4
     api_key_env: str = ""
     memory_mb: int = 0
+    tests: str = "tests"
+    entry: str = "entry_point"
+    share: bool = False
+    run_s: float = 5.0
+    total_s: float = 30.0
+    cpu_s: int = 10
+    run_mb: int = 512
+    at_once: int = 0
+    trust: bool = False
 
 
 EACH, BATCH, ASYNC = "each", "batch", "async"  # how a function is called

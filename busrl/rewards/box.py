@@ -1,25 +1,30 @@
-"""Code that a model wrote, run in a box: `run(code, stdin, limits) -> Result`.
+"""Code that a model wrote, run in a box: `run(code, stdin, limits) -> Result`, or `await run_async(...)`.
 
 A box is a process tree with namespaces of its own (user, mount, IPC, PID, network without a device), under Landlock
 (reads Python and /usr, writes its own folder in memory), with resource limits. `busrl.rewards.box_launcher` makes it.
-Knows nothing of rewards, rings or agents; calls may come from any number of threads.
+Knows nothing of rewards, rings or agents; calls may come from any number of threads. `python -m busrl.rewards.box`
+prints what this kernel has.
 
 - Nothing of a box outlives its `run`: it ends with process 1 of its namespace, daemons included.
 - Where the kernel refuses one part of the box, nothing is run: `BoxRefused`.
+- With `trust` there is no box: the code runs as this user, with limits on its resources alone; its daemons may stay.
 - It limits accidents and reward hacking. Against a determined attacker use a container or a virtual machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +32,7 @@ import msgspec
 
 from busrl.rewards.box_launcher import MOUNTED
 
-LAUNCHER = Path(__file__).with_name("box_launcher.py")
+LAUNCHER, CALLS = Path(__file__).with_name("box_launcher.py"), Path(__file__).with_name("box_calls.py")
 START_S = 20.0  # what making a box may take beside the time of its code, on a busy machine
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
@@ -39,7 +44,7 @@ class BoxRefused(RuntimeError):
 class Limits(msgspec.Struct, frozen=True):
     """What the code in a box may use."""
 
-    wall_s: float = 10.0  # from the start of the launcher
+    wall_s: float = 10.0  # from the start of its Python
     cpu_s: int = 10  # of each process
     memory_mb: int = 512  # address space of each process
     processes: int = 16
@@ -56,47 +61,68 @@ class Result(msgspec.Struct, frozen=True):
     stdout: str
     stderr: str
     cut: bool  # more output than `output_bytes`
-    seconds: float
+    seconds: float  # from the start of its Python
 
 
-def run(code: str, stdin: str = "", limits: Limits | None = None) -> Result:
+def run(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = False) -> Result:
     """Run Python code in a box of its own; BoxRefused with the cause where there can be none.
 
     The code has the standard library, stdin, and a folder that is empty but for itself. Its output and its exit code
     are its own words: they prove nothing that the code could not have said without doing it.
     """
-    limits, begun = limits or Limits(), time.monotonic()
-    with tempfile.TemporaryFile() as entered, tempfile.TemporaryFile() as spec:
+    limits = limits or Limits()
+    with tempfile.TemporaryFile() as entered:
         entered.write(stdin.encode(errors="replace"))
         entered.seek(0)
-        spec.write(json.dumps(described(code, limits)).encode())
-        spec.seek(0)
-        told, status = os.pipe()
-        with open(told, "rb") as answers:
-            try:
-                process = _started(entered, spec, status)
-            finally:
-                os.close(status)
-            with process:
-                out, err, ended = _read(process, begun + limits.wall_s, limits.output_bytes)
-                said = answers.read()
-    return _result(said, out, err, ended, limits, time.monotonic() - begun)
+        with Box({"answer.py": code}, ["answer.py"], entered.fileno(), limits, trust) as box:
+            return box.result()
 
 
-def described(code: str, limits: Limits) -> dict[str, Any]:
-    """What the launcher is told."""
-    home = MOUNTED if os.getuid() == 0 else sys.base_prefix
+async def run_async(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = False) -> Result:
+    """The same for a coroutine, for example a tool of an agent's episode; what is cancelled runs to its limits."""
+    return await asyncio.to_thread(run, code, stdin, limits, trust)
+
+
+def run_tests(
+    code: str, tests: Mapping[str, Any], limits: Limits | None = None, trust: bool = False
+) -> tuple[list[dict[str, Any]], Result]:
+    """Run `tests` (as `busrl.rewards.box_calls` has them) in one box on the functions of `code` in another; what the
+    first said, line by line, and how it ended.
+
+    The code serves calls over a socket and has nothing else of the tests: values come out of its box as plain data, and
+    what is said here is said by the tests.
+    """
+    limits, program = limits or Limits(), CALLS.read_text()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        files = {"box_calls.py": program, "answer.py": code}
+        answer = Box(files, ["box_calls.py", "answer"], theirs.fileno(), limits, trust, quiet=True)
+        with answer:
+            files = {"box_calls.py": program, "tests.json": json.dumps(tests)}
+            with Box(files, ["box_calls.py", "tests"], ours.fileno(), limits, trust) as tester:
+                ours.close()
+                theirs.close()  # so that the end of one box is seen in the other
+                answer.await_start()
+                result = tester.result()
+    said = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
+    return said, result
+
+
+def described(files: Mapping[str, str], words: list[str], limits: Limits, trust: str) -> dict[str, Any]:
+    """What the launcher is told; `trust`: the folder of code that has no box."""
+    home = MOUNTED if os.getuid() == 0 and not trust else sys.base_prefix
     python = os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix))))
     return {
         "python_home": sys.base_prefix,
-        "command": [python, "-I", "-S", "-B", "answer.py"],
-        "files": {"answer.py": code},
+        "command": [python, "-I", "-S", "-B", *words],
+        "files": dict(files),
+        "trust": trust,
         "readable": [home, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"],
-        "folder_bytes": limits.folder_bytes + 2 * len(code.encode(errors="replace")),
+        "folder_bytes": limits.folder_bytes + 2 * sum(len(text.encode(errors="replace")) for text in files.values()),
         "folder_files": limits.folder_files,
         "limits": {
             "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
-            "RLIMIT_NOFILE": 64, "RLIMIT_NPROC": limits.processes, "RLIMIT_CORE": 0,
+            "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, **({} if trust else {"RLIMIT_NPROC": limits.processes}),
         },
     }  # fmt: skip
 
@@ -110,41 +136,105 @@ def refusal() -> str:
     return "" if result.stdout == "42\n" else f"a first program in a box failed: {result}"
 
 
-def _started(entered: IO[bytes], spec: IO[bytes], status: int) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-I", "-S", str(LAUNCHER), str(spec.fileno()), str(status), str(os.getpid())]
-    return subprocess.Popen(
-        words, stdin=entered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, start_new_session=True,
-        pass_fds=(spec.fileno(), status),
-    )  # fmt: skip
+def parts() -> str:
+    """Each part of a box, and whether this kernel has it for this user."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(LAUNCHER), "parts"], capture_output=True, timeout=START_S, check=True, env={}
+    )
+    return ", ".join(f"{name}: {what}" for name, what in json.loads(done.stdout).items())
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple[bytes, bytes, bool]:
-    """What it wrote to stdout and stderr, at most one byte more than `most` of each, and whether it ended in time."""
-    assert process.stdout and process.stderr
-    kept = {process.stdout: bytearray(), process.stderr: bytearray()}
-    with selectors.DefaultSelector() as ready:
-        for stream in kept:
-            ready.register(stream, selectors.EVENT_READ)
-        while ready.get_map() and (left := deadline - time.monotonic()) > 0:
-            for found, _ in ready.select(left):
-                stream = next(one for one in kept if one is found.fileobj)
-                data = os.read(stream.fileno(), 1 << 16)
-                kept[stream] += data[: most + 1 - len(kept[stream])]
-                if not data:
-                    ready.unregister(stream)
-        ended = not ready.get_map()
-    with contextlib.suppress(ProcessLookupError):
-        if not ended:
-            os.killpg(process.pid, signal.SIGKILL)  # the launcher and process 1, and by it all of the box
-    return bytes(kept[process.stdout]), bytes(kept[process.stderr]), ended
+class Box:
+    """A box that is being made around one command. Use it with `with`, whose end ends all of the box."""
+
+    def __init__(
+        self, files: Mapping[str, str], words: list[str], stdin: int, limits: Limits, trust: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self.limits, self._begun, self._status = limits, time.monotonic(), b""
+        self._folder = tempfile.TemporaryDirectory(prefix="busrl-code-", ignore_cleanup_errors=True) if trust else None
+        output = subprocess.DEVNULL if quiet else subprocess.PIPE
+        read, write = os.pipe()
+        self._told: IO[bytes] = os.fdopen(read, "rb", buffering=0)
+        try:
+            with tempfile.TemporaryFile() as spec:
+                told = described(files, words, limits, self._folder.name if self._folder else "")
+                spec.write(json.dumps(told).encode())
+                spec.seek(0)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(LAUNCHER), str(spec.fileno()), str(write), str(os.getpid())],
+                    stdin=stdin, stdout=output, stderr=output, env={}, start_new_session=True,
+                    pass_fds=(spec.fileno(), write),
+                )  # fmt: skip
+        finally:
+            os.close(write)
+
+    def __enter__(self) -> Box:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # the launcher and process 1, and by it all of the box
+        with self._process, self._told:
+            pass
+        if self._folder:
+            self._folder.cleanup()
+
+    def await_start(self) -> None:
+        """Wait until the command begins; BoxRefused where it never does."""
+        while b"\n" not in self._status:
+            left = self._begun + START_S - time.monotonic()
+            with selectors.DefaultSelector() as ready:
+                ready.register(self._told, selectors.EVENT_READ)
+                found = ready.select(max(0.0, left))
+            data = self._told.read(4096) if found else b""
+            if not data:
+                raise BoxRefused(self._why(f"it was not there after {START_S:g} s" if not found else "no word of it"))
+            self._status += data
+        if b"started" not in self._status:
+            raise BoxRefused(self._why(json.loads(self._status.splitlines()[0])["refused"]))
+        self._begun = time.monotonic()
+
+    def result(self) -> Result:
+        """Wait for the command's end, at most for its time, and say how it ended."""
+        self.await_start()
+        out, err, ended = self._read(self._begun + self.limits.wall_s)
+        seconds, status = time.monotonic() - self._begun, {}
+        if ended:
+            self._status += self._told.read()
+            status = json.loads(self._status.splitlines()[-1])
+            if "code" not in status:
+                raise BoxRefused(self._why(status.get("refused", "its process 1 was ended from outside")))
+        most = self.limits.output_bytes
+        printed, complained = (text[:most].decode(errors="replace") for text in (out, err))
+        return Result(status.get("code"), printed, complained, max(len(out), len(err)) > most, seconds)
+
+    def _why(self, cause: str) -> str:
+        said = b""
+        if cause == "no word of it" and self._process.stderr:
+            said = self._process.stderr.read()[-500:]
+            cause = f"the launcher of a box ended without a word: {said.decode(errors='replace')}"
+        return f"this machine makes no box for code: {cause}"
+
+    def _read(self, deadline: float) -> tuple[bytes, bytes, bool]:
+        """What it wrote to stdout and stderr, at most one byte more of each than is kept, and whether it ended in
+        time."""
+        assert self._process.stdout and self._process.stderr
+        kept = {self._process.stdout: bytearray(), self._process.stderr: bytearray()}
+        with selectors.DefaultSelector() as ready:
+            for stream in kept:
+                ready.register(stream, selectors.EVENT_READ)
+            while ready.get_map() and (left := deadline - time.monotonic()) > 0:
+                for found, _ in ready.select(left):
+                    stream = next(one for one in kept if one is found.fileobj)
+                    data = os.read(stream.fileno(), 1 << 16)
+                    kept[stream] += data[: self.limits.output_bytes + 1 - len(kept[stream])]
+                    if not data:
+                        ready.unregister(stream)
+            ended = not ready.get_map()
+        return bytes(kept[self._process.stdout]), bytes(kept[self._process.stderr]), ended
 
 
-def _result(said: bytes, out: bytes, err: bytes, ended: bool, limits: Limits, seconds: float) -> Result:
-    status = json.loads(said) if said else {}
-    if "refused" in status:
-        raise BoxRefused(f"this machine makes no box for code: {status['refused']}")
-    if ended and not said:
-        raise BoxRefused(f"the launcher of a box ended without a word: {err.decode(errors='replace')[-500:]}")
-    most = limits.output_bytes
-    printed, complained = (text[:most].decode(errors="replace") for text in (out, err))
-    return Result(status.get("code"), printed, complained, max(len(out), len(err)) > most, seconds)
+if __name__ == "__main__":
+    print(parts())
+    print(refusal() or "a first program ran in a box")

@@ -1,11 +1,16 @@
 """The program that makes a box and runs one command in it: `python -I -S box_launcher.py SPEC_FD STATUS_FD PARENT_PID`.
 
 Started by `busrl.rewards.box` alone, which describes the box. Stands alone: it imports the standard library and nothing
-of busrl. Three processes: this one outside, process 1 of the new namespace, and the command below it.
+of busrl. Three processes: this one outside, process 1 of the new namespace, and the command below it. With the word
+`parts` alone it prints what of a box this kernel has.
 
-- STATUS_FD is closed before the command begins: the command cannot write how it ended.
-- A step that the kernel refuses ends the launcher with one line on STATUS_FD; the command is then never started.
+- STATUS_FD is closed before the command begins: the command cannot write how it ended. Lines of JSON go there:
+  `{"started": true}` when the command begins, `{"code": N}` when it has ended, or one with `refused`.
+- A step that the kernel refuses ends the launcher with that line; the command is then never started.
+- A spec with `trust` has a folder for the command and limits on its resources, and nothing else of a box.
 """
+
+from __future__ import annotations
 
 import ctypes
 import json
@@ -14,7 +19,11 @@ import resource
 import signal
 import struct
 import sys
-from typing import Any
+
+TYPE_CHECKING = False  # that of `typing`, whose import takes as long as the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # of prctl
@@ -36,12 +45,16 @@ def checked(result: int, what: str) -> int:
 
 
 def main() -> int:
+    if sys.argv[1:] == ["parts"]:
+        print(json.dumps(parts()))
+        return 0
     spec_fd, status_fd, parent = (int(word) for word in sys.argv[1:4])
     try:
         with open(spec_fd, "rb") as file:
             spec = json.load(file)
-        leave_root(spec["python_home"])
-        enter_namespaces()
+        if not spec["trust"]:
+            leave_root(spec["python_home"])
+            enter_namespaces()
         checked(libc.prctl(PDEATHSIG, signal.SIGKILL), "prctl")
         if os.getppid() != parent:
             return 1
@@ -55,7 +68,47 @@ def main() -> int:
 
 
 def tell(status_fd: int, what: dict[str, Any]) -> None:
-    os.write(status_fd, json.dumps(what).encode())
+    os.write(status_fd, json.dumps(what).encode() + b"\n")
+
+
+def parts() -> dict[str, str]:
+    """Each part of a box, and what the kernel says to this user about it: `yes`, a version, or the refusal."""
+    found = {
+        "user namespace": _tried(lambda: leave_and_unshare(NEW_USER)),
+        "PID namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_PID)),
+        "mount namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_MOUNT)),
+        "network namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_NET)),
+        "IPC namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_IPC)),
+    }
+    version = libc.syscall(RULESET, None, 0, 1)
+    found["Landlock"] = f"version {version}" if version > 0 else f"no ({os.strerror(ctypes.get_errno())})"
+    if version < LEAST_LANDLOCK:
+        found["Landlock"] += f", version {LEAST_LANDLOCK} (Linux 6.12) is needed"
+    return found
+
+
+def leave_and_unshare(flags: int) -> None:
+    if os.getuid() == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    checked(libc.unshare(flags), "no")
+
+
+def _tried(act: Callable[[], None]) -> str:
+    """What becomes of it in a process of its own."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            act()
+            os.write(write, b"yes")
+        except OSError as problem:
+            os.write(write, str(problem).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as said:
+        text = said.read().decode()
+    os.waitpid(pid, 0)
+    return text or "no"
 
 
 def leave_root(python_home: str) -> None:
@@ -83,10 +136,12 @@ def first_process(spec: dict[str, Any], status_fd: int) -> None:
     """Process 1 of the box: when it ends, the kernel ends all others in there. Never returns."""
     try:
         checked(libc.prctl(PDEATHSIG, signal.SIGKILL), "prctl")
-        room = f"size={spec['folder_bytes']},nr_inodes={spec['folder_files']}".encode()
-        checked(libc.mount(b"box", FOLDER.encode(), b"tmpfs", 6, room), "tmpfs")  # 6: no devices, no set-user-id
+        folder = spec["trust"] or FOLDER
+        if not spec["trust"]:
+            room = f"size={spec['folder_bytes']},nr_inodes={spec['folder_files']}".encode()
+            checked(libc.mount(b"box", FOLDER.encode(), b"tmpfs", 6, room), "tmpfs")  # 6: no devices, no set-user-id
         for name, text in spec["files"].items():
-            with open(os.path.join(FOLDER, name), "w", encoding="utf-8", errors="replace") as file:
+            with open(os.path.join(folder, name), "w", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         check_read, check_write = os.pipe()
         command = os.fork()
@@ -95,6 +150,8 @@ def first_process(spec: dict[str, Any], status_fd: int) -> None:
         os.close(check_write)
         with open(check_read, "rb") as problems:
             problem = problems.read().decode(errors="replace")  # ends where the command begins
+        if not problem:
+            tell(status_fd, {"started": True})
         while True:
             pid, status = os.wait()
             if pid == command:
@@ -109,15 +166,18 @@ def first_process(spec: dict[str, Any], status_fd: int) -> None:
 def run_command(spec: dict[str, Any], problems: int) -> None:
     """Become the command; what the kernel refuses goes to `problems`, which exec closes. Never returns."""
     try:
-        os.setsid()
-        os.chdir(FOLDER)
+        if not spec["trust"]:  # which has no other end than that of its group
+            os.setsid()
+        folder = spec["trust"] or FOLDER
+        os.chdir(folder)
         for name, most in spec["limits"].items():
             resource.setrlimit(getattr(resource, name), (most, most))
         checked(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-        hold_files(spec["readable"])
+        if not spec["trust"]:
+            hold_files(spec["readable"])
         os.closerange(3, problems)
         os.closerange(problems + 1, 1 << 16)
-        os.execve(spec["command"][0], spec["command"], {"PATH": "/usr/bin:/bin", "HOME": FOLDER, "LC_ALL": "C.UTF-8"})
+        os.execve(spec["command"][0], spec["command"], {"PATH": "/usr/bin:/bin", "HOME": folder, "LC_ALL": "C.UTF-8"})
     except OSError as problem:
         os.write(problems, str(problem).encode())
     finally:

@@ -346,7 +346,7 @@ class Lane:
 # -- the parts of a reward --------------------------------
 
 
-ONE_CHILD = ("model", "judge")  # kinds that hold a model, or many requests at a time
+ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
 WITH_IDS = ("python",)  # kinds that look at token ids
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,9 +17,12 @@ from aiohttp import WSMsgType, web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl import pipes
 from busrl.agents import adapters
 from busrl.agents.llm import ChatRequest, Choice, Choices, Ended, Llm, Request, Response, RewardRequest, play
 from busrl.errors import AgentNotLoaded
+
+AGENTS_PYTHON = Path(__file__).resolve().parents[2] / ".venv" / "agents" / "bin" / "python"  # of `make agents-env`
 
 
 class Model:
@@ -133,6 +138,48 @@ def test_numbers_of_an_answer_become_actions(gymnasium: Any) -> None:
     for space, text in ((spaces.Discrete(4), "4"), (spaces.Box(-1, 1, (2,)), "0.5"), (spaces.Discrete(4), "0.5")):
         with pytest.raises(adapters.NoAction):
             found(space, text)
+
+
+# -- textarena, in an environment of its own --------------
+
+GAMES = """
+import asyncio, json, random, sys
+from busrl.agents import adapters
+
+async def game(adapter, index, moves):
+    told = []
+    async with adapter.game(index) as made:
+        shown = await made.reset()
+        while not shown.over:
+            told.append((shown.seat, shown.text))
+            await asyncio.sleep(0)
+            shown = await made.step(f"[{next(moves)}]")
+        return [made.own, shown.reward, told]
+
+async def main():
+    numbers = await adapters.load("textarena:GuessTheNumber-v0-raw", {}, trial=True)
+    before = random.getstate()
+    alone = [await game(numbers, index, iter(range(1, 30))) for index in (3, 1)]
+    together = await asyncio.gather(*(game(numbers, index, iter(range(1, 30))) for index in (3, 1)))
+    board = await adapters.load("textarena:TicTacToe-v0-raw", {"players": 2}, trial=True)
+    won = [await game(board, index, iter((4, 0, 3, 1, 5))) for index in (0, 1)]
+    print(json.dumps([alone, list(together), won, random.getstate() == before]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make agents-env")
+def test_games_of_textarena_are_the_same_alone_and_beside_each_other_and_have_seats() -> None:
+    command, environment = pipes.interpreter(str(AGENTS_PYTHON))
+    done = subprocess.run([*command, "-c", GAMES], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    alone, together, won, untouched = json.loads(done.stdout.splitlines()[-1])
+    assert alone == together and untouched, "each game has the random numbers of its seed"
+    assert alone[0][2] != alone[1][2] and "higher" in alone[0][2][1][1]
+    assert [one[:2] for one in won] == [[0, 1.0], [1, -1.0]]
+    assert [seat for seat, _ in won[0][2]] == [0, 1, 0, 1, 0]
 
 
 # -- OpenEnv ----------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 243, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 245, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -98,9 +98,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "task": "", "cache": "task", "maker": "cache task",
     },
     "rewards": {
-        "box": "box_launcher", "box_launcher": "",
+        "box": "box_launcher", "box_launcher": "", "box_calls": "", "code": "base box",
         "base": "", "judge": "base", "kinds": "base", "model": "base", "pool": "base",
-        "child": "base judge kinds model pool",
+        "child": "base code judge kinds model pool",
     },
     "roles.learner": {
         "alarms": "", "control": "", "groups": "", "history": "", "metrics": "", "publish": "", "step": "",

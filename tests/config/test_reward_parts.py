@@ -138,6 +138,19 @@ def test_a_check_shows_what_each_part_says_of_two_answers(loaded: Loaded, here: 
         assert line in told, told
 
 
+def test_code_is_tried_before_the_run_and_a_check_says_what_boxes_there_are(
+    loaded: Loaded, refused: Refused, here: Path
+) -> None:
+    (told,) = refused(part("code", "trust = true"))
+    assert "fails for an empty answer to the first prompt: KeyError: 'tests'" in told
+    (here / "train.jsonl").write_text(json.dumps({"prompt": "a", "tests": "assert f() == 1"}) + "\n")
+    (told,) = refused(part("code", "trust = true", "total_s = 50"))
+    assert re.search(r"reward.part.0.timeout_s = .*may take total_s = 50.*at least 70", told), told
+    told = explain.report(loaded(part("code", "trust = true")))
+    assert re.search(r"^boxes for code: user namespace: .*Landlock: ", told, re.M)
+    assert re.search(r"reward part code of .*: 0$", told, re.M), told
+
+
 def test_a_check_says_that_a_judge_is_not_there_and_that_an_expression_hangs(loaded: Loaded, here: Path) -> None:
     pytest.importorskip("aiohttp")
     (here / "train.jsonl").write_text(json.dumps({"prompt": "a", "answer": "a" * 60 + "!"}) + "\n")
