@@ -79,16 +79,17 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
     text = config.read_text().replace('[reward]\nkind = "python"\nfunction = "judge.py:score"\n', "")
     text = text.replace('role = "reward"\n', 'role = "agent"\nfunction = "talk.py:episode"\n')
     config.write_text(f"{text}[agents]\ncontext = 256\n")
-    run = Run(tmp_path / "run", "learner.checkpoint_every=0", "validation.samples=0", config=config, steps=3)
+    run = Run(tmp_path / "run", "learner.checkpoint_every=0", "validation.samples=0", "generation.on_update=recompute",
+              config=config, steps=3)
     with running(run):
         check_end(run, run.wait())
     samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
     assert len(samples) >= 3 * 8 * 4 and {len(one.seqs) for one in samples} == {1}
     assert {len(one.turn_array()) for one in samples} == {3}
     measured = [row["mismatch"] for row in run.metrics() if row["mismatch"] is not None]
-    assert measured and max(measured) < 1e-2, "what was trained is not what was drawn"
+    assert measured and max(measured) < 1e-4, "what was trained is not what was drawn"
     for row in run.metrics():
-        assert row["episodes"]["prefix_hit_share"] > 0.4, "no row was continued"
+        assert row["episodes"]["prefix_hit_share"] > 0.1, "no row was continued"
         assert 0 < row["episodes"]["computed_per_trained"] < row["episodes"]["context_tokens_mean"]
     assert {0.0} != {sum(one.turn_rewards) for one in samples}
 

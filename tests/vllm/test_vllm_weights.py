@@ -45,6 +45,33 @@ def test_tokens_before_across_and_after_an_update_are_those_of_their_version(sce
         sender.close()
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_request_that_continues_another_finds_its_blocks_unless_older_weights_made_them(
+    scene: Scene, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, settings = scene.engine, scene.settings("shm", f"prefix-{recompute}")
+    monkeypatch.setattr(engine._updates, "_recompute", recompute)
+    sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
+    assert receiver is not None
+    version, path, computed = engine.version + 1, [5 + (k * k + 3 * recompute) % 11 for k in range(70)], []
+    try:
+        for turn in range(4):
+            if turn == 2:
+                sender.publish(version, version, scene.tensors(version))
+                receiver.wait_for(version, 60)
+                assert engine.update_weights(receiver) == (version, version)
+            asked = request(turn, path, 8)
+            made = scene.run(asked)[turn]
+            assert scene.off_by(asked, made) < EXACT
+            computed.append((made.computed, len(path)))
+            path = [*path, *made.token_ids.tolist(), 6, 7]
+    finally:
+        receiver.close()
+        sender.close()
+    assert [new == length for new, length in computed] == [True, False, True, False]
+    assert all(new <= 32 + 10 for new, length in computed[1::2]), "more than a block beside what is new"
+
+
 def _without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(list(tensors.items())[1:])
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 Index = npt.NDArray[np.intp]
 OnUpdate = Literal["keep", "recompute"]
 PADDING = 256  # tokens of padding that are not worth another forward pass
+GATHERED = 1 << 16  # positions of rows that are continued together: their keys and values are copied, layer by layer
 SPAN_STEP = 8  # attended prefixes grow in steps, so that fewer shapes occur
 PREFILL_TOKENS = 2048  # keeps a step with a full prefill within some ten times one without, and still fills a GPU
 DEFAULT_MAX_LENGTH = 4096  # where neither the caller nor the model sets one
@@ -402,7 +403,9 @@ class Prefill:
             most = max(real, PADDING)
             if self._decoder.equal_lengths:
                 most = -1 if one.begin else 0
-            if batch and (padded > most or max(furthest, one.begin) + one.left > self._seats.max_length):
+            reach = max(furthest, one.begin) + one.left
+            too_far = reach > self._seats.max_length or (one.begin > 0 and (len(batch) + 1) * reach > GATHERED)
+            if batch and (padded > most or too_far):
                 compute(batch)
                 batch, real, furthest = [], 0, 0
             batch.append(one)
