@@ -540,7 +540,7 @@ def _episode_code(index: int, entry: Process) -> Iterator[Finding]:
         yield Finding((place, at), "an agent plays a function or an environment", "remove one of them")
     elif entry.environment and not ENVIRONMENT.fullmatch(entry.environment):
         rule = "an environment is its library, a colon and its name"
-        yield Finding((place,), rule, "gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+        yield Finding((place,), rule, "gymnasium:ID, textarena:ID or openenv:URL")
     elif not entry.environment and not FUNCTION.fullmatch(entry.function):
         rule = "an agent plays episodes with a function: package.module:function or file.py:function"
         yield Finding((at, f"process.{index}.role"), rule, "name one, or an environment: see docs/agents.md")

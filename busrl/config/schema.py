@@ -376,7 +376,7 @@ class Process:
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
-    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID or openenv:URL")
     options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
         'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
     python: str = key("", "the Python that runs it, or an agent's code: an interpreter or the folder of a virtual "
