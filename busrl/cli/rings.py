@@ -25,6 +25,7 @@ from busrl.monitor.sources import newest_run
 from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Ring, RingGuard, State
+from busrl.ring.calls import open_episodes
 from busrl.states import VALIDATE_BIT
 
 SUFFIX = ".ring"
@@ -54,6 +55,7 @@ def inspect(options: argparse.Namespace) -> int:
         print("  " + ", ".join(f"{word} {ring.header(word)}" for word in words))
         print("  slots: " + ", ".join(f"{count} {state}" for state, count in states(ring).items()))
         _show(render_slots(ring))
+        _show(render_calls(ring, f"{name.removesuffix(SUFFIX)}.calls"))
         _show(render_processes(ring))
     finally:
         ring.close()
@@ -147,6 +149,20 @@ def render_slots(ring: Ring) -> list[str]:
         shown = f"v{uid & ~VALIDATE_BIT}" if uid & VALIDATE_BIT else str(uid)
         table.append(f"  {State(state).name:<12}{name:<14}{len(here):>6}{age:>8.1f} s  {shown}")
     return table
+
+
+def render_calls(ring: Ring, name: str) -> list[str]:
+    """The ring of model calls by state, and what the open episodes do; nothing where the run has none."""
+    try:
+        calls = Ring.attach(name, read_only=True, calls=True)
+    except RingError:
+        return []
+    try:
+        found = open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())
+        told = [f"  {state:<12}{count:>6} episodes, the oldest {age:.1f} s" for state, (count, age) in found.items()]
+        return [f"  calls: {', '.join(f'{count} {state}' for state, count in states(calls).items())}", *told]
+    finally:
+        calls.close()
 
 
 def render_processes(ring: Ring) -> list[str]:

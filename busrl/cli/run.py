@@ -25,6 +25,7 @@ from busrl import launch as launching
 from busrl import quickstart
 from busrl.config import Topology, explain, load, materialise
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
+from busrl.launch import pythons
 from busrl.launch.guardian import stat_of
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
@@ -40,6 +41,7 @@ def launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(explain.dry_run(topology), end="")
         return 0
+    pythons.require(topology)
     directory = directory_of(topology, options.run_dir, options.resume)
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
@@ -54,6 +56,9 @@ def check(options: argparse.Namespace) -> int:
     """Explain a topology, or say everything that is wrong with it."""
     topology = load(options.topology, options.overrides)
     print(explain.report(topology, options.verbose), end="", flush=True)
+    for line in pythons.lines(topology):
+        print(line)
+    pythons.require(topology)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
     return 0

@@ -284,7 +284,7 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     """Sizes that the devices of an entry cannot give."""
     own, at = t.vllm, f"process.{index}"
-    cpu = (entry.device or t.model.device) == "cpu" or vllm_for_cpus()
+    cpu = (entry.device or t.model.device) == "cpu" or (not entry.python and vllm_for_cpus())
     few = [one for one in entry.devices if one.count(",") + 1 < own.tensor_parallel and not cpu]
     if few:
         there = few[0].count(",") + 1

@@ -430,7 +430,7 @@ class _Inspection:
             if mine and shutil.which(entry.command[0]) is None:
                 rule = f"{entry.command[0]} is not an executable program"
                 self._add(key, rule, "build or install it; {here} is this file's folder")
-        used = engine_rules.vllm_entries(self.t)
+        used = [index for index in engine_rules.vllm_entries(self.t) if not self.t.process[index].python]
         why, remedy = engine_rules.vllm_objection(*engine_rules.vllm_installed()) if used else ("", "")
         if why:
             self._add(f"process.{used[0]}.engine", why, remedy)

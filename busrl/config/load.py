@@ -157,7 +157,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     entries = (
         dataclasses.replace(
             entry, command=tuple(part.replace("{here}", here) for part in entry.command),
-            function=_function_path(entry.function, source, ("process",)),
+            function=_function_path(entry.function, source, ("process",)), python=_interpreter(entry.python),
         )
         for entry in (*draft.process, *_implied(draft, kind))
     )
@@ -269,6 +269,11 @@ def _generation(draft: Topology, source: Source) -> Generation:
 
 def _written(source: Source, *key: str) -> bool:
     return key in source.lines or key in source.overridden
+
+
+def _interpreter(python: str) -> str:
+    """The program of `python`, which may be the folder of a virtual environment."""
+    return os.path.join(python, "bin", "python") if python and os.path.isdir(python) else python
 
 
 def _function_path(function: str, source: Source, key: KeyPath) -> str:

@@ -493,6 +493,12 @@ def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     if entry.role in SINGLE_ROLES and sum(e.count for e in t.process[: index + 1] if e.role == entry.role) > 1:
         rule = f"one {entry.role} per run: it works alone under a lock"
         yield Finding((f"process.{index}.count", f"process.{index}.role"), rule, "set count = 1 and remove the others")
+    at = f"process.{index}.python"
+    if entry.python and entry.command:
+        yield Finding((at, f"process.{index}.command"), "a command says itself what runs it", "remove one of them")
+    elif entry.python and not (os.path.isfile(entry.python) and os.access(entry.python, os.X_OK)):
+        remedy = "give the path of a Python, or the folder of a virtual environment"
+        yield Finding((at,), "no program that can be started", remedy)
     if entry.command and entry.role not in FOREIGN_ROLES:
         rule = f"a {entry.role} is busrl's own; only rollout and reward may be another program"
         yield Finding((f"process.{index}.command", f"process.{index}.role"), rule, "remove command")
@@ -508,7 +514,7 @@ def _agents(t: Topology) -> Iterator[Finding]:
         role = f"process.{index}.role"
         if entry.role == AGENT:
             yield from _episode_code(index, entry)
-        for name in ("function", "environment", "options", "python"):
+        for name in ("function", "environment", "options"):
             if entry.role != AGENT and getattr(entry, name):
                 yield Finding((f"process.{index}.{name}", role), "only an agent plays episodes", "remove it")
     judged = ("reward.kind", "process")
@@ -534,14 +540,12 @@ def _episode_code(index: int, entry: Process) -> Iterator[Finding]:
         yield Finding((place, at), "an agent plays a function or an environment", "remove one of them")
     elif entry.environment and not ENVIRONMENT.fullmatch(entry.environment):
         rule = "an environment is its library, a colon and its name"
-        yield Finding((place,), rule, "gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+        yield Finding((place,), rule, "gymnasium:ID, textarena:ID or openenv:URL")
     elif not entry.environment and not FUNCTION.fullmatch(entry.function):
         rule = "an agent plays episodes with a function: package.module:function or file.py:function"
         yield Finding((at, f"process.{index}.role"), rule, "name one, or an environment: see docs/agents.md")
     if entry.options and not entry.environment:
         yield Finding((f"process.{index}.options",), "options are those of an environment", "remove it")
-    if entry.python and not os.access(entry.python, os.X_OK):
-        yield Finding((f"process.{index}.python",), "no program that can be started", "give the path of a Python")
 
 
 def _episode_sizes(t: Topology) -> Iterator[Finding]:

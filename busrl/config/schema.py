@@ -376,11 +376,11 @@ class Process:
                       "the others train", choices=("all", "validation"))
     device: str = key("", "where its model runs; empty = model.device", choices=("", "auto", "cpu", "cuda", "npu"))
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
-    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID or openenv:URL")
     options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
         'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
-    python: str = key("", "agent: the Python that runs its code, of an environment of its own; empty = busrl's",
-                      path=True)
+    python: str = key("", "the Python that runs it, or an agent's code: an interpreter or the folder of a virtual "
+                      "environment; empty = busrl's", path=True)
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})

@@ -454,7 +454,7 @@ def foreign(
     A file: whatever the code prints, it never waits for a reader.
     """
     entry = next((one for one in t.process if one.role == role and not one.command), None)
-    program, variables = interpreter(python)
+    program, variables = interpreter(python or (entry.python if entry else ""))
     environment = {**(variables or os.environ), **(entry.env if entry else {})}
     with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen(

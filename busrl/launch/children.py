@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from busrl.config import ProcessName
+from busrl.config.schema import AGENT
 from busrl.errors import TRACE, BugError, first_line
 from busrl.launch.guardian import MARK, end_marked
 from busrl.paths import RunPaths
@@ -106,20 +107,25 @@ def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
     if process.spec.command:
         known = {"{run_dir}": str(paths.root), "{name}": process.name}
         return [re.sub(r"\{(run_dir|name)\}", lambda found: known[found[0]], part) for part in process.spec.command]
-    return [sys.executable, "-m", "busrl.roles", str(paths.root), process.name]
+    return [own_python(process) or sys.executable, "-m", "busrl.roles", str(paths.root), process.name]
+
+
+def own_python(process: ProcessName) -> str:
+    """The interpreter of another environment that the process runs in; empty: this one."""
+    return "" if process.role == AGENT else process.spec.python
 
 
 def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str]) -> dict[str, str]:
     """Variables of a child: thread counts from `threads`, where the run is, what the topology adds, then `more`."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    known = os.environ.get("PYTHONPATH")
+    own = [] if own_python(process) else [str(Path(__file__).resolve().parents[2])]  # another has a busrl of its own
+    searched = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(process.spec.threads)),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning workers of one process would starve the others
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": f"{package_root}{os.pathsep}{known}" if known else package_root,
+        "PYTHONPATH": os.pathsep.join(searched),
         "BUSRL_RUN_DIR": str(paths.root),
         "BUSRL_NAME": process.name,
         **process.spec.env,

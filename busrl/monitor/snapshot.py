@@ -17,7 +17,8 @@ from busrl.monitor.state import ProcessRow, RunState
 SCHEMA: Final = 1
 CHART_STEPS: Final = 512
 ERRORS: Final = 20
-RING: Final = ("slots", "occupancy", "words", "dispatched", "finished", "dropped", "drops", "reaps", "tokens")
+RING: Final = ("slots", "occupancy", "words", "dispatched", "finished", "dropped", "drops", "reaps", "tokens", "calls",
+               "episodes")
 
 
 def snapshot(run: RunState, now: float, wall: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
 from busrl.protocol.codec import BY_NAME, Rejected
 from busrl.ring import Fates, OfdLock, Process, Ring
+from busrl.ring.calls import open_episodes
 from busrl.scheduling.groups import GroupScanner
 from busrl.states import HeaderWord, SampleClass, State
 
@@ -134,7 +135,17 @@ class RingLook:
         ring = self._attached()
         if ring is None:
             return None
-        return ring_record(ring, *self._groups(ring))
+        return msgspec.structs.replace(ring_record(ring, *self._groups(ring)), **self._calls(ring))
+
+    def _calls(self, ring: Ring) -> dict[str, Any]:
+        """The ring of model calls beside it, and what the episodes do."""
+        try:
+            calls = Ring.attach(f"{self._name.removesuffix('.ring')}.calls", read_only=True, calls=True)
+        except RingError:
+            return {}
+        with closing(calls):
+            states = {name.lower(): count for name, count in calls.stats().occupancy.items() if count}
+            return {"calls": states, "episodes": open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())}
 
     def close(self) -> None:
         if self._ring is not None:

@@ -91,6 +91,8 @@ class RingRecord(msgspec.Struct, frozen=True):
     groups_open: int
     groups_ready: int
     processes: tuple[ProcessRecord, ...]
+    calls: dict[str, int] = {}  # slots of the ring of model calls by state; {} where the run has none
+    episodes: dict[str, tuple[int, float]] = {}  # that are played: how many of each state, age of the oldest in seconds
 
     @property
     def living(self) -> int:

@@ -124,6 +124,7 @@ def _more(found: RunStatus) -> dict[str, Any]:
             "left_s": run.left_s(found.now),
             "slots": {name: count for name, count in run.ring.occupancy.items() if count},
             "reaps": run.ring.reaps,
+            **({"calls": run.ring.calls, "episodes": run.ring.episodes} if run.ring.calls else {}),
             "processes": [asdict(row) for row in found.processes],
         }
     if found.state == "damaged":

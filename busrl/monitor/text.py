@@ -186,6 +186,15 @@ def occupancy(run: RunState) -> list[tuple[str, int]]:
     return [(name, run.ring.occupancy[name]) for name in ORDER if run.ring.occupancy.get(name)]
 
 
+def episodes(run: RunState) -> str:
+    """What the episodes that are played do, and how full the ring of model calls is; "" without agents."""
+    if run.ring is None or not run.ring.calls:
+        return ""
+    kinds = [f"{count:,} {name} (oldest {age:.1f} s)" for name, (count, age) in run.ring.episodes.items()]
+    slots, free = sum(run.ring.calls.values()), run.ring.calls.get("free", 0)
+    return " · ".join([*(kinds or ["none open"]), f"{slots - free} of {slots} slots of calls in use"])
+
+
 def trigger(run: RunState, now: float) -> str:
     """How far the next step is."""
     facts, ring = run.facts, run.ring
@@ -334,6 +343,7 @@ def labelled(run: RunState, now: float) -> dict[str, str]:
     """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
         "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
+        "episodes": episodes(run) if run.state not in OVER else "",
         "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
         "sample": safe(run.sample), "staleness": staleness(run),
     }

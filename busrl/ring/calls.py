@@ -33,6 +33,7 @@ from busrl.protocol.codec import address
 from busrl.states import State
 
 Ids = npt.NDArray[np.int32]
+Lines = npt.NDArray[np.void]
 Send = Callable[[m.Message, str], None]
 OWNER, SEQ = 0x3FFF, (1 << 36) - 1
 POISON_DEATHS = 2
@@ -153,6 +154,20 @@ def write_refusal(ring: Ring, slot: int, word: int, why: str) -> bool:
         ring.clear_segments(slot, word, 0)
         ring.put(slot, word, "refused", np.frombuffer(why.encode()[:REFUSAL_BYTES] or b"?", np.uint8), 0)
     return bool(ring.commit_segment(slot, word, True))
+
+
+def open_episodes(samples: Lines, calls: Lines, now_ns: int) -> dict[str, tuple[int, float]]:
+    """Episodes that are played now, by what they do: how many, and seconds since the oldest of them was begun.
+
+    From the lines of both rings, for people: `thinking`, an engine is at work on a call of theirs; `waiting`, their
+    calls wait for an engine; `tool`, none is under way."""
+    playing, found = samples[samples["state"] == State.GENERATING], {}
+    at_work = np.isin(playing["uid"], calls["uid"][np.isin(calls["state"], (State.GENERATING, State.GENERATED))])
+    queued = np.isin(playing["uid"], calls["uid"][calls["state"] == State.QUEUED]) & ~at_work
+    for name, which in (("thinking", at_work), ("waiting", queued), ("tool", ~(at_work | queued))):
+        if count := int(which.sum()):
+            found[name] = count, (now_ns - int(playing["changed_ns"][which].min())) / 1e9
+    return found
 
 
 # -- the caller ---------------------------------------------

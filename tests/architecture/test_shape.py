@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 245, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 246, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -76,7 +76,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "plan": "", "messages": "plan",
     },
     "launch": {
-        "fates": "", "guardian": "", "identity": "", "supervisor": "", "children": "guardian",
+        "fates": "", "guardian": "", "identity": "", "pythons": "", "supervisor": "", "children": "guardian",
         "rundir": "fates guardian identity supervisor", "summary": "guardian supervisor", "display": "summary",
         "run": "children display fates guardian rundir summary supervisor",
     },

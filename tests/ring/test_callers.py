@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from busrl.errors import CallUnanswered, SlotTooSmall
 from busrl.protocol import messages as m
-from busrl.ring import Ring, State
-from busrl.ring.calls import AsyncCaller, Caller, ModelCall
+from busrl.ring import Fates, Ring, State
+from busrl.ring.calls import AsyncCaller, Caller, ModelCall, open_episodes
 from busrl.states import Finish
 
 IDS = np.arange(10, 20, dtype=np.int32)
@@ -238,3 +239,25 @@ def test_a_stream_that_was_begun_again_and_became_another_answer_is_refused(play
                 await anext(stream)
 
     asyncio.run(broken())
+
+
+def test_open_episodes_are_counted_by_what_they_do(played: Played, tmp_path: Path) -> None:
+    samples = Ring.create(f"{played.name}.s", slots=6, slot_bytes=4096, processes=4, uuid=bytes(16))
+    try:
+        samples.register("agent", "agent/0")
+        samples.bind_fates(Fates(str(tmp_path / "fates.bin"), create=True), None)
+        for uid in range(4):
+            samples.dispatch(uid=uid, group=0, admission=0, member=uid, group_size=4, cls=0, task=b"{}", prompt_crc=1,
+                             max_new_tokens=8, temperature=1.0)
+        samples.take(State.QUEUED, State.GENERATING, cls=None, limit=3)
+        [one, two] = samples.lines()["uid"][samples.lines()["state"] == State.GENERATING].tolist()[:2]
+        for uid in (one, two, two):
+            played.caller.put(played.call(uid))
+        played.take()
+        now = int(samples.lines()["changed_ns"].max()) + 2_000_000_000
+        found = open_episodes(samples.lines(), played.ring.lines(), now)
+        assert {name: count for name, (count, _) in found.items()} == {"thinking": 1, "waiting": 1, "tool": 1}
+        assert all(2.0 <= age < 60.0 for _, age in found.values())
+    finally:
+        samples.close()
+        Ring.unlink(f"{played.name}.s")

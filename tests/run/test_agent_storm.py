@@ -1,0 +1,75 @@
+"""A storm of SIGKILLs over a run of episodes: agents, their children, engines, keeper and learner, at seeded moments.
+
+Who is killed and how long it is calm before follow from the seed, not when exactly. Only processes that are ready are
+killed, so that a slow machine is not a run that never gets anywhere. BUSRL_STORM_KILLS sets how many: 30 took a quarter
+of an hour on two busy cores.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from checks import check_end
+from harness import Run, running
+from test_agents_in_a_run import AGENTS, children_of
+
+from busrl.ring import Ring
+
+KILLS = int(os.environ.get("BUSRL_STORM_KILLS", "20"))
+STEPS, LIMIT_S = 8 * KILLS, 1500.0
+MOST_TOKENS = 1.3  # of an undisturbed run of as many steps
+VICTIMS = ["agent/0", "agent/1", "child", "child", "rollout/0", "rollout/1", "keeper", "learner"]
+
+
+def blow(run: Run, seed: int) -> Counter[str]:
+    """Kill KILLS times; whom, and how often."""
+    chance, killed = random.Random(seed), Counter[str]()
+    while sum(killed.values()) < KILLS:
+        run.let_pass(chance.uniform(0.05, 1.2))
+        name = chance.choice(VICTIMS)
+        owner = chance.choice(["agent/0", "agent/1"]) if name == "child" else name
+        process = run.until(f"{owner} is ready", lambda owner=owner: ready(run, owner), LIMIT_S)
+        pids = [process.pid]
+        if name == "child":
+            with suppress(OSError):
+                pids = children_of(process.pid)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed[name] += 1
+    return killed
+
+
+def ready(run: Run, name: str):
+    found = run.processes().get(name)
+    return found if found is not None and found.state == "ready" else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_storm_of_kills_costs_a_run_of_episodes_nothing_but_time(tmp_path: Path, quickstart: None) -> None:
+    settings = ("process.agent.count=2", "process.rollout.count=2", "validation.data=", "learner.checkpoint_every=20")
+    calm = Run(tmp_path / "calm", *settings, config=AGENTS, steps=STEPS)
+    with running(calm):
+        assert calm.wait(LIMIT_S) == 0, calm.tail()
+    run = Run(tmp_path / "storm", *settings, config=AGENTS, steps=STEPS)
+    with running(run):
+        killed = blow(run, seed=11)
+        assert run.step() < STEPS, "the run was too short for the storm"
+        calls = Ring.attach(run.paths.calls_name, calls=True)  # stays mapped past the end
+        calls.register("agent", "the test")
+        code = run.wait(LIMIT_S)
+    check_end(run, code)
+    calls.reap()  # what the last agent left in its last moment: the keeper had ended
+    states, slots = {name: n for name, n in calls.stats().occupancy.items() if n}, calls.n_slots
+    calls.close()
+    share = run.summary()["generated_tokens"] / calm.summary()["generated_tokens"]
+    print(f"killed {dict(killed)}; {share:.3f} times the tokens; calls at the end {states}")
+    assert states == {"FREE": slots}, "calls are left at the end"
+    assert 0 < share <= MOST_TOKENS
