@@ -31,6 +31,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "agents": {
         "parsers": "", "tree": "", "llm": "", "renderer": "tree", "episode": "renderer llm parsers tree",
         "adapters": "llm", "scripted": "llm", "child": "adapters llm", "pool": "child episode llm",
+        "openai": "episode llm tree", "http": "episode llm openai renderer tree", "program": "episode llm pool",
     },
     "algorithms": {
         "advantages": "", "catalog": "", "distill": "", "gae": "", "selection": "", "losses": "distill",
