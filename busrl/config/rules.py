@@ -542,7 +542,7 @@ def _episode_code(index: int, entry: Process) -> Iterator[Finding]:
         yield Finding(keys, "an agent plays a function, an environment or a program", "remove all but one")
     elif entry.environment and not ENVIRONMENT.fullmatch(entry.environment):
         rule = "an environment is its library, a colon and its name"
-        yield Finding((place,), rule, "gymnasium:ID, textarena:ID or openenv:URL")
+        yield Finding((place,), rule, "gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
     elif not (entry.environment or entry.program) and not FUNCTION.fullmatch(entry.function):
         rule = "an agent plays episodes with a function: package.module:function or file.py:function"
         yield Finding((at, f"process.{index}.role"), rule, "name one, an environment or a program: see docs/agents.md")

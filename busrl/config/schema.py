@@ -379,7 +379,7 @@ class Process:
     function: str = key("", "agent: what plays an episode, package.module:function or file.py:function, or a class")
     program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
                                        "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
-    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID or openenv:URL")
+    environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
     options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
         'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
     python: str = key("", "the Python that runs it, or an agent's code: an interpreter or the folder of a virtual "
