@@ -20,15 +20,17 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 from busrl.agents.llm import Failed, Llm
-from busrl.data.sources import ENVIRONMENT, INDEX
-from busrl.errors import AgentNotLoaded, cause
+from busrl.data.sources import ENVIRONMENT, INDEX, INDICES
+from busrl.errors import AgentNotLoaded, CallRefused, cause
 
 THREADS = 1024  # environments that step at the same time
 REPLY_S = 120.0  # an OpenEnv server answers within this time
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+USED_UP = "context_length_exceeded"  # of a call
 DIGITS = 4  # of the numbers in an observation
 
 
@@ -58,7 +60,7 @@ class Game(ABC):
         """`NoAction` where the answer is none."""
 
 
-class Adapter(ABC):
+class Adapter:
     """Plays episodes of one environment. Of `options` it takes those that are its own; the others make the
     environment."""
 
@@ -80,8 +82,9 @@ class Adapter(ABC):
         async with self.game(0) as game:
             await game.reset()
 
-    @abstractmethod
-    def game(self, index: int) -> AbstractAsyncContextManager[Game]: ...
+    def game(self, index: int) -> AbstractAsyncContextManager[Game]:
+        """The environment for one episode."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -412,7 +415,62 @@ class _OpenEnvGame(Game):
         raise RuntimeError(f"the OpenEnv server answers {kind} with {code}: {text}")
 
 
-ADAPTERS: dict[str, type[Adapter]] = {"gymnasium": Gymnasium, "textarena": TextArena, "openenv": OpenEnv}
+# -- verifiers --------------------------------------------
+
+
+class Verifiers(Adapter):
+    """Environments that play an episode by themselves, with a client of their own for the model; the index is that of a
+    task. The options are the environment's configuration, as verifiers has it."""
+
+    package, remedy = "verifiers", "make agents-env, and python = \"...\" with the Python of that environment"
+    _serving: Any = None
+
+    async def setup(self) -> None:
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        own = {"taskset": {"id": self.name}, "agent": {"runtime": {"type": "subprocess"}}}
+        self._vf, self._environment = vf, load_environment(resolve_env_config(_merged(own, self.options)))
+        self._tasks = list(islice(iter(self._environment.taskset), INDICES))
+        if not self._tasks:
+            raise AgentNotLoaded("it has no task")
+        self._serving = self._environment.serving()
+        await self._serving.__aenter__()
+
+    async def trial(self) -> None:
+        """It is loaded; an episode needs a model from its beginning."""
+
+    async def episode(self, task: dict[str, Any], llm: Llm) -> float:
+        given = llm.openai
+        client = self._vf.EvalClientConfig(
+            base_url=given["base_url"], api_key_var="", headers={"x-busrl-episode": given["api_key"]}
+        )
+        context = self._vf.ModelContext(model="policy", client=client)
+        found = await self._environment.run_episode(self._tasks[int(task[INDEX]) % len(self._tasks)], context)
+        if not found.ok:
+            errors = [*found.errors, *(one for trace in found.traces for one in trace.errors)]
+            text = "; ".join(str(one.message) for one in errors)[:1000]
+            if USED_UP in text:
+                raise CallRefused(USED_UP, text)
+            raise RuntimeError(f"verifiers: {text}")
+        return float(sum(trace.reward for trace in found.traces))
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            await self._serving.__aexit__(None, None, None)
+        await super().close()
+
+
+def _merged(own: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables; what is given goes before."""
+    both = {name: _merged(own[name], value) for name, value in given.items()
+            if isinstance(value, Mapping) and isinstance(own.get(name), dict)}
+    return {**own, **given, **both}
+
+
+ADAPTERS: dict[str, type[Adapter]] = {
+    "gymnasium": Gymnasium, "textarena": TextArena, "openenv": OpenEnv, "verifiers": Verifiers,
+}
 
 
 async def load(environment: str, options: Mapping[str, Any], trial: bool = False) -> Adapter:

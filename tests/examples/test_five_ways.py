@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from harness import Run, running
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "examples" / "five-ways"
-WAYS = {"jsonl": "", "reasoning_gym": "reasoning_gym", "gymnasium": "gymnasium"}  # and the package that each needs
+WAYS = {  # and the package that each needs
+    "jsonl": "", "reasoning_gym": "reasoning_gym", "gymnasium": "gymnasium", "openai_client": "aiohttp",
+    "verifiers": "",
+}
+AGENTS_PYTHON = ROOT / ".venv" / "agents" / "bin" / "python"  # of `make agents-env`
+in_its_own = pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make agents-env")
 
 
 @pytest.fixture
@@ -28,12 +34,16 @@ def folder(tmp_path: Path, quickstart: None, monkeypatch: pytest.MonkeyPatch) ->
     return copy
 
 
-def played(folder: Path, way: str, tmp_path: Path) -> None:
+def played(folder: Path, way: str, tmp_path: Path, *settings: str, client: str = "", limit_s: float = 150) -> None:
     if WAYS[way]:
         pytest.importorskip(WAYS[way])
-    run = Run(tmp_path / "run", "learner.checkpoint_every=0", config=folder / f"{way}.toml", steps=3)
+    given = ["learner.checkpoint_every=0", *settings]
+    run = Run(tmp_path / "run", *given, config=folder / f"{way}.toml", steps=3)
     with running(run):
-        check_end(run, run.wait())
+        if client:
+            command = [str(AGENTS_PYTHON), client, str(run.directory)]
+            assert subprocess.run(command, cwd=folder, timeout=150).returncode == 0
+        check_end(run, run.wait(limit_s))
     rewards = [row["reward"] for row in run.metrics()]
     assert 0.15 < sum(rewards) / len(rewards) < 0.7, "the model's first answers, judged as in the quickstart"
 
@@ -46,6 +56,20 @@ def test_an_environment_of_gymnasium_is_trained_by_its_command(folder: Path, tmp
 @pytest.mark.parametrize("way", ["jsonl", "reasoning_gym"])
 def test_a_way_of_lines_is_trained_by_its_command(folder: Path, tmp_path: Path, way: str) -> None:
     played(folder, way, tmp_path)
+
+
+@pytest.mark.slow
+@in_its_own
+def test_a_program_that_knows_only_openais_client_trains(folder: Path, tmp_path: Path) -> None:
+    played(folder, "openai_client", tmp_path, client="client.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@in_its_own
+def test_an_environment_of_verifiers_is_trained_by_its_command(folder: Path, tmp_path: Path) -> None:
+    given = (f"process.agent.python={AGENTS_PYTHON}", "agents.episodes=32", "groups.size=4", "learner.trigger.n_min=6")
+    played(folder, "verifiers", tmp_path, *given, limit_s=400)
 
 
 def test_the_page_names_each_topology_that_there_is() -> None:

@@ -1,0 +1,59 @@
+"""Way 4: a program that knows only OpenAI's client, and where the run is: python client.py RUN_DIR [--at-once 64].
+
+It claims episodes, asks the model for each, and says what the answer was worth. It ends when the run has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+from sorting import reward
+
+START_S = 120.0
+
+
+async def play(episode: dict[str, Any]) -> float:
+    """One episode: any code that uses OpenAI's client."""
+    prompt = episode["task"]["prompt"]
+    async with openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
+        messages: Any = [{"role": "user", "content": prompt}]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+    return reward(prompt, answer.choices[0].message.content or "")
+
+
+async def work(server: str, head: dict[str, str]) -> None:
+    """Claim, play and end one episode after another until nobody answers."""
+    async with aiohttp.ClientSession(server, headers=head) as run:
+        try:
+            while True:
+                async with run.post("/busrl/v1/episodes", json={"n": 1, "wait_s": 10}) as answer:
+                    claimed = await answer.json()
+                for episode in claimed if answer.ok else []:
+                    worth = await play(episode)
+                    await run.post(f"/busrl/v1/episodes/{episode['episode']}/end", json={"reward": worth})
+        except (aiohttp.ClientError, openai.APIError, ConnectionError):
+            return
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--at-once", type=int, default=64)
+    options = parser.parse_args()
+    told, until = options.run_dir / "serve-0.json", time.monotonic() + START_S
+    while not told.exists() and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+    about = json.loads(told.read_text())
+    head = {"Authorization": f"Bearer {Path(about['key']).read_text()}"}
+    await asyncio.gather(*(work(about["base_url"].removesuffix("/v1"), head) for _ in range(options.at_once)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
