@@ -442,7 +442,7 @@ class _Inspection:
             self._add(f"process.{used[0]}.engine", why, remedy)
         elif (at := engine_rules.lacks_ascend(self.t)) is not None:
             rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python lacks"
-            self._add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/vllm.md")
+            self._add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/engines.md")
 
 
 def answer_key(topology: Topology) -> str:

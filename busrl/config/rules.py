@@ -610,8 +610,10 @@ def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
     passed_by = plan.PASSED_BY.get(point, ())
     if role and passed_by and role not in passed_by:
         near = [one for one, roles in plan.PASSED_BY.items() if role in roles]
-        rule = f"a {role} never passes {point!r}, so it would never die there: {', '.join(passed_by)} do"
-        yield Finding((key, key.replace(".point", ".process")), rule, f"for a {role} choose of {', '.join(near)}")
+        article = "an" if role == AGENT else "a"
+        rule = f"{article} {role} never passes {point!r}, so it would never die there: {', '.join(passed_by)} do"
+        remedy = f"for {article} {role} choose of {', '.join(near)}"
+        yield Finding((key, key.replace(".point", ".process")), rule, remedy)
 
 
 def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:

@@ -424,7 +424,7 @@ class Agents:
     sampled: int = key(0, "ids that an episode draws in all, at most; 0 = four answers", low=0, high=1 << 24)
     tokens: int = key(0, "ids of all training sequences of an episode, at most; 0 = twice the context", low=0,
                       high=1 << 26)
-    affinity_ms: float = key(20.0, "a call that continues another is left to that one's engine for so long", low=0,
+    affinity_ms: float = key(500.0, "a call that continues another is left to that one's engine for so long", low=0,
                              high=1e6)
     max_turns: int = key(64, "model calls of an episode, at most", low=1, high=1 << 16)
     max_sequences: int = key(16, "training sequences of an episode, at most", low=1, high=1 << 12)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from busrl.config.schema import BusFault, CrashFault, Faults
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
-_HOLDERS: Final = ("rollout", "reward", "learner", "validator", "keeper")  # the keeper in the name of remote workers
+_EPISODES: Final = ("agent", "serve")
+_HOLDERS: Final = ("rollout", *_EPISODES, "reward", "learner", "validator", "keeper")  # the last for remote workers
 _MOVERS: Final = ("scheduler", *_HOLDERS)
 # Which of busrl's own programs pass a point; docs/faults.md has the same table.
 PASSED_BY: Final = {
@@ -27,15 +28,15 @@ PASSED_BY: Final = {
     **{one: ("scheduler", "validator") for one in CRASH_POINTS if one.startswith("dispatch.")},
     **dict.fromkeys(("move.cas", "move.hinted"), _MOVERS),
     **dict.fromkeys(("claim.cas", "release.before", "release.after", "drop.cas", "drop.fate"), _HOLDERS),
-    "take.claimed": ("rollout", "reward", "validator", "keeper"),
-    **dict.fromkeys(("put.copied", "put.stored"), ("rollout", "reward", "keeper")),
-    **dict.fromkeys(("commit.before", "commit.after"), ("rollout", "keeper")),
+    "take.claimed": ("rollout", *_EPISODES, "reward", "validator", "keeper"),
+    **dict.fromkeys(("put.copied", "put.stored"), ("rollout", *_EPISODES, "reward", "keeper")),
+    **dict.fromkeys(("commit.before", "commit.after"), ("rollout", *_EPISODES, "keeper")),
     **dict.fromkeys(("finish.fate", "finish.free"), ("learner", "validator")),
     **dict.fromkeys(("remote.described", "remote.entered", "remote.rested", "expire.before"), ("keeper",)),
     **dict.fromkeys(("reap.before", "reap.cas", "reap.entry"), ("keeper", "scheduler", "validator")),
 }
 # The broker passes bytes on and has no messages of its own but the pings that prove it alive.
-ENDS: Final = ("keeper", "scheduler", "rollout", "reward", "learner", "validator", "launch")
+ENDS: Final = ("keeper", "scheduler", "rollout", *_EPISODES, "reward", "learner", "validator", "launch")
 RECEIVER, SENDER = "receiver", "sender"
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, machine
-from busrl.config.schema import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES
+from busrl.config.schema import AGENT, FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.gateway import FairClock
@@ -389,7 +389,8 @@ class Launch:
                 return ring.stats().dispatched
             case "validator":
                 return self._paths.validation.stat().st_size if self._paths.validation.exists() else 0
-            case role if role in FOREIGN_ROLES:  # a program that does not map the ring shows only in what the run does
+            case role if role in (*FOREIGN_ROLES, AGENT):
+                # A program that does not map the ring shows only in what the run does.
                 return sum(ring.stats().transitions.values()) if process.spec.command else 0
         return None
 

@@ -75,7 +75,8 @@ class Shutdown:
 
 
 def stage_of(name: str) -> int:
-    """Place of a process in the order; names that are none of ours go with the rollouts."""
+    """Place of a process in the order; those that play episodes, and names that are none of ours, go with the
+    rollouts."""
     role = name.partition("/")[0]
     return ORDER.index(role) if role in ORDER else 1
 

@@ -48,7 +48,7 @@ VARIANTS = {
     "off": OFF, "kept": KEEP, "kept, recompute": ("generation.on_update=recompute",),
     "off, two engines": (*OFF, "process.rollout.count=2"), "kept, two engines": ("process.rollout.count=2",),
     "kept, two engines, no affinity": ("process.rollout.count=2", "agents.affinity_ms=0"),
-    "kept, two engines, affinity 500 ms": ("process.rollout.count=2", "agents.affinity_ms=500"),
+    "kept, two engines, affinity 20 ms": ("process.rollout.count=2", "agents.affinity_ms=20"),
 }
 
 
