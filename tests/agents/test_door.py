@@ -95,6 +95,7 @@ def test_conversations_of_openais_client_are_one_sequence_each_with_every_token_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("template", FAMILIES)
 def test_a_thousand_episodes_are_exact_in_four_families(chats: Callable[[str], Renderer], template: str) -> None:
     assert exact(chats(template), template, 250, seed=2) == 1.0
@@ -361,6 +362,7 @@ def test_hostile_bodies_are_answered_with_what_is_wrong_and_touch_no_other_episo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.dictionaries(FIELDS, JSON, max_size=6) | JSON, min_size=100, max_size=100))
 def test_ten_thousand_bodies_crash_nothing(chats: Callable[[str], Renderer], some: list[Any]) -> None:
