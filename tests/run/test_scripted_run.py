@@ -51,6 +51,7 @@ def test_rounds_of_segments_go_on_with_the_late_dispatch_of_the_shipped_file(tmp
     assert max(row["segments_max"] for row in rows) > 1 and max(row["age_max"] for row in rows) <= 3
 
 
+@pytest.mark.slow
 def test_scripted_episodes_are_played_call_by_call(tmp_path: Path, quickstart: None) -> None:
     turns = [((9, 0.02), (5, 0.0)), ((7, 0.0), (7, 0.05), (3, 0.0))]
     trace.write(tmp_path / "episodes.jsonl", [TracedPrompt("go", (), "", "", (0.0, 1.0), turns=tuple(turns))] * 8)
