@@ -60,31 +60,47 @@ class Game(ABC):
         """`NoAction` where the answer is none."""
 
 
-class Adapter:
-    """Plays episodes of one environment. Of `options` it takes those that are its own; the others make the
-    environment."""
+class Adapter(ABC):
+    """Plays episodes of one environment; `options` make the environment."""
 
     package, remedy = "", ""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self.name, self.options = name, dict(options)
+
+    async def setup(self) -> None:
+        """Import and make what every episode needs."""
+
+    async def trial(self) -> None:
+        """Begin one episode, as a check, where that needs no model."""
+
+    @abstractmethod
+    async def episode(self, task: dict[str, Any], llm: Llm) -> float:
+        """Play one to its end; its return."""
+
+    async def close(self) -> None:
+        """Let go of what `setup` made."""
+
+
+class Games(Adapter):
+    """Plays an environment turn by turn. Of `options` it takes those that are its own; the others make the
+    environment."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(name, options)
         self._system = str(self.options.pop("system", ""))
         self._chat = bool(self.options.pop("chat", True))
         self._action = re.compile(str(self.options.pop("action", "")))
         self._no_action = float(self.options.pop("no_action", 0.0))
         self._threads = ThreadPoolExecutor(THREADS, "environment")
 
-    async def setup(self) -> None:
-        """Import and make what every episode needs."""
-
     async def trial(self) -> None:
-        """Begin one episode, as a check."""
         async with self.game(0) as game:
             await game.reset()
 
+    @abstractmethod
     def game(self, index: int) -> AbstractAsyncContextManager[Game]:
         """The environment for one episode."""
-        raise NotImplementedError
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -132,7 +148,7 @@ class Adapter:
 # -- gymnasium --------------------------------------------
 
 
-class Gymnasium(Adapter):
+class Gymnasium(Games):
     package, remedy = "gymnasium", "pip install gymnasium"
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
@@ -213,7 +229,7 @@ def _plain(value: Any) -> Any:
 # -- textarena --------------------------------------------
 
 
-class TextArena(Adapter):
+class TextArena(Games):
     """Games of one or more players: the trained one's seat is the index modulo `players`, the untrained model has the
     others."""
 
@@ -291,7 +307,7 @@ class Full(Exception):
     """The server has no room for one more session."""
 
 
-class OpenEnv(Adapter):
+class OpenEnv(Games):
     """Sessions of a server, one for each episode. `field` of the action is the answer's text, and `observation` the
     field that is shown; an answer that is a JSON object is the whole action."""
 
@@ -437,9 +453,6 @@ class Verifiers(Adapter):
         self._serving = self._environment.serving()
         await self._serving.__aenter__()
 
-    async def trial(self) -> None:
-        """It is loaded; an episode needs a model from its beginning."""
-
     async def episode(self, task: dict[str, Any], llm: Llm) -> float:
         given = llm.openai
         client = self._vf.EvalClientConfig(
@@ -458,7 +471,6 @@ class Verifiers(Adapter):
     async def close(self) -> None:
         if self._serving is not None:
             await self._serving.__aexit__(None, None, None)
-        await super().close()
 
 
 def _merged(own: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

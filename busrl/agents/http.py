@@ -107,8 +107,8 @@ class Door:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
-    def open(self, episode: Episode, temperature: float = 1.0, top_p: float = 1.0) -> str:
-        """The key by which an episode is reached, until it is closed."""
+    def open(self, episode: Episode, temperature: float = 1.0, top_p: float = 1.0) -> None:
+        """Let an episode be reached, by the key in its `openai`, until it is closed."""
         key = secrets.token_hex(16)
         digest = _digest(key)
         self._episodes[digest], self._sampling[episode] = episode, (temperature, top_p)
@@ -118,7 +118,6 @@ class Door:
             self._sampling.pop(episode, None)
 
         episode.on_close, episode.openai = close, {"base_url": self.base_url, "api_key": key}
-        return key
 
     # -- who asks -----
 
@@ -141,7 +140,7 @@ class Door:
         return episode
 
     def _is_the_runs(self, request: web.Request) -> bool:
-        return bool(self._key) and hmac.compare_digest(self._key_of(request).encode(), self._key.encode())
+        return _same(self._key_of(request), self._key)
 
     def _need_the_runs(self, request: web.Request) -> Desk:
         if self._desk is None or not self._is_the_runs(request):
@@ -314,10 +313,15 @@ class Door:
     def _owner(self, request: web.Request) -> Desk:
         """Whoever claimed the episode, or has its key, which lasts as long as its answers are kept."""
         assert self._desk is not None
-        expected, key = self._desk.key_of(request.match_info["name"]), self._key_of(request)
-        if not self._is_the_runs(request) and not (expected and hmac.compare_digest(expected.encode(), key.encode())):
+        expected = self._desk.key_of(request.match_info["name"])
+        if not self._is_the_runs(request) and not _same(self._key_of(request), expected):
             raise CallRefused("invalid_api_key", "this is neither the run's key nor that of the episode")
         return self._desk
+
+
+def _same(key: str, expected: str) -> bool:
+    """In constant time; never where none is expected."""
+    return bool(expected) and hmac.compare_digest(_digest(key), _digest(expected))
 
 
 def _digest(key: str) -> bytes:

@@ -2,8 +2,8 @@
 
 Talks to nothing. Knows nothing of HTTP, keys or episodes: `busrl.agents.http` carries these bodies.
 
-- What would change the distribution that the learner divides by is refused, or overridden and counted
-  (`agents.sampling`); what only describes the answer is honoured.
+- A request for another sampling distribution than the sample's is refused, or overridden and counted
+  (`agents.sampling`), since the learner divides by the sample's.
 - A field that is not known is ignored, as OpenAI's servers do; one of the wrong type is refused with its name.
 - `usage` counts what the model read and wrote: the whole path, which is what clients compact their histories by.
 """

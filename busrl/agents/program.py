@@ -91,8 +91,8 @@ class Programs:
             try:
                 return await self._ended(episode, process, output, wrong)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                if process.returncode is None:
+                    _kill(process.pid)
                 output.cancel()
                 await process.wait()
 
@@ -110,8 +110,7 @@ class Programs:
                 raise wrong.result()
         finally:
             over.cancel()
-        with contextlib.suppress(ProcessLookupError):  # what it left behind may hold its output open
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process.pid)  # what it left behind may hold its output open
         return verdict_of(process.returncode or 0, await output)
 
 
@@ -136,6 +135,11 @@ def verdict_of(status: int, output: bytes) -> Ended:
         return Ended("failed" if found.failed else "returned", *settle(found.reward), why)
     except MalformedReward as problem:
         return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 async def _tail(process: asyncio.subprocess.Process) -> bytes:

@@ -56,9 +56,10 @@ def check(options: argparse.Namespace) -> int:
     """Explain a topology, or say everything that is wrong with it."""
     topology = load(options.topology, options.overrides)
     print(explain.report(topology, options.verbose), end="", flush=True)
-    for line in pythons.lines(topology):
+    asked = pythons.pythons(topology)
+    for line in pythons.lines(topology, asked):
         print(line)
-    pythons.require(topology)
+    pythons.require(topology, asked)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
     return 0

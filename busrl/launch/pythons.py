@@ -67,10 +67,11 @@ def _needed(entry: Process) -> tuple[str, ...]:
     return generates.get(entry.engine, ()) if entry.role == "rollout" else NEEDED_BY_ROLE.get(entry.role, ())
 
 
-def require(t: Topology) -> None:
-    """UserError if the Python of an entry has another busrl or ring than this one, or lacks a package of its role."""
+def require(t: Topology, asked: dict[int, dict[str, str]] | None = None) -> None:
+    """UserError if the Python of an entry has another busrl or ring than this one, or lacks a package of its role.
+    `asked`: what `pythons` has found already."""
     ring = "{}.{}".format(*LAYOUT)
-    for index, found in pythons(t).items():
+    for index, found in (pythons(t) if asked is None else asked).items():
         entry = t.process[index]
         at = f"process.{index}.python = {entry.python!r}"
         remedy = f"{entry.python} -m pip install {Path(busrl.__file__).parents[1]}"
@@ -86,8 +87,8 @@ def require(t: Topology) -> None:
                 raise UserError(f"{at}: {why}; {what}")
 
 
-def lines(t: Topology) -> list[str]:
-    """What a check says of them."""
-    found = pythons(t).items()
-    texts = {index: ", ".join(f"{name} {version}" for name, version in one.items() if version) for index, one in found}
+def lines(t: Topology, asked: dict[int, dict[str, str]]) -> list[str]:
+    """What a check says of what `pythons` has found."""
+    texts = {index: ", ".join(f"{name} {version}" for name, version in one.items() if version)
+             for index, one in asked.items()}
     return [f"process.{index}.python = {t.process[index].python}: {text}" for index, text in texts.items()]

@@ -72,7 +72,7 @@ class Agent(EpisodeHolder):
         troubles = {child.pid: trouble for child in children.all if (trouble := child.trouble())}
         for pid in troubles.keys() - self.standing:
             text = f"agent child {pid}: {troubles[pid]}; no other episode in it goes on meanwhile"
-            self.warn("agent", text, kind="a child stands still")
+            self.warn(self.role, text, kind="a child stands still")
         self.standing = {*troubles}
 
     async def _play(self, claim: Claim) -> None:

@@ -79,6 +79,7 @@ class EpisodeHolder(Actor):
         self.claims: dict[int, Claim] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.ends: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # of the episodes that were settled
         self.unanswered: Counter[int] = Counter()  # by uid
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
@@ -106,8 +107,8 @@ class EpisodeHolder(Actor):
     def teardown(self) -> None:
         for claim in list(self.claims.values()):
             self.give_back(claim)
-        log.info("episodes by their ends: %s; calls by how they were rendered: %s", dict(self.ends),
-                 dict(self.renderer.counts))
+        log.info("episodes by their ends: %s; calls by how they were rendered: %s; requests: %s", dict(self.ends),
+                 dict(self.renderer.counts), dict(self.counts))
         self.loop.close()
         self.calls.close()
 
@@ -219,6 +220,7 @@ class EpisodeHolder(Actor):
     def settle(self, claim: Claim, ended: Ended, episode: Episode) -> str:
         """Commit an episode that ended; or drop its sample, and say why."""
         self.ends[ended.how] += 1
+        self.counts.update(episode.counts)
         self.unanswered.pop(claim.uid, None)
         if ended.how in FATES:
             return self.drop(claim, FATES[ended.how], f"its episode {ended.how}: {ended.text}")

@@ -3,8 +3,8 @@
 Talks to clients through `busrl.agents.http`; all else is in `busrl.roles.holder`. Knows nothing of the clients' code,
 of engines, groups or advantages.
 
-States of an episode: claimed -> committed | dropped | given back. It is a lease of `limits.lease_s`, renewed by every
-request with its key and by every open call; a silent one is given back.
+States of an episode: claimed -> committed | dropped | given back | lost. It is a lease of `limits.lease_s`, renewed
+by every request with its key and by every open call; a silent one is lost, and its sample given back.
 
 - A sample is claimed when a client asks for it, and not before: what nobody plays stays QUEUED for others.
 - A key ends with its claim: late calls are refused, and nothing of them is kept.
@@ -40,6 +40,7 @@ from busrl.roles.holder import Claim, EpisodeHolder
 from busrl.states import SampleClass
 
 ANSWERS_KEPT = 10_000
+LOST = "lost"  # the outcome of a lease that its client has not ended
 
 
 @dataclass(eq=False)
@@ -47,7 +48,6 @@ class Lease:
     """An episode of a client's, until `until` (monotonic)."""
 
     name: str
-    key: str
     claim: Claim
     episode: Episode
     until: float
@@ -63,7 +63,7 @@ class Serve(EpisodeHolder):
         self.by_episode: dict[Episode, Lease] = {}
         self.answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key, and what `/end` was answered
         self.again: Counter[int] = Counter()  # by uid
-        self.claiming, self.passed = asyncio.Lock(), asyncio.Event()  # the event: of the pass that is next
+        self.passed = asyncio.Event()  # of the pass that is next
         self.key = run_key(self.paths.serve_key)
 
     @contextlib.asynccontextmanager
@@ -82,11 +82,12 @@ class Serve(EpisodeHolder):
 
     def work(self) -> bool:
         now = time.monotonic()
-        for lease in [one for one in self.leases.values() if not one.episode.busy and one.until < now]:
-            self.warn(self.role, f"episode {lease.name} goes back: its client was silent for {self.lease_s:g} s "
-                      "(limits.lease_s)", kind="silent", uids=[lease.claim.uid])
-            self._forget(lease, {"outcome": "given back", "why": "silent"})
-            self.give_back(lease.claim)
+        for lease in list(self.leases.values()):
+            if lease.episode.busy:  # its client waits: the lease begins when that has an answer
+                lease.until = now + self.lease_s
+            elif lease.until < now:
+                self._lose(lease, f"its client was silent for {self.lease_s:g} s (limits.lease_s)")
+                self.give_back(lease.claim)
         self.passed.set()  # whoever waits for a sample looks again
         self.passed = asyncio.Event()
         return super().work()
@@ -94,30 +95,30 @@ class Serve(EpisodeHolder):
     # -- what clients ask for (`busrl.agents.http.Desk`) -----
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]:
-        """Up to `n` episodes, waiting for the first at most `wait_s`; who asked first gets first."""
+        """Up to `n` episodes, waiting for the first at most `wait_s`."""
         end = time.monotonic() + body.wait_s
-        async with self.claiming:
-            while True:
-                made = [lease for claim in self.take(body.n) if (lease := self._lease(claim)) is not None]
-                left = end - time.monotonic()
-                if made or left <= 0 or self.stopping:
-                    return made
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.passed.wait(), left)
+        while True:
+            made = [lease for claim in self.take(body.n) if (lease := self._lease(claim)) is not None]
+            left = end - time.monotonic()
+            if made or left <= 0 or self.stopping:
+                return made
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.passed.wait(), left)
 
     def end(self, name: str, body: EndBody) -> dict[str, Any]:
         """Commit, drop or give back; the same answer to those that ask again."""
-        if name in self.answers:
-            return self.answers[name][1]
+        known = self.answers.get(name, ("", {}))[1]
+        if known and known["outcome"] != LOST:
+            return known
         lease = self._open(name)
         rewards = body.turn_rewards if isinstance(body.turn_rewards, dict) else dict(enumerate(body.turn_rewards))
         ended = self._verdict(body)
-        known = {turn.number: turn for turn in lease.episode.tree.turns}
+        numbers = {turn.number for turn in lease.episode.tree.turns}
         try:
             given = {int(turn): float(value) for turn, value in rewards.items()}
         except ValueError:
             raise CallRefused("invalid", "turn_rewards: its keys are numbers of calls", "turn_rewards") from None
-        if wrong := [turn for turn, value in given.items() if turn not in known or not math.isfinite(value)]:
+        if wrong := [turn for turn, value in given.items() if turn not in numbers or not math.isfinite(value)]:
             raise CallRefused("invalid", f"turn_rewards: no finite reward of a call, for {wrong[0]}", "turn_rewards")
         for turn, value in given.items():
             lease.episode.reward(RewardRequest(turn, value))
@@ -152,7 +153,7 @@ class Serve(EpisodeHolder):
 
     def key_of(self, name: str) -> str:
         if (lease := self.leases.get(name)) is not None:
-            return lease.key
+            return lease.episode.openai["api_key"]
         return self.answers[name][0] if name in self.answers else ""
 
     # -- internals -----
@@ -162,9 +163,9 @@ class Serve(EpisodeHolder):
         if task is None:
             return None
         episode = self.begin(claim)
-        key = self.door.open(episode, claim.line["temperature"], claim.line["top_p"])
+        self.door.open(episode, claim.line["temperature"], claim.line["top_p"])
         name = f"{claim.uid}-{seq_of(claim.word)}"
-        lease = Lease(name, key, claim, episode, time.monotonic() + self.lease_s)
+        lease = Lease(name, claim, episode, time.monotonic() + self.lease_s)
         episode.gone_wrong = lambda problem: self._unanswered(lease, problem)
         self.leases[name] = self.by_episode[episode] = lease
         return {
@@ -175,19 +176,25 @@ class Serve(EpisodeHolder):
 
     def _unanswered(self, lease: Lease, problem: CallUnanswered) -> None:
         if lease.name in self.leases:
-            self._forget(lease, {"outcome": "given back", "why": str(problem)})
+            self._lose(lease, str(problem))
             self.gone_wrong(lease.claim, problem)
+
+    def _lose(self, lease: Lease, why: str) -> None:
+        """It is its client's no longer, though that has not ended it."""
+        self.warn(self.role, f"episode {lease.name} goes back: {why}", kind=LOST, uids=[lease.claim.uid])
+        self._forget(lease, {"outcome": LOST, "why": why})
 
     def _open(self, name: str) -> Lease:
         if (lease := self.leases.get(name)) is None:
-            raise CallRefused("ended", f"episode {name} is not open: it has ended, or went back after a silence")
+            why = self.answers[name][1].get("why", "") if name in self.answers else "no client has it"
+            raise CallRefused("ended", f"episode {name} is not open: {why}")
         return lease
 
     def _forget(self, lease: Lease, answer: dict[str, Any]) -> dict[str, Any]:
         lease.episode.close()
         del self.leases[lease.name], self.by_episode[lease.episode]
         answer = {"episode": lease.name, **answer}
-        self.answers[lease.name] = (lease.key, answer)
+        self.answers[lease.name] = (lease.episode.openai["api_key"], answer)
         if len(self.answers) > ANSWERS_KEPT:
             del self.answers[next(iter(self.answers))]
         return answer

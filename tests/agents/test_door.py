@@ -114,6 +114,14 @@ def ask(chat: Renderer, work: Work, texts: list[str] | None = None, **how: Any) 
     return asyncio.run(run())
 
 
+async def until(seen: Callable[[], Any], limit_s: float = 60.0) -> None:
+    """Let the loop run until it is seen."""
+    end = asyncio.get_running_loop().time() + limit_s
+    while not seen():
+        assert asyncio.get_running_loop().time() < end, f"not seen within {limit_s:g} s"
+        await asyncio.sleep(0.005)
+
+
 def test_an_answer_has_what_clients_read(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: Door) -> None:
         async with client_of(episode) as client:
@@ -201,8 +209,7 @@ def test_a_client_that_gives_up_and_asks_again_gets_the_first_answer(chats: Call
         engine.open.clear()
         async with client_of(episode, max_retries=3, timeout=0.3) as client:
             asking = asyncio.ensure_future(client.chat.completions.create(**HELLO))
-            while not episode.counts["joined"]:
-                await asyncio.sleep(0.01)
+            await until(lambda: episode.counts["joined"])
             engine.open.set()
             await asking
         assert engine.calls == 1 and engine.world.exact() == (0, 0, 0, 0)
@@ -215,15 +222,14 @@ def test_an_answer_that_nobody_got_is_not_trained(chats: Callable[[str], Rendere
         engine.open.clear()
         async with client_of(episode) as client:
             asking = asyncio.ensure_future(client.chat.completions.create(**HELLO))
-            while not engine.calls:
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.calls)
             asking.cancel()
             await asyncio.wait({asking})
-            await asyncio.sleep(0.05)
+            kept = [one for known in episode._retries._of.values() for one in known]
+            await until(lambda: kept and not kept[0].waiting)  # the server has seen that its client is gone
             engine.open.set()
             await client.chat.completions.create(**HELLO)
-        while len(episode.tree.turns) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(episode.tree.turns) == 2)
         assert engine.world.exact() == (0, 0, 0, 1), "the vanished client's turn is left out, the other one is whole"
 
     ask(chats("qwen2_5"), work)

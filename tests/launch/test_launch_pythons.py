@@ -37,8 +37,10 @@ def scripted(python: Path | str, *more: str):  # type: ignore[no-untyped-def]
 
 
 def test_a_folder_and_an_interpreter_are_the_same_and_a_check_says_what_is_there(environment: Path) -> None:
-    (line,) = pythons.lines(scripted(environment))
-    assert line == pythons.lines(scripted(environment / "bin/python"))[0]
+    (line,), (same,) = (
+        pythons.lines(t, pythons.pythons(t)) for t in (scripted(environment), scripted(environment / "bin/python"))
+    )
+    assert line == same
     assert f"{environment}/bin/python: Python 3." in line and f"busrl {busrl.__version__}" in line and "ring 2." in line
     pythons.require(scripted(environment))
 

@@ -9,7 +9,7 @@ real model in a few of its layers. `learner.py peak` makes true optimiser steps 
 process of its own and reports its peak of resident memory beside what `busrl check` says. `learner.py ranks` lets
 ranks load, train and publish a model with random weights, and reports the peaks of each rank's own memory (anonymous
 pages: neither mapped files nor the staging in shared memory count) beside what its parts take. `learner.py steps` makes
-optimiser steps at the quickstart's lengths, 64 answers of about 11 tokens to prompts of about 13, by its tiny model;
+optimiser steps at the quickstart's lengths, `--samples` answers of some 11 tokens to prompts of some 13, by its model;
 `--against TREE` takes the code of another checkout in turn. One thread each.
 """
 
@@ -161,17 +161,20 @@ def packed_beside_padded(budgets: list[int], count: int, width: int, layers: int
 # -- steps of a tiny model -----------------------------------------------------------------
 
 
-def steps_once(count: int) -> dict[str, Any]:
+def steps_once(count: int, samples_of_step: int) -> dict[str, Any]:
     """Milliseconds of so many steps after ten that are not counted; names that older trees have as well."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     import busrl
-    from busrl.device import keep_freed_memory
+    from busrl.training import trainer as training
     from busrl.training.batch import Sample
-    from busrl.training.trainer import Trainer, TrainerSettings
 
+    try:
+        from busrl.device import keep_freed_memory
+    except ImportError:  # where older trees have it
+        from busrl.training.memory import keep_freed_memory  # type: ignore[import-not-found, no-redef]
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -180,10 +183,10 @@ def steps_once(count: int) -> dict[str, Any]:
         vocab_size=words, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
     )).eval()
-    trainer, random, times = Trainer(model, TrainerSettings()), np.random.default_rng(1), []
+    trainer, random, times = training.Trainer(model, training.TrainerSettings()), np.random.default_rng(1), []
     for step in range(count + 10):
         samples = []
-        for number in range(64):
+        for number in range(samples_of_step):
             if number % 8 == 0:
                 prompt = random.integers(0, words, random.integers(10, 17)).astype(np.int32)
             length = int(np.clip(random.geometric(1 / 11), 2, 64))
@@ -191,16 +194,16 @@ def steps_once(count: int) -> dict[str, Any]:
             behaviour, versions = np.full(length, -2.8, np.float32), np.full(length, step, np.uint32)
             samples.append(Sample(number, number // 8, number % 8, prompt, tokens, behaviour, versions))
         begun, begun_cpu = time.perf_counter(), time.process_time()
-        trainer.accumulate(samples, [1.0, -1.0] * 32, version=step)
+        trainer.accumulate(samples, [1.0, -1.0] * (samples_of_step // 2), version=step)
         stats = trainer.step(1e-4)
         times.append((time.perf_counter() - begun, time.process_time() - begun_cpu))
     wall, cpu = (1000 * statistics.median(column) for column in zip(*times[10:], strict=True))
     return {"busrl": str(Path(busrl.__file__).parents[1]), "wall_ms": wall, "cpu_ms": cpu, "loss": stats.loss}
 
 
-def steps(count: int, rounds: int, against: Path | None) -> list[dict[str, Any]]:
+def steps(count: int, samples: int, rounds: int, against: Path | None) -> list[dict[str, Any]]:
     trees = [ROOT, *([against.resolve()] if against else [])]
-    runs = [[child("steps-once", str(count), tree=tree) for tree in trees] for _ in range(rounds)]
+    runs = [[child("steps-once", str(count), str(samples), tree=tree) for tree in trees] for _ in range(rounds)]
     found = []
     for place, tree in enumerate(trees):
         mine = [run[place] for run in runs]
@@ -491,11 +494,12 @@ def main() -> None:
     five.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     six = verbs.add_parser("steps")
     six.add_argument("--count", type=int, default=60)
+    six.add_argument("--samples", type=int, default=64, help="of a step; the quickstart trains 256")
     six.add_argument("--against", type=Path, help="another checkout, taken in turn")
     for verb in (one, two, three, four, five, six):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
-    kinds = {"head-once": 4, "packing-once": 5, "saved-once": 3, "peak-once": 1, "ranks-once": 4, "steps-once": 1}
+    kinds = {"head-once": 4, "packing-once": 5, "saved-once": 3, "peak-once": 1, "ranks-once": 4, "steps-once": 2}
     for name, count in kinds.items():
         verbs.add_parser(name).add_argument("values", nargs=count)
     options = parser.parse_args()
@@ -526,7 +530,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.verb == "saved":
         return saved(options.names, options.dtypes)
     if options.verb == "steps":
-        return steps(options.count, options.rounds, options.against)
+        return steps(options.count, options.samples, options.rounds, options.against)
     if options.verb == "ranks":
         return [
             row for world in options.ranks for dtype in options.dtypes
