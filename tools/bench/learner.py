@@ -16,6 +16,8 @@ optimiser steps at the quickstart's lengths, `--samples` answers of some 11 toke
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -171,11 +173,8 @@ def steps_once(count: int, samples_of_step: int) -> dict[str, Any]:
     from busrl.training import trainer as training
     from busrl.training.batch import Sample
 
-    try:
-        from busrl.device import keep_freed_memory
-    except ImportError:  # where older trees have it
-        from busrl.training.memory import keep_freed_memory  # type: ignore[import-not-found, no-redef]
-    keep_freed_memory()
+    device = "busrl.device" if importlib.util.find_spec("busrl.device") else "busrl.training.memory"  # in older trees
+    importlib.import_module(device).keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     words = 16
