@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
-from busrl.config.schema import AskedSet
+from busrl.config.prompts import AskedSet
 from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
 from busrl.data.prompts import PromptLine, lines_of

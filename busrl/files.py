@@ -117,6 +117,20 @@ def show(path: Path, value: Mapping[str, Any]) -> None:
         write_all(fd, [json.dumps(value, indent=1).encode() + b"\n"], 0)
 
 
+def read_map(path: Path) -> dict[str, Any]:
+    """The map in a JSON file; empty if there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return as_map(found)
+
+
+def as_map(value: Any) -> dict[str, Any]:
+    """The value if it is a map, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
     """The maps in a file of JSON lines, in order; other lines are skipped. `tail`: only of its last bytes."""
     try:

@@ -37,6 +37,7 @@ class RunPaths:
     root: Path
 
     topology = _Named("topology.json")
+    topology_file = _Named("topology.toml")  # as the user wrote it
     run_json = _Named("run.json")
     starts = _Named("starts.jsonl")  # a line per start: what differs from the one before, and what its files held
     logs = _Named("logs")
@@ -58,6 +59,8 @@ class RunPaths:
     decisions = _Named("decisions.jsonl")  # what the controller saw of every step, and what it decided
     samples = _Named("samples.jsonl")
     validation = _Named("validation.jsonl")
+    validation_log = _Named("validation.log")  # what every answer of a round was worth
+    evaluated = _Named("evaluated")  # what `busrl evaluate` wrote
     failed_work = _Named("failed.json")  # samples with which a rank of the learner failed last
     validate_request = _Named("validate.json")  # what `busrl validate` asked for last, and what became of it
     groups = _Named("groups.jsonl")  # lengths and rewards of every group that ended: for the learner's next life
@@ -71,6 +74,11 @@ class RunPaths:
     @classmethod
     def of(cls, run_dir: str | os.PathLike[str]) -> RunPaths:
         return cls(Path(run_dir).resolve())
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Names of the files and folders that busrl makes in a run directory, besides locks."""
+        return frozenset(one.name for one in vars(cls).values() if isinstance(one, _Named))
 
     def lock(self, role: str) -> Path:
         return self.root / f"{role}.lock"

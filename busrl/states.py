@@ -1,4 +1,4 @@
-"""The states and codes that several parts of busrl share: slots, uids, fates, ends of answers, words of the header.
+"""What several parts of busrl share: roles, states of slots and fates, uids, ends of answers, words of the header.
 
 Talks to nothing and imports nothing of busrl, so that every part may import it. The C++ core has its own copy of what
 it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.ledger.audit` has a third on purpose.
@@ -9,7 +9,7 @@ it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.le
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,32 @@ if TYPE_CHECKING:
 Uids = TypeVar("Uids", int, "npt.NDArray[np.int64]", "npt.NDArray[np.uint64]")
 VALIDATE_BIT: Final = 1 << 62  # of a uid: the sample belongs to a validation round and to `fates.validate.bin`
 PAUSE_STARTING: Final = 1  # bit of the header word `generation_pause`: the learner is not ready yet
+
+
+class Role(NamedTuple):
+    """What a process does: how many of its kind a run has, and when they end."""
+
+    name: str
+    stop: int  # stage of a stop in which it ends: producers before consumers, the bus last
+    named: bool = True  # an entry of [[process]] may name it; of one that none may name, every run has one
+    single: bool = False  # one works at a time, under a lock
+    foreign: bool = False  # another program may do it, named by `command`
+    caller: bool = False  # its samples are episodes of model calls
+    moves: bool = True  # maps the ring and moves samples
+
+
+# In the order in which a run starts them.
+ROLES: Final = {one.name: one for one in (
+    Role("bus", 7, named=False, moves=False), Role("keeper", 6, named=False), Role("scheduler", 0, named=False),
+    Role("learner", 4, single=True), Role("reward", 2, foreign=True), Role("rollout", 1, foreign=True),
+    Role("agent", 1, caller=True), Role("serve", 1, caller=True), Role("validator", 3, single=True),
+    Role("rank", 5, named=False, moves=False),
+)}
+RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
+IMPLIED_ROLES: Final = tuple(one.name for one in ROLES.values() if not one.named and one.name != RANK)
+SINGLE_ROLES: Final = tuple(one.name for one in ROLES.values() if one.single)
+CALLER_ROLES: Final = tuple(one.name for one in ROLES.values() if one.caller)
+FOREIGN_ROLES: Final = tuple(one.name for one in ROLES.values() if one.foreign)
 
 
 class State(IntEnum):

@@ -58,7 +58,7 @@ def find(named: Path, checkpoint: str, overrides: list[str]) -> tuple[Topology, 
         raise UserError(f"--set changes a topology file, and {named} is a run with its own; give a file instead")
     topology = recorded(paths.topology)
     step, folder = _of_run(paths, topology, checkpoint)
-    return topology, step, folder, paths.root / "evaluated" / f"step_{step}.jsonl"
+    return topology, step, folder, paths.evaluated / f"step_{step}.jsonl"
 
 
 def _of_run(

@@ -25,7 +25,7 @@ from busrl.cli.checkpoints import as_a_model, find, with_model
 from busrl.cli.command import progress
 from busrl.cli.run import launch_pid
 from busrl.config import Topology, materialise, recorded
-from busrl.config.schema import AskedSet
+from busrl.config.prompts import AskedSet
 from busrl.data import JsonlStream
 from busrl.errors import PeerTimeout, UserError
 from busrl.files import json_lines

@@ -25,6 +25,7 @@ from busrl import launch as launching
 from busrl import quickstart
 from busrl.config import Topology, explain, load, materialise
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
+from busrl.files import as_map, read_map
 from busrl.launch import pythons
 from busrl.launch.guardian import stat_of
 from busrl.launch.rundir import belongs_to_another
@@ -157,10 +158,7 @@ def audit(options: argparse.Namespace) -> int:
 
 def _tiny_prompts(run_dir: Path) -> Path | None:
     """The prompt file of a run whose topology names a tiny task instead of one."""
-    try:
-        train = str(json.loads(RunPaths.of(run_dir).topology.read_bytes())["data"]["train"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # the audit itself says what is missing
+    train = str(as_map(read_map(RunPaths.of(run_dir).topology).get("data")).get("train"))
     made = quickstart.paths(train) if quickstart.known(train) else None
     return made.train if made else None
 

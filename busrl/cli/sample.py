@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import recorded
-from busrl.config.schema import AskedSet
+from busrl.config.prompts import AskedSet
 from busrl.data import JsonlStream, training_stream
 from busrl.data.prompts import lines_of
 from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNotFound, UserError
@@ -231,7 +231,7 @@ class SampleHistory:
                 yield f"  answer    {short(line['completion'])} ({made})"
 
     def _validation(self) -> Iterator[str]:
-        for line in json_lines(self.paths.root / "validation.log"):
+        for line in json_lines(self.paths.validation_log):
             if line["uid"] == self.uid:
                 yield (
                     f"  validated round {line['round']}: reward {line['reward']:g}, {line['tokens']} tokens, versions "

@@ -16,12 +16,14 @@ from dataclasses import replace
 from busrl.algorithms import catalog
 from busrl.config import rules
 from busrl.config.files import FileFacts
+from busrl.config.prompts import AskedSet
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
-from busrl.config.schema import CALLER_ROLES, TABLE_TENSORS, TENSORS_OF_SEGMENT, AskedSet, Derived, Topology
+from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import AdmissionLimits, derive
 from busrl.scheduling.trigger import LearnerPlan, Trigger
+from busrl.states import CALLER_ROLES
 
 # -- slots and bytes -----
 

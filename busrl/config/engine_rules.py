@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from busrl.config import schema
+from busrl.config.learner import ON_GPUS, Parallel
 from busrl.config.rules import Check, Clash, Finding, clashes
 from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS, Process, Topology
 from busrl.device import BACKEND, expected
@@ -372,7 +373,7 @@ def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Findin
 def _attention(t: Topology) -> Iterator[Finding]:
     """Attentions of transformers that need a GPU, or fewer bits."""
     name, key = t.learner.memory.attention, "learner.memory.attention"
-    if name in schema.ON_GPUS and expected(t.device_of("learner")) == "cpu":
+    if name in ON_GPUS and expected(t.device_of("learner")) == "cpu":
         rule = f"{name} runs on a GPU alone, and the learner is on the CPU"
         yield Finding((key,), rule, 'attention = "auto", or "sdpa"', depends=("model.device", "process"))
     elif name.startswith("flash") and t.model.dtype == "float32":
@@ -431,7 +432,7 @@ def _ranks(t: Topology) -> Iterator[Finding]:
         elif entry.ranks > 1:
             yield from _of_a_team(t, at, entry)
     if t.ranks == 1:
-        for one in fields(schema.Parallel):
+        for one in fields(Parallel):
             if getattr(t.learner.parallel, one.name) != one.default:
                 rule, remedy = "the learner is one process", "set ranks in its [[process]], or remove it"
                 yield Finding((f"learner.parallel.{one.name}",), rule, remedy, warning=True)

@@ -18,11 +18,13 @@ from busrl import device, keys
 from busrl.algorithms import catalog
 from busrl.config import machine, memory, pretrained, rates, trial
 from busrl.config.pretrained import model_at
+from busrl.config.prompts import AskedSet
 from busrl.config.reader import show
 from busrl.config.rules import MOST_SAMPLES, count
-from busrl.config.schema import ADAPTERS, RANK, SCRIPTED, TINY, AskedSet, Faults, ProcessName, Topology, has_model
+from busrl.config.schema import ADAPTERS, SCRIPTED, TINY, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull, UserError
+from busrl.states import RANK
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
@@ -31,7 +33,8 @@ NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process 
 
 def report(topology: Topology, verbose: bool = True) -> str:
     """The page: what a person decides first; with `verbose` the sums that follow from it, too."""
-    parts = (_head, _warnings, _first, _data, _model, _memory, _processes, *((_bus, _sums, _sizes) if verbose else ()))
+    more = (_bus, _sums, _sizes) if verbose else ()
+    parts = (_head, _warnings, _first, _data, _model, memory.lines, _processes, *more)
     found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
     return "\n\n".join([*found, *([] if verbose else [MORE])]) + "\n"
 
@@ -64,8 +67,8 @@ def shared_memory(topology: Topology) -> list[tuple[str, int]]:
     found = [("ring", topology.derived.ring_bytes)]
     parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
     if topology.weights.transport == "shm" and parameters:
-        buffers = 3 if topology.weights.sparse.enabled else 2
-        found.append(("weights", buffers * parameters * pretrained.BYTES_OF[topology.model.dtype]))
+        size = parameters * pretrained.BYTES_OF[topology.model.dtype]
+        found.append(("weights", int(topology.weights.copies * size)))
     cost = machine.weight_cost(topology, model_at(topology.model.path))
     if topology.weights.transport in ADAPTERS and cost is not None and cost.version:
         found.append(("adapters", cost.total))
@@ -286,10 +289,6 @@ def _answers(t: Topology) -> str:
     cut = sum(length > limit for length in lengths)
     shown = f"mean {sum(lengths) / len(lengths):.0f}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
     return f"scripted answers: {shown}; {cut} of {len(lengths)} are cut by generation.max_new_tokens = {limit}"
-
-
-def _memory(t: Topology) -> Iterator[str]:
-    yield from memory.lines(t)
 
 
 def _model(t: Topology) -> Iterator[str]:

@@ -22,7 +22,7 @@ from busrl.algorithms import selection
 from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.rules import Finding
-from busrl.config.schema import FOREIGN_ROLES, SCRIPTED, SERVE, TINY, Topology
+from busrl.config.schema import EXTRACTING, SCRIPTED, SERVE, TINY, Topology
 from busrl.config.trial import TRIED, UNKNOWN, Limit, Trial, limit_of, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
@@ -31,6 +31,7 @@ from busrl.data.sources import PARQUET
 from busrl.device import expected
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.scheduling.lengths.rules import Fault, Keywords, check
+from busrl.states import FOREIGN_ROLES
 
 # -- the table of keywords, `scheduler.keywords` -----
 
@@ -64,7 +65,6 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
 DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
-NEED_ANSWERS = ("exact_match", "numeric", "math", "gym")  # kinds of [[reward.part]]
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
 
 
@@ -455,7 +455,7 @@ def compares(topology: Topology) -> bool:
     own, named = topology.reward, answer_key(topology)
     if not own.part:
         return own.kind == "exact_match" and not own.function
-    return any(part.kind in NEED_ANSWERS and part.answer_key == named for part in own.part)
+    return any(part.kind in EXTRACTING and part.answer_key == named for part in own.part)
 
 
 def longest_line(path: str) -> tuple[int, int]:

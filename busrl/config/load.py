@@ -23,14 +23,12 @@ from busrl import device
 from busrl.algorithms import catalog
 from busrl.config import engine_rules, files, pretrained, rates, reward_rules, rules, sources
 from busrl.config.derive import resolve
+from busrl.config.prompts import DataSource
 from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import (
     AGENT,
-    CALLER_ROLES,
     PART_TIMEOUT_S,
-    SPAWNED_ROLES,
     TINY,
-    DataSource,
     Derived,
     Generation,
     Process,
@@ -41,6 +39,7 @@ from busrl.config.schema import (
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
+from busrl.states import CALLER_ROLES, ROLES
 
 UNRESOLVED = Derived(
     limits=derive("sync", 0, 0, 0), horizon=0, slots=0, train_slots=0, val_reserve=0,
@@ -247,7 +246,7 @@ def _implied(draft: Topology, reward: str) -> Iterator[Process]:
     """One process of each role that no entry names; a validator where there are prompts for it, a reward where episodes
     do not judge themselves, and nobody who plays them."""
     unwanted = {*CALLER_ROLES} | ({"reward"} if reward == AGENT else set())
-    for role in SPAWNED_ROLES:
+    for role in (one.name for one in ROLES.values() if one.named):
         wanted = role not in unwanted and (role != "validator" or draft.validation.names_prompts)
         if wanted and all(entry.role != role for entry in draft.process):
             yield Process(role)

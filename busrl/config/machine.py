@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.config.engine_rules import parse_cores, rollouts, vllm_entries
-from busrl.config.pretrained import BYTES_OF, adapted, count_of, model_at, read_config, tensor_shapes, whole
+from busrl.config.pretrained import (
+    BYTES_OF,
+    adapted,
+    count_of,
+    language_of,
+    model_at,
+    read_config,
+    tensor_shapes,
+    whole,
+)
 from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, Process, Topology
 from busrl.errors import DiskFull, UserError
 
@@ -58,7 +67,7 @@ def require_axes(t: Topology) -> None:
     """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
     own, folder = t.learner.parallel, model_at(t.model.path)
     config = read_config(folder) if folder and t.ranks > 1 else {}
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = language_of(config)
     experts = whole(text, "num_experts", "num_local_experts", "n_routed_experts")
     for key, over, what, count in (
         ("tensor", own.tensor, "num_attention_heads", whole(text, "num_attention_heads")),
@@ -135,7 +144,7 @@ def broadcast_copies(t: Topology) -> list[tuple[str, float]]:
     """Who holds how many times the size of all values in a broadcast: the learner the version that it sends and the
     one that comes next (and frames of changes), an engine the version that it has and the one that arrives."""
     sparse = t.weights.sparse.enabled
-    found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), 2.5 if sparse else 2.0)]
+    found = [("learner, two blocks" + (" and frames of changes" if sparse else ""), t.weights.copies)]
     if any(entry.engine != "vllm" for _, entry in rollouts(t)):
         found.append(("each engine, front and back", 2.0))
     if vllm_entries(t):

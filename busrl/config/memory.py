@@ -84,7 +84,7 @@ class Widths:
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
         """`parameters`: how many there are, if that is known better than from the widths."""
-        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        text = pretrained.language_of(config)
         hidden, heads = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), _heads(text)
         size = pretrained.whole(text, "head_dim") or hidden // heads
         keys = (pretrained.whole(text, "num_key_value_heads") or heads) * size
@@ -273,7 +273,7 @@ def of_topology(t: Topology) -> dict[str, int]:
 
 def _known(t: Topology) -> bool:
     config = _config(t)
-    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    text = pretrained.language_of(config)
     learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
     widths = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), pretrained.whole(text, *pretrained.LAYERS)
     return learns and all(widths)
@@ -296,8 +296,7 @@ def _of(t: Topology, work: Work) -> dict[str, int]:
 
 def _published(t: Topology, parameters: int) -> int:
     """Bytes of host memory with the versions that are published."""
-    copies = {"shm": 3.0 if t.weights.sparse.enabled else 2.0, "broadcast": 2.5 if t.weights.sparse.enabled else 2.0}
-    return int(copies.get(t.weights.transport, 0.0) * parameters * pretrained.BYTES_OF[t.model.dtype])
+    return int(t.weights.copies * parameters * pretrained.BYTES_OF[t.model.dtype])
 
 
 def of_host(t: Topology) -> dict[str, int]:

@@ -70,6 +70,8 @@ def modern(data: dict[str, Any]) -> dict[str, Any]:
         _put(made, "validation.data", without[1] or (made["data"]["train"] if rounds else ""))
     for old in GONE:
         _taken(made, old)
+    for part in made.get("reward", {}).get("part", []):
+        part.pop("language", None)  # it had the one value python
     return _with_limits(made)
 
 

@@ -13,12 +13,13 @@ import importlib
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from busrl.config.schema import TINY, Topology
+from busrl.files import as_map, read_map
 
 # -- tasks that are made on first use -----
 
@@ -72,7 +73,7 @@ def model_facts(folder: Path | None) -> ModelFacts:
     if folder is None:
         return ModelFacts("", 0, 0, 0, 0, 0)
     config = read_config(folder)
-    text = _nested(config) or config
+    text = language_of(config)
     kinds = config.get("architectures") or [config.get("model_type", "unknown")]
     hidden, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     return ModelFacts(
@@ -90,7 +91,7 @@ def parameters(t: Topology) -> int:
 
 def estimate(config: dict[str, Any]) -> int:
     """A decoder's parameters from its widths: embeddings, attention and a gated feed-forward of each layer."""
-    text = _nested(config) or config
+    text = language_of(config)
     width, layers = whole(text, "hidden_size", "n_embd", "d_model"), whole(text, *LAYERS)
     inner = whole(text, "intermediate_size", "n_inner", "d_ff") or 4 * width
     heads, shared = whole(text, "num_attention_heads", "n_head"), whole(text, "num_key_value_heads")
@@ -101,16 +102,15 @@ def estimate(config: dict[str, Any]) -> int:
     return int(embeddings + layers * (attention + feed))
 
 
-def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config that describes the language model of several."""
-    found = config.get("text_config")
-    return found if isinstance(found, dict) else {}
+def language_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the language model: of several in one, or all of it."""
+    return as_map(config.get("text_config")) or config
 
 
 def context_of(config: dict[str, Any]) -> int:
     """The longest sequence that a model takes, 0 if its config does not say."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length")
-    values = (part.get(name) for part in (config, _nested(config)) for name in names)
+    values = (part.get(name) for part in (config, language_of(config)) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
@@ -118,14 +118,13 @@ def read_json(path: Path) -> Any:
     """What a JSON file holds; None where it cannot be read."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """A map in a model folder, empty where it cannot be read."""
-    found = read_json(folder / name)
-    return found if isinstance(found, dict) else {}
+    return read_map(folder / name)
 
 
 def whole(config: Any, *names: str) -> int:
@@ -188,10 +187,10 @@ def vocabulary_size(folder: Path) -> int:
     return next((part["vocab_size"] for part in _parts(folder) if isinstance(part.get("vocab_size"), int)), 0)
 
 
-def _parts(folder: Path) -> list[dict[str, Any]]:
+def _parts(folder: Path) -> list[Mapping[str, Any]]:
     """The places of a model folder that name token ids."""
     config = read_config(folder)
-    return [config, _nested(config), read_config(folder, "generation_config.json")]
+    return [config, language_of(config), read_config(folder, "generation_config.json")]
 
 
 def _ids(value: Any) -> list[int]:
@@ -215,7 +214,7 @@ def weight_fault(folder: Path) -> tuple[str, str, str] | None:
         index = str(folder / "model.safetensors.index.json")
         return index, f"it names {gone[0]}{more}, which is not there", "copy the missing files too"
     config = read_config(folder)
-    text = _nested(config) or config
+    text = language_of(config)
     said = whole(text, "vocab_size"), whole(text, "embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd")
     there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
     if all(said) and there and said not in there.values():

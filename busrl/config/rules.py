@@ -22,25 +22,12 @@ from typing import Any
 
 from busrl.algorithms import catalog, selection
 from busrl.config.declare import FUNCTION, items
+from busrl.config.learner import Learner, Value
 from busrl.config.reader import show
-from busrl.config.schema import (
-    AGENT,
-    FOREIGN_ROLES,
-    IMPLIED_ROLES,
-    ONE_COPY,
-    RESTARTS,
-    SCRIPTED,
-    SINGLE_ROLES,
-    TINY,
-    BusFault,
-    Learner,
-    Process,
-    Topology,
-    Value,
-)
+from busrl.config.schema import AGENT, ONE_COPY, RESTARTS, SCRIPTED, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
-from busrl.states import CRASH_POINTS
+from busrl.states import CRASH_POINTS, FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched

@@ -16,36 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from busrl.config.declare import REQUIRED, Rule, build, key, plain
-from busrl.config.learner import ATTENTIONS as ATTENTIONS
-from busrl.config.learner import ON_GPUS as ON_GPUS
-from busrl.config.learner import OPTIMIZERS as OPTIMIZERS
-from busrl.config.learner import Controller as Controller
-from busrl.config.learner import Learner as Learner
-from busrl.config.learner import Memory as Memory
-from busrl.config.learner import Parallel as Parallel
-from busrl.config.learner import Trigger as Trigger
-from busrl.config.learner import Value as Value
+from busrl.config.learner import Learner
 from busrl.config.names import modern
-from busrl.config.prompts import AskedSet as AskedSet
-from busrl.config.prompts import Data as Data
-from busrl.config.prompts import DataSource as DataSource
-from busrl.config.prompts import MadeSet as MadeSet
-from busrl.config.prompts import Rows as Rows
-from busrl.config.prompts import SourceLines as SourceLines
-from busrl.config.prompts import Validation as Validation
-from busrl.config.prompts import ValidationSet as ValidationSet
+from busrl.config.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.scheduling.limits import AdmissionLimits
+from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
-IMPLIED_ROLES = ("bus", "keeper", "scheduler")  # one each, always
-SPAWNED_ROLES = ("rollout", "reward", "learner", "validator", "agent", "serve")  # what [[process]] may name
-SINGLE_ROLES = ("learner", "validator")
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 SERVE = "serve"  # the role that lets clients play them
-CALLER_ROLES = (AGENT, SERVE)  # their samples are made of model calls
-RANK = "rank"  # role of the learner's further processes: rank/1, rank/2, ...
-FOREIGN_ROLES = ("rollout", "reward")  # what another program may be, named by `command`
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
@@ -74,7 +54,7 @@ PART_KEYS: dict[str, tuple[str, ...]] = {
     "model": ("path", "batch_tokens"),
     "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
               "answer_key"),
-    "code": ("tests", "entry", "share", "extract", "language", "run_s", "total_s", "cpu_s", "run_mb", "at_once",
+    "code": ("tests", "entry", "share", "extract", "run_s", "total_s", "cpu_s", "run_mb", "at_once",
              "trust"),
 }
 PART_KINDS = tuple(PART_KEYS)
@@ -83,8 +63,6 @@ PREFIX_KEEP_S = 30.0  # generation.prefix_keep_s = "auto", with agents
 MESSAGE_FIELD_BYTES = 4096  # of a message that carries a sample, besides the bytes of its slot
 TABLE_TENSORS, TENSORS_OF_SLOT, TENSORS_OF_SEGMENT = 48, 4, 3  # task, prompt_ids, reward_parts, text; the arrays
 MOST_SEGMENTS = (TABLE_TENSORS - TENSORS_OF_SLOT) // TENSORS_OF_SEGMENT  # what the table of a slot has room for
-
-
 EXTRACTING = ("exact_match", "numeric", "math", "gym")  # kinds of reward that judge an extracted answer
 
 
@@ -212,6 +190,13 @@ class Weights:
                        "from device to device", choices=("gloo", "nccl", "hccl"))
     sparse: Sparse = field(default_factory=Sparse)
 
+    @property
+    def copies(self) -> float:
+        """Versions of all values that the learner's host holds: the one that is read and the one that comes next, and
+        with sparse updates the changes beside them; none for folders and for weights that are not copied."""
+        changes = {"shm": 1.0, "broadcast": 0.5}.get(self.transport)
+        return 0.0 if changes is None else 2.0 + changes * self.sparse.enabled
+
 
 @dataclass(frozen=True)
 class RewardPart:
@@ -242,7 +227,6 @@ class RewardPart:
     concurrency: int = key(16, "judge: requests at the same time", low=1, high=4096)
     retries: int = key(4, "judge: tries after the first that failed; then the sample is drawn again", low=0, high=100)
     api_key_env: str = key("", "judge: environment variable that holds the key; empty = no key is sent")
-    language: str = key("python", "code: what the answers' programs are written in", choices=("python",))
     tests: str = key("tests", "code: key of the line's tests: asserts, or inputs and outputs")
     entry: str = key("entry_point", "code: key with the name of the function that check(candidate) of the tests gets")
     share: bool = key(False, "code: the share of tests that pass; else 1 for all of them, 0 for fewer")
@@ -363,7 +347,7 @@ class Openai:
 class Process:
     """[[process]]: `count` processes of one role. The bus, keeper and scheduler are implied, one each."""
 
-    role: str = key(REQUIRED, "what the process does", choices=SPAWNED_ROLES)
+    role: str = key(REQUIRED, "what the process does", choices=tuple(one.name for one in ROLES.values() if one.named))
     count: int = key(1, "how many; 0 = none is started, they join from outside", low=0, high=1024)
     engine: str = key("torch", "rollout: what generates; mock has no model, its answers are scripted: see [mock]; "
                       "openai asks an endpoint: see [openai]", choices=tuple(ENGINES))
@@ -725,7 +709,7 @@ class Topology:
     def processes(self) -> list[ProcessName]:
         """Every process of the run in starting order; several entries of one role are numbered through."""
         names = [ProcessName(role, role, 0, Process(role)) for role in IMPLIED_ROLES]
-        for role in ("learner", "reward", "rollout", *CALLER_ROLES, "validator"):
+        for role in ROLES:
             specs = [(spec, place) for spec in self.process if spec.role == role for place in range(spec.count)]
             for index, (spec, place) in enumerate(specs):
                 name = role if role in SINGLE_ROLES else f"{role}/{index}"

@@ -26,8 +26,9 @@ from typing import Any
 import msgspec
 
 from busrl.config import pretrained
+from busrl.config.prompts import DataSource, MadeSet, Rows, SourceLines
 from busrl.config.rules import Finding, by_path
-from busrl.config.schema import TINY, DataSource, MadeSet, Rows, SourceLines, Topology
+from busrl.config.schema import TINY, Topology
 from busrl.config.trial import Events, foreign, last_words, tools_of_chats
 from busrl.data.convert import Event, Job, Made, Source
 from busrl.data.prompts import BLOCK, shares

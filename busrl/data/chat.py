@@ -18,6 +18,7 @@ from typing import Any
 
 from busrl.data.prompts import Chat, Message, Prompt
 from busrl.errors import DataError
+from busrl.files import read_map
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 
@@ -48,7 +49,7 @@ def _templates(folder: Path) -> dict[str, str]:
     if found:
         return found
     for source in ("tokenizer_config.json", "chat_template.json"):
-        value = _object(folder / source).get("chat_template")
+        value = read_map(folder / source).get("chat_template")
         if isinstance(value, str):
             return {DEFAULT: value}
         if isinstance(value, list):
@@ -169,7 +170,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """The named special tokens that a template may write, such as bos_token."""
     found: dict[str, str] = {}
     for source in ("special_tokens_map.json", "tokenizer_config.json"):
-        for name, value in _object(folder / source).items():
+        for name, value in read_map(folder / source).items():
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
                 found[name] = text
@@ -207,11 +208,3 @@ def _compiled(template: str) -> Callable[..., str]:
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
              sort_keys: bool = False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

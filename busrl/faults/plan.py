@@ -13,31 +13,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from busrl.protocol.codec import BY_NAME
-from busrl.states import CRASH_POINTS
+from busrl.states import CALLER_ROLES, CRASH_POINTS, ROLES
 
 if TYPE_CHECKING:
     from busrl.config.schema import BusFault, CrashFault, Faults
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
-_EPISODES: Final = ("agent", "serve")
-_HOLDERS: Final = ("rollout", *_EPISODES, "reward", "learner", "validator", "keeper")  # the last for remote workers
-_MOVERS: Final = ("scheduler", *_HOLDERS)
+_MOVERS: Final = tuple(one.name for one in ROLES.values() if one.moves)
+_HOLDERS: Final = tuple(one for one in _MOVERS if one != "scheduler")  # the keeper for remote workers
+_GENERATE: Final = ("rollout", *CALLER_ROLES, "keeper")
 # Which of busrl's own programs pass a point; docs/faults.md has the same table.
 PASSED_BY: Final = {
     **dict.fromkeys(("register.lock", "register.cas"), ("bus", *_MOVERS)),
     **{one: ("scheduler", "validator") for one in CRASH_POINTS if one.startswith("dispatch.")},
     **dict.fromkeys(("move.cas", "move.hinted"), _MOVERS),
     **dict.fromkeys(("claim.cas", "release.before", "release.after", "drop.cas", "drop.fate"), _HOLDERS),
-    "take.claimed": ("rollout", *_EPISODES, "reward", "validator", "keeper"),
-    **dict.fromkeys(("put.copied", "put.stored"), ("rollout", *_EPISODES, "reward", "keeper")),
-    **dict.fromkeys(("commit.before", "commit.after"), ("rollout", *_EPISODES, "keeper")),
+    "take.claimed": (*_GENERATE, "reward", "validator"),
+    **dict.fromkeys(("put.copied", "put.stored"), (*_GENERATE, "reward")),
+    **dict.fromkeys(("commit.before", "commit.after"), _GENERATE),
     **dict.fromkeys(("finish.fate", "finish.free"), ("learner", "validator")),
     **dict.fromkeys(("remote.described", "remote.entered", "remote.rested", "expire.before"), ("keeper",)),
     **dict.fromkeys(("reap.before", "reap.cas", "reap.entry"), ("keeper", "scheduler", "validator")),
 }
 # The broker passes bytes on and has no messages of its own but the pings that prove it alive.
-ENDS: Final = ("keeper", "scheduler", "rollout", *_EPISODES, "reward", "learner", "validator", "launch")
-RECEIVER, SENDER = "receiver", "sender"
+ENDS: Final = (*_MOVERS, "launch")
+SENDER = "sender"
 
 
 def describe(faults: Faults) -> list[str]:

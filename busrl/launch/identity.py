@@ -26,9 +26,9 @@ from busrl.config.names import modern
 from busrl.config.pretrained import model_facts
 from busrl.config.schema import TINY
 from busrl.errors import MachineError, RunFinished, UserError
-from busrl.files import LineFile, json_lines
+from busrl.files import LineFile, as_map, json_lines, read_map
 from busrl.ledger.trained import checkpoints_of
-from busrl.monitor.runfiles import RunFiles, as_map, read_map
+from busrl.monitor.runfiles import RunFiles
 from busrl.monitor.state import RunState
 from busrl.paths import RunPaths
 
@@ -37,12 +37,6 @@ NOT_COMPARED = ("derived", "source", "overrides")
 SHOWN = 12  # differences that are printed; starts.jsonl has all
 BLOCK = 1 << 20
 DATA = ("metrics.jsonl", "train.jsonl", "fates.bin", "samples.jsonl", "open.bin", "draws.log", "groups.jsonl")
-OURS = {
-    *DATA, "logs", "checkpoints", "wal", "pace", "published", "topology.json", "topology.toml", "run.json",
-    "starts.jsonl", "errors.jsonl", "supervisor.json", "gateway.json", "summary.json", "fates.validate.bin",
-    "validation.jsonl", "validation.log", "validate.json", "evaluated", "decisions.jsonl", "scheduler.jsonl",
-    "skips.jsonl", "predictor.npz", "data",
-}
 MISSING = object()
 
 
@@ -242,16 +236,19 @@ def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
     learner = topology.learner
     return {
         "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
-        "learner.advantage": (learner.advantage, "advantages"),
+        "learner.advantage": (learner.advantage, "advantages"), "learner.optimizer": (learner.optimizer, "updates"),
+        "agents.tools": (topology.agents.tools, "calls of tools"),
         **{f"reward.part.{n}.function": (part.function, "rewards") for n, part in enumerate(topology.reward.part)},
         **{f"learner.metrics.{n}": (path, "metrics") for n, path in enumerate(learner.metrics)},
+        **{f"process.{n}.function": (entry.function, "episodes") for n, entry in enumerate(topology.process)},
     }
 
 
 def _models(topology: Topology) -> dict[str, tuple[Path, str]]:
     """Folders of models that a run only asks, by the key that names them, and what they make."""
     parts = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(topology.reward.part)}
-    named = {**parts, "model.reference": (topology.model.reference, "KL terms")}
+    own = topology.model
+    named = {**parts, "model.reference": (own.reference, "KL terms"), "model.teacher": (own.teacher, "its targets")}
     return {name: (Path(path), made) for name, (path, made) in named.items() if path}
 
 
@@ -295,7 +292,8 @@ def _foreign_files(paths: RunPaths) -> list[str]:
             f"--run-dir {paths.root}: it holds {', '.join(parts)}, but neither topology.json nor run.json, so it is "
             "not known what run these are of; choose another directory, or move them away"
         )
-    others = [name for name in there if name not in OURS and not name.endswith(".lock") and not name.startswith(".")]
+    known = RunPaths.names()
+    others = [name for name in there if name not in known and not name.endswith(".lock") and not name.startswith(".")]
     if not others:
         return []
     more = f" and {len(others) - 5} more" if len(others) > 5 else ""

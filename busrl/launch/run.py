@@ -29,7 +29,7 @@ import numpy as np
 from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, machine
-from busrl.config.schema import AGENT, FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES
+from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.gateway import FairClock
@@ -50,7 +50,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
-from busrl.states import HeaderWord, RunPhase
+from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES, HeaderWord, RunPhase
 
 # -- signals -----------------------------------------------------------------------------------------------------------
 

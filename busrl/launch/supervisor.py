@@ -35,11 +35,9 @@ from pathlib import Path
 
 from busrl.config.schema import Limits
 from busrl.ring import Process
+from busrl.states import ROLES
 
 # -- the order of a stop -----------------------------------------------------------------------------------------------
-
-ORDER = ("scheduler", "rollout", "reward", "validator", "learner", "rank", "keeper", "bus")
-
 
 @dataclass(frozen=True)
 class Ending:
@@ -61,7 +59,7 @@ class Shutdown:
 
     def step(self, alive: Collection[str], now: float) -> list[Ending]:
         """What to do now, given the names of the processes that still run."""
-        stage = min(map(stage_of, alive), default=len(ORDER))
+        stage = min(map(stage_of, alive), default=len(ROLES))
         if stage != self._stage:
             self._stage, self._since = stage, now
         here, waited = [name for name in alive if stage_of(name) == stage], now - self._since
@@ -75,10 +73,8 @@ class Shutdown:
 
 
 def stage_of(name: str) -> int:
-    """Place of a process in the order; those that play episodes, and names that are none of ours, go with the
-    rollouts."""
-    role = name.partition("/")[0]
-    return ORDER.index(role) if role in ORDER else 1
+    """Place of a process in the order of a stop; names that are none of ours go with the rollouts."""
+    return ROLES.get(name.partition("/")[0], ROLES["rollout"]).stop
 
 
 # -- one child ---------------------------------------------------------------------------------------------------------

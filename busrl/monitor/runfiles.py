@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from busrl.errors import NoSuchRun
-from busrl.files import PART_BYTES, LineFollower
+from busrl.files import PART_BYTES, LineFollower, as_map, read_map
 from busrl.ledger.trainlog import of_step
 from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.monitor.text import safe
@@ -200,20 +200,6 @@ def _prompt(found: Any) -> str:
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
 
-def read_map(path: Path) -> dict[str, Any]:
-    """The map in a JSON file; empty if there is none that can be read."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return as_map(found)
-
-
 def whole(value: Any) -> int:
     """The whole number that a value of a JSON file is; 0 for everything else."""
     return int(number(value) or 0)
-
-
-def as_map(value: Any) -> dict[str, Any]:
-    """The value if it is a map, else an empty one."""
-    return value if isinstance(value, dict) else {}

@@ -22,11 +22,11 @@ from typing import Any
 from msgspec.structs import asdict
 
 from busrl.errors import first_line
-from busrl.files import TAIL_BYTES, json_lines
+from busrl.files import TAIL_BYTES, as_map, json_lines, read_map
 from busrl.gateway import BAD
 from busrl.ledger.skips import newest_skips
 from busrl.monitor import text
-from busrl.monitor.runfiles import as_map, fates, number, read_map
+from busrl.monitor.runfiles import fates, number
 from busrl.monitor.snapshot import finite
 from busrl.monitor.sources import RunReader, holder_of, newest_run
 from busrl.monitor.state import ProcessRow, RunState

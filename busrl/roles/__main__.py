@@ -14,9 +14,7 @@ import sys
 
 from busrl.errors import NO_SPACE, BusrlError, process_code
 from busrl.paths import RunPaths
-
-ROLES = ("bus", "keeper", "scheduler", "rollout", "reward", "learner", "rank", "validator", "agent",
-         "serve")
+from busrl.states import ROLES
 
 
 def main() -> int:

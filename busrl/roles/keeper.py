@@ -14,7 +14,6 @@ process table, which the keeper's death does not touch. `gateway.json` holds the
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -385,9 +384,7 @@ def desk_of(topology: Topology, book: RingLedger | BothLedgers, tally: Tally) ->
 
 def read_counts(path: Path) -> Any:
     """The counts in gateway.json by worker; None where there are none."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return json.loads(path.read_bytes()).get("workers")
-    return None
+    return files.read_map(path).get("workers")
 
 
 # -- the role ----------------------------------------------

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 
 from busrl import files
+from busrl.config.prompts import AskedSet
 from busrl.config.rules import batch_varies
 from busrl.config.rules import due as due_by
-from busrl.config.schema import AskedSet
 from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged, by_tag, tags_of
 from busrl.data.prompts import lines_of
@@ -150,7 +150,7 @@ class Validator(Actor):
 
     def setup(self) -> None:
         topology, config = self.topology, self.topology.validation
-        self.log_path = self.paths.root / "validation.log"
+        self.log_path = self.paths.validation_log
         self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.sets = [self._measured(asked) for asked in topology.sets]
         self.answers = topology.derived.val_samples

@@ -47,13 +47,14 @@ INSIDE: dict[str, dict[str, str]] = {
     "config": {
         "names": "", "declare": "", "learner": "declare", "prompts": "declare",
         "schema": "learner names prompts declare", "pretrained": "schema", "reader": "names schema declare",
-        "memory": "pretrained schema", "rules": "reader schema declare", "engine_rules": "rules schema",
+        "memory": "pretrained schema", "rules": "learner reader schema declare", "engine_rules": "learner rules schema",
         "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
         "trial": "pretrained rules schema declare",
         "files": "engine_rules pretrained reader rules schema trial declare",
-        "machine": "engine_rules pretrained schema", "sources": "pretrained rules schema trial",
-        "derive": "files rules schema", "explain": "machine memory pretrained rates reader rules schema trial",
-        "load": "derive engine_rules files pretrained rates reader reward_rules rules schema sources",
+        "machine": "engine_rules pretrained schema", "sources": "pretrained prompts rules schema trial",
+        "derive": "files prompts rules schema",
+        "explain": "machine memory pretrained prompts rates reader rules schema trial",
+        "load": "derive engine_rules files pretrained prompts rates reader reward_rules rules schema sources",
     },
     "data": {
         "figures": "", "prompts": "", "chat": "prompts", "sources": "prompts", "trace": "prompts",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.monitor.runfiles import read_map
+from busrl.files import read_map
 from busrl.paths import SHM, RunPaths
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-a-folder.md").read_text()

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from busrl.cli.command import main
+from busrl.files import read_map
 from busrl.ledger.trainlog import step_lines
-from busrl.monitor.runfiles import read_map
 from busrl.paths import SHM, RunPaths
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-run.md").read_text()

@@ -90,15 +90,18 @@ def test_edited_validation_prompts_and_an_edited_reward_are_said(place: Place) -
     assert place.start().notes == []
 
 
-def test_an_edited_loss_and_an_edited_metric_are_said_too(place: Place) -> None:
+def test_an_edited_loss_metric_and_optimiser_are_said_too(place: Place) -> None:
     (place.root / "own.py").write_text("def loss(inputs, settings): return inputs.trainer_logprobs\n")
     (place.root / "counts.py").write_text("def metric(samples, row): return {}\n")
-    named = (f"learner.loss={place.root}/own.py:loss", f'learner.metrics=["{place.root}/counts.py:metric"]')
+    (place.root / "steps.py").write_text("from torch.optim import SGD as Steps\n")
+    named = (f"learner.loss={place.root}/own.py:loss", f'learner.metrics=["{place.root}/counts.py:metric"]',
+             f"learner.optimizer={place.root}/steps.py:Steps")
     place.start(*named)
-    for name in ("own.py", "counts.py"):
+    for name in ("own.py", "counts.py", "steps.py"):
         (place.root / name).write_text("# another one\n" + (place.root / name).read_text())
     told = "\n".join(place.start(*named).notes)
     assert "own.py is not what it was: losses" in told and "counts.py is not what it was: metrics" in told
+    assert "steps.py is not what it was: updates" in told
     assert place.start(*named).notes == []
 
 

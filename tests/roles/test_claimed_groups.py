@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from busrl.config.schema import Data, Log, Openai
+from busrl.config.prompts import Data
+from busrl.config.schema import Log, Openai
 from busrl.data.chat import LightTokenizer
 from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.config.schema import AskedSet, Validation
+from busrl.config.prompts import AskedSet, Validation
 from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged
 from busrl.data.prompts import lines_of

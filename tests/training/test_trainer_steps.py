@@ -209,7 +209,8 @@ def test_settings_are_read_from_a_topology_by_name() -> None:
 
 
 def test_the_defaults_of_a_trainer_without_a_topology_are_those_of_the_topology() -> None:
-    from busrl.config.schema import Experiments, Learner
+    from busrl.config.learner import Learner
+    from busrl.config.schema import Experiments
 
     learner = Learner(lr=1.0)
     tables = (learner.memory, learner, Experiments())

@@ -444,7 +444,7 @@ def _slots(run_dir: Path, found: list[Finding]) -> tuple[Slots | None, bool]:
 
 
 def _prompts(run_dir: Path, terms: Terms, given: Path | None, found: list[Finding]) -> Prompts | None:
-    path = given or Path(str(readers.read_json(run_dir / "run.json").get("prompts") or terms.train))
+    path = given or Path(terms.train)
     if terms.sources:  # made for the run, and wherever its directory is now
         path = run_dir / "data" / path.name
     try:
