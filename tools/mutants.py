@@ -395,7 +395,7 @@ MUTANTS = (
     Mutant("a scheduler forgets what a killed one had written down", "busrl/roles/prompt_filter.py",
            "            self._newest = max([self._newest, *line.draws])\n            self._end(line.draws)\n", "",
            ("tests/roles/test_prompt_filter.py",)),
-    Mutant("prompts that are left out end a run as idle", "busrl/roles/learner/alarms.py",
+    Mutant("prompts that are left out end a run as idle", "busrl/roles/learner/idling.py",
            "((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any()", "(fates == Fate.TRAINED).any()",
            ("tests/roles/test_idling.py",)),
     Mutant("a copy of a reward child answers too", "busrl/pipes.py",
