@@ -365,7 +365,7 @@ MUTANTS = (
     Mutant("metrics of the last mini-batch alone", "busrl/training/step_stats.py",
            "    if len(updates) == 1:\n", "    if True:\n", TWO),
     Mutant("the log names a version that is not there yet", LEARNER,
-           "                version=self.publisher.version,\n                cause", "                version=self.publisher.version + 1,\n                cause", RUN),
+           "version=self.publisher.version, cause", "version=self.publisher.version + 1, cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
            "**ended.row(), **_trained(record), **_training(stats, record.samples),",
            '**ended.row(), **_trained(record), **_training(stats, record.samples), "age_max": 0,',
