@@ -45,7 +45,6 @@ soak: $(STAMP)/test ## many kills of every role; takes a long time
 lint: $(STAMP)/lint ## ruff, strict types, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tools/mypy.ini
 	git ls-files 'csrc/*.[ch]pp' 'csrc/*.[ch]' 'examples/*.[ch]pp' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
 format: $(STAMP)/lint ## format C++
