@@ -328,7 +328,6 @@ class Learner(Actor):
                 cause=action.cause.value,
                 groups=list(action.draws),
                 samples=[record for group in groups for record in group.records],
-                dmmpt=self.training.trainer.skip_mastered,
             )
             trained_version = self._present_version()
             if trained_version is not None:
@@ -385,9 +384,6 @@ class Learner(Actor):
         if stats.skipped:
             what = "left out a part of its updates" if stats.partly else "changed nothing"
             self.warn("learner", f"step {step} {what}: {stats.skipped} ({', '.join(stats.culprits)})", "error")
-        if (gate := self.training.gate) is not None and self.training.gate_moved:
-            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
-            log.info("after step %d mastered tokens are %s", step, what)
 
     def _report_history(self) -> None:
         for text in self.history.warnings:

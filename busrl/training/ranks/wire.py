@@ -83,7 +83,6 @@ class Work(msgspec.Struct, array_like=True):
     valued: list[tuple[bytes, bytes, bytes]] | None  # float64, the fields of Valued
     version: int | None
     ages: dict[int, int]  # steps since each of the samples' versions was made
-    skip_mastered: bool
 
 
 class Micro(ControlMessage):
@@ -252,10 +251,7 @@ def work_of(
     valued = None if given.valued is None else [
         (one.advantages.tobytes(), one.returns.tobytes(), one.values.tobytes()) for one in given.valued
     ]
-    return Work(
-        list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages,
-        trainer.skip_mastered,
-    )
+    return Work(list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages)
 
 
 def samples_of(work: Work) -> list[Sample]:
