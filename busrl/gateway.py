@@ -274,17 +274,17 @@ class Desk:
     """
 
     def __init__(
-        self, book: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
+        self, ledger: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
         most_members: int, reserved: frozenset[str],
     ) -> None:
-        self.book, self.tally, self.clock, self.welcome = book, tally, FairClock(TICK_S, now), welcome
+        self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
         self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
         self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
         self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
-        entries = {entry[0]: Worker(*entry) for entry in book.members()}
+        entries = {entry[0]: Worker(*entry) for entry in ledger.members()}
         self.workers = {worker.name: worker for worker in entries.values()}
-        for index, claim in book.claims():  # of an earlier keeper: every lease in full
+        for index, claim in ledger.claims():  # of an earlier keeper: every lease in full
             self._grant(entries[index], claim)
 
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
@@ -312,7 +312,7 @@ class Desk:
             return [_answer(message, "done", lost=self._renew(worker, message.holding))]
         if isinstance(message, Result):
             return [self._settle(worker, message)]
-        self._remove(worker, self.book.give_back)
+        self._remove(worker, self.ledger.give_back)
         return [_answer(message, "done")]
 
     def heartbeat(self, name: str, now: float) -> None:
@@ -332,24 +332,24 @@ class Desk:
         over = [lease for lease in self.leases.values() if lease.until <= self.clock.time]
         for lease in over:
             self._release(lease)
-            dropped = self.book.expire(lease.worker.index, lease.claim)
+            dropped = self.ledger.expire(lease.worker.index, lease.claim)
             self.tally.add(lease.worker.name, "dropped" if dropped else "expired")
         for worker in list(self.workers.values()):
             if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
-                self._remove(worker, self.book.give_back)
+                self._remove(worker, self.ledger.give_back)
         return over
 
     def goodbye(self) -> None:
         """An orderly end of the run: take every claim back."""
         for worker in list(self.workers.values()):
-            self._remove(worker, self.book.give_back)
+            self._remove(worker, self.ledger.give_back)
 
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _join(self, message: g.RemoteJoin, worker: Worker | None) -> m.Message:
         self._check(message)
         if worker is not None and (message.life > worker.life or message.role != worker.role):
-            self._remove(worker, self.book.expire)  # its work ended with it, as in any death
+            self._remove(worker, self.ledger.expire)  # its work ended with it, as in any death
             worker = None
         worker = worker or self._enter(message)
         self._seen(worker)
@@ -362,7 +362,7 @@ class Desk:
         if len(self.workers) >= most:
             text = f"the process table has {most} entries for workers from outside; raise ring.processes"
             raise Refused(text, "full")
-        index = self.book.enter(message.role, message.sender, message.life)
+        index = self.ledger.enter(message.role, message.sender, message.life)
         worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
         self.tally.add(worker.name, "joined")
         return worker
@@ -381,13 +381,13 @@ class Desk:
 
     def _seen(self, worker: Worker) -> None:
         worker.seen = self.clock.time
-        self.book.show(worker.index, len(worker.leases))
+        self.ledger.show(worker.index, len(worker.leases))
 
     def _remove(self, worker: Worker, end: Callable[[int, ClaimedTask], object]) -> None:
         for lease in list(worker.leases.values()):
             self._release(lease)
             end(worker.index, lease.claim)
-        self.book.leave(worker.index)
+        self.ledger.leave(worker.index)
         del self.workers[worker.name]
 
     # -- leases ---------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class Desk:
     def _take(self, worker: Worker, room: int) -> list[Lease]:
         if room <= 0 or any(lease.claim.alone for lease in worker.leases.values()):
             return []
-        taken = self.book.take(worker.index, worker.role, room, not worker.leases)
+        taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
         if taken:
             self.tally.add(worker.name, "claimed", len(taken))
         return [self._grant(worker, claim) for claim in taken]
@@ -433,7 +433,7 @@ class Desk:
         packs: list[list[g.Task]] = [[]]
         size = 0
         for lease in leases:
-            task = self.book.task(worker.index, lease.claim)
+            task = self.ledger.task(worker.index, lease.claim)
             if task is None:
                 self._release(lease)
                 continue
@@ -473,24 +473,24 @@ class Desk:
         if isinstance(message, g.RemoteGenerated):
             if worker.role != "rollout":
                 raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
-            self.book.commit_answer(worker.index, claim, checked_answer(message, self.book.limits(claim)))
+            self.ledger.commit_answer(worker.index, claim, checked_answer(message, self.ledger.limits(claim)))
             return "answered"
         if worker.role != "reward":
             raise Refused(f"{worker.name} is a {worker.role} worker: it has no rewards to give")
         for name, value in {"reward": message.reward, **message.parts}.items():
             if not math.isfinite(value):
                 raise Refused(f"{name} = {value}: a reward must be finite")
-        self.book.commit_reward(worker.index, claim, float(message.reward), message.parts)
+        self.ledger.commit_reward(worker.index, claim, float(message.reward), message.parts)
         return "rewarded"
 
     def _fail(self, worker: Worker, claim: ClaimedTask, message: g.RemoteFail) -> str:
         if not message.drop:
-            self.book.give_back(worker.index, claim)
+            self.ledger.give_back(worker.index, claim)
             return "handed_back"
         fates = FATES[worker.role]
         if message.drop not in fates:
             raise Refused(f"drop = {message.drop!r}: a {worker.role} worker drops for {sorted(fates)}")
-        self.book.drop(worker.index, claim, fates[message.drop])
+        self.ledger.drop(worker.index, claim, fates[message.drop])
         return "dropped"
 
     def _settled_before(self, message: g.Remote, task: str) -> m.Message:
@@ -499,7 +499,7 @@ class Desk:
             raise Refused(f"task {task} was {by}'s", "not_yours")
         if claim is None:
             raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
-        if by is not None or self.book.committed(*map(int, claim.groups())):
+        if by is not None or self.ledger.committed(*map(int, claim.groups())):
             return _answer(message, "already", task=task)
         self.tally.add(message.sender, "late")
         return _answer(message, "late", "this claim has ended: its lease was over, or it was handed back", task)

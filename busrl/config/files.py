@@ -21,9 +21,10 @@ from busrl import keys
 from busrl.algorithms import selection
 from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
+from busrl.config.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.config.rules import Finding
 from busrl.config.schema import EXTRACTING, SCRIPTED, SERVE, TINY, Topology
-from busrl.config.trial import TRIED, UNKNOWN, Limit, Trial, limit_of, try_episodes, try_first, try_functions
+from busrl.config.trial import TRIED, Trial, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan

@@ -89,15 +89,17 @@ def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tupl
 def _load(
     source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
 ) -> Topology:
+    """Read, make the prompts of sources, look at the files, derive, ask the rules; all that is wrong is told at once.
+
+    `bad` has the keys that are wrong already: no rule is asked about them.
+    """
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     if not simulated:
         draft, unmade = sources.prepare(draft, run_dir, files.compares(draft), bad)
         problems.extend(_problem(source, draft, finding) for finding in unmade)
-        made_of = {target.key: target.tables for target in sources.targets(draft)} if unmade else {}
-        wrong = {key for finding in unmade for key in finding.keys}
-        bad |= {key for key, tables in made_of.items() if any(one.startswith((key, *tables)) for one in wrong)}
+        bad |= set(_unmade_keys(draft, unmade))
     facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
@@ -109,13 +111,21 @@ def _load(
     )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
-    found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]
+    found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]  # one cause is told once
     problems.extend(_problem(source, draft, finding) for finding in found if not finding.warning)
     problems.extend([] if simulated else _too_long(draft, sums))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
     warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
     return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
+
+
+def _unmade_keys(draft: Topology, unmade: Sequence[rules.Finding]) -> Iterator[str]:
+    """Keys of prompts that could not be made, since something about their sources is wrong."""
+    wrong = {key for finding in unmade for key in finding.keys}
+    for target in sources.targets(draft) if unmade else ():
+        if any(key.startswith((target.key, *target.tables)) for key in wrong):
+            yield target.key
 
 
 def _idle(draft: Topology, source: Source) -> Iterator[rules.Finding]:

@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from busrl.config import pretrained
+from busrl.config.prompt_tokens import tools_of_chats
 from busrl.config.prompts import DataSource, MadeSet, Rows, SourceLines
 from busrl.config.rules import Finding, by_path
 from busrl.config.schema import TINY, Topology
-from busrl.config.trial import Events, foreign, last_words, tools_of_chats
+from busrl.config.trial import Events, foreign, last_words
 from busrl.data.convert import Event, Job, Made, Source
 from busrl.data.prompts import BLOCK, shares
 from busrl.data.sources import Refused, files_of, format_of, parse_where

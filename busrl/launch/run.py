@@ -408,7 +408,7 @@ class Launch:
 
     def _ledger_damaged(self) -> RunOutcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""
-        if line := self._run.turn():
+        if line := self._run.keep_lock():
             self._warn(line, "error")
             if self._run.displaced:
                 return RunOutcome("failed", line, 1)

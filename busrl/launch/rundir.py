@@ -72,7 +72,7 @@ class OpenRun:
     displaced: str = ""  # by whom
     _last_problem: str = ""
 
-    def turn(self) -> str | None:
+    def keep_lock(self) -> str | None:
         """See that run.lock is what it was; what was done, or why this launch has lost its turn (`displaced`)."""
         if self.lock.stands or self.displaced or self.moved():
             return None

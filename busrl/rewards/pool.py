@@ -198,7 +198,7 @@ MAX_FAILURES = 3
 OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
 
 
-class Lane:
+class JudgeProcess:
     """One child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
     starting (until it is `serving`), as far as this process saw it.
 
@@ -353,25 +353,25 @@ WITH_IDS = ("python",)  # kinds that look at token ids
 class Stage:
     """The children of one part of a reward: `name` "" and weight 1 where the reward has no parts."""
 
-    def __init__(self, setup: Setup, name: str, weight: float, lanes: Sequence[Lane]) -> None:
-        self.name, self.weight, self.lanes = name, weight, lanes
+    def __init__(self, setup: Setup, name: str, weight: float, processes: Sequence[JudgeProcess]) -> None:
+        self.name, self.weight, self.processes = name, weight, processes
         self._ids = setup.kind in WITH_IDS
 
     def submit(self, items: Sequence[Item], now: float) -> None:
         """Hand items to the children, fewest waiting first."""
         if not self._ids:
             items = [Item(one.key, one.record_line, one.completion, []) for one in items]
-        share = -(-len(items) // len(self.lanes))
-        for number, lane in enumerate(sorted(self.lanes, key=len)):
-            lane.submit(items[number * share : (number + 1) * share], now)
+        share = -(-len(items) // len(self.processes))
+        for number, process in enumerate(sorted(self.processes, key=len)):
+            process.submit(items[number * share : (number + 1) * share], now)
 
     @property
     def busy_s(self) -> float:
         """Seconds in the function, per child."""
-        return sum(lane.busy_s for lane in self.lanes) / max(1, len(self.lanes))
+        return sum(process.busy_s for process in self.processes) / max(1, len(self.processes))
 
 
-class Sum:
+class WeightedSum:
     """The weighted sum of what the parts say of one item, in their order; done when all have answered. Of several that
     fail the first part decides."""
 
@@ -441,18 +441,18 @@ class RewardPool:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.stages: list[Stage] = []
-        self.lanes: list[Lane] = []
+        self.processes: list[JudgeProcess] = []
         self._poller = select.epoll()
         self._outcomes: list[Outcome] = []
-        self._open: dict[int, Sum] = {}  # items without an outcome
+        self._open: dict[int, WeightedSum] = {}  # items without an outcome
         now = time.monotonic()
         try:
             for setup, name, weight in setups(settings, str(Path(base_dir).resolve()), prompt_key, device):
-                own: list[Lane] = []
+                own: list[JudgeProcess] = []
                 self.stages.append(Stage(setup, name, weight, own))
                 for _ in range(1 if setup.kind in ONE_CHILD else settings.workers):
-                    own.append(Lane(setup, self._poller, setup.timeout_s, ready_s, now))
-                    self.lanes.append(own[-1])
+                    own.append(JudgeProcess(setup, self._poller, setup.timeout_s, ready_s, now))
+                    self.processes.append(own[-1])
         except BaseException:
             self.close()
             raise
@@ -468,7 +468,7 @@ class RewardPool:
     def submit(self, items: Sequence[Item]) -> None:
         """Hand items to the children of every part. Never waits."""
         now = time.monotonic()
-        self._open.update((item.key, Sum(self.stages)) for item in items)
+        self._open.update((item.key, WeightedSum(self.stages)) for item in items)
         for stage in self.stages:
             stage.submit(items, now)
 
@@ -483,12 +483,12 @@ class RewardPool:
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until every child has loaded the function; `RewardNotLoaded` if one cannot."""
-        return self._collect_until(lambda: all(lane.serving for lane in self.lanes), timeout_s)
+        return self._collect_until(lambda: all(process.serving for process in self.processes), timeout_s)
 
     @property
     def restarts(self) -> int:
         """Children that took the place of another."""
-        return sum(lane.restarts for lane in self.lanes)
+        return sum(process.restarts for process in self.processes)
 
     @property
     def busy_s(self) -> float:
@@ -497,9 +497,9 @@ class RewardPool:
 
     def close(self) -> None:
         """End the children; items without an outcome are forgotten. A second call does nothing."""
-        for lane in self.lanes:
-            lane.close()
-        self.lanes, self.stages = [], []
+        for process in self.processes:
+            process.close()
+        self.processes, self.stages = [], []
         self._outcomes.clear()
         self._open.clear()
         self._poller.close()
@@ -516,7 +516,7 @@ class RewardPool:
         now = self._collect(LATENESS_S)
         ends = now + timeout_s
         while not done() and now < ends:
-            wait = min([ends - now, *(lane.remaining_s() for lane in self.lanes)])
+            wait = min([ends - now, *(process.remaining_s() for process in self.processes)])
             self._poller.poll(wait)
             now = self._collect(wait)
         return done()
@@ -525,8 +525,8 @@ class RewardPool:
         """Gather what has come up; returns the clock value it was done at."""
         now = time.monotonic()
         for stage in self.stages:
-            for lane in stage.lanes:
-                for outcome in lane.collect(now, at_most_s):
+            for process in stage.processes:
+                for outcome in process.collect(now, at_most_s):
                     self._answered(stage, outcome)
         return now
 

@@ -177,7 +177,7 @@ class Trainer:
         """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
-        inputs, entropy, values = self._computed_inputs(samples, flat, given)
+        inputs, values = self._computed_inputs(samples, flat, given)
         marks = self._of_these_weights(flat, version)
         in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
         loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
@@ -247,19 +247,19 @@ class Trainer:
 
     def _computed_inputs(
         self, samples: Sequence[Sample], flat: Flat, given: Given
-    ) -> tuple[losses.LossInputs, Tensor, Tensor | None]:
-        """What the loss gets, the entropy, and the values of a value head, of one forward of each model."""
+    ) -> tuple[losses.LossInputs, Tensor | None]:
+        """What the loss gets, and the values of a value head, of one forward of each model."""
         referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
         if self.teacher is None:
             (logprobs, entropy), values = self._scores_and_values(samples, flat)
-            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), entropy, values
+            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), values
         with torch.no_grad():
             ids, known = self.teacher(samples, flat)
         wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
         (every, entropy), values = self._scores_and_values(samples, wanted)
         inputs = self._loss_inputs(samples, flat, every[:, 0], entropy, given, referred)
         known = known.to(self._dtype)
-        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), entropy, values
+        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), values
 
     @torch.no_grad()
     def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:

@@ -145,7 +145,8 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
 
 
 SHARED_BY_ROLES = {
-    "process", "actor", "trajectory", "episodes", "holder", "intake", "predictor_state", "prompt_filter", "version_pin",
+    "process", "actor", "trajectory", "episodes", "holder", "intake", "predictor_state", "prompt_filter",
+    "remote_ledgers", "version_pin",
 }
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 

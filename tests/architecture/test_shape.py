@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 251, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 254, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -49,9 +49,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "schema": "learner names prompts declare", "pretrained": "schema", "reader": "names schema declare",
         "memory": "pretrained schema", "rules": "learner reader schema declare", "engine_rules": "learner rules schema",
         "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
-        "trial": "pretrained rules schema declare",
-        "files": "engine_rules pretrained reader rules schema trial declare",
-        "machine": "engine_rules pretrained schema", "sources": "pretrained prompts rules schema trial",
+        "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens schema declare",
+        "files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
+        "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
         "derive": "files prompts rules schema",
         "explain": "machine memory pretrained prompts rates reader rules schema trial",
         "load": "derive engine_rules files pretrained prompts rates reader reward_rules rules schema sources",
@@ -105,8 +105,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "child": "base code judge kinds model pool",
     },
     "roles.learner": {
-        "alarms": "", "control": "", "groups": "", "history": "", "metrics": "", "publish": "", "step": "",
-        "loop": "alarms control groups history metrics publish step",
+        "alarms": "", "control": "", "groups": "", "history": "", "idling": "", "metrics": "idling",
+        "publish": "", "step": "",
+        "loop": "alarms control groups history idling metrics publish step",
     },
     "scheduling": {
         "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",

@@ -13,7 +13,7 @@ from chat_folders import make
 from transformers import AutoTokenizer
 
 from busrl.config import Topology
-from busrl.config import trial as prompts_module
+from busrl.config import prompt_tokens as prompts_module
 from busrl.config.explain import report
 
 Loaded = Callable[..., Topology]

@@ -14,7 +14,7 @@ from busrl.gateway import Desk, Tally
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
-from busrl.roles.keeper import RingLedger
+from busrl.roles.remote_ledgers import RingLedger
 from busrl.roles.trajectory import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
 
@@ -31,8 +31,8 @@ class Keeper:
         self.fates = [Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f.bin", "v.bin")]
         self.ring.bind_fates(*self.fates)
         self.bells: list[m.Message] = []
-        self.book = RingLedger(self.ring, self.bells.append, CUTS, 16, 0)
-        self.desk = Desk(self.book, Tally(), 0.0, **settings(LEASE_S))
+        self.ledger = RingLedger(self.ring, self.bells.append, CUTS, 16, 0)
+        self.desk = Desk(self.ledger, Tally(), 0.0, **settings(LEASE_S))
         self.now = 0.0
 
     def ask(self, sender: str, message: g.Remote) -> list[m.Message]:

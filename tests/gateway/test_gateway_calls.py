@@ -16,7 +16,7 @@ from busrl.gateway import Desk, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.ring import Ring, State
 from busrl.ring.calls import Caller, ModelCall
-from busrl.roles.keeper import BothLedgers, CallLedger, RingLedger
+from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger
 
 IDS = np.arange(5, dtype=np.int32)
 

@@ -153,8 +153,8 @@ def test_an_answer_that_ended_by_itself_and_is_not_done_is_refused(keeper: Keepe
 
 
 def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_sample(keeper: Keeper) -> None:
-    keeper.book.steps.add(3, 30)
-    keeper.book.steps.add(5, 50)
+    keeper.ledger.steps.add(3, 30)
+    keeper.ledger.steps.add(5, 50)
     keeper.ring.set_header("version", 6)
     dispatch(keeper.ring, 0, version=5, step=50)
     dispatch(keeper.ring, 1, version=5, step=50)

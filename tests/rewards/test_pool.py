@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from busrl.errors import RewardNotLoaded
-from busrl.rewards.pool import Item, Lane, Outcome, RewardPool, Setup
+from busrl.rewards.pool import Item, JudgeProcess, Outcome, RewardPool, Setup
 
 JUDGE = """
 import os, signal, sys, time
@@ -196,7 +196,7 @@ def test_a_killed_child_is_replaced_and_nothing_is_lost(make: MakePool) -> None:
     pool = make()
     assert pool.wait_ready(60)
     for round_number in range(3):
-        os.kill(pool.lanes[0].pid, signal.SIGKILL)
+        os.kill(pool.processes[0].pid, signal.SIGKILL)
         found = judge_all(pool, [item(k) for k in range(round_number, round_number + 50)])
         assert all(outcome.error == "" for outcome in found.values())
 
@@ -227,32 +227,32 @@ def test_a_module_that_crashes_on_import_ends_the_pool_after_a_few_tries(make: M
         pool.wait_ready(60)
 
 
-LaneAt = Callable[[float], Lane]
+LaneAt = Callable[[float], JudgeProcess]
 
 
 @pytest.fixture
-def lane(tmp_path: Path) -> Iterator[LaneAt]:
-    """A lane with a clock of the test's own, and a ready child."""
+def process(tmp_path: Path) -> Iterator[LaneAt]:
+    """A process with a clock of the test's own, and a ready child."""
     (tmp_path / "judge.py").write_text(JUDGE)
     poller = select.epoll()
-    lanes = []
+    processes = []
 
-    def build(now: float) -> Lane:
+    def build(now: float) -> JudgeProcess:
         setup = Setup("python", "judge.py:judge", "", "", str(tmp_path))
-        lanes.append(Lane(setup, poller, 5.0, 120.0, now))
-        while not lanes[-1].serving:
+        processes.append(JudgeProcess(setup, poller, 5.0, 120.0, now))
+        while not processes[-1].serving:
             assert poller.poll(60)
-            assert lanes[-1].collect(now, 0.0) == []
-        return lanes[-1]
+            assert processes[-1].collect(now, 0.0) == []
+        return processes[-1]
 
     yield build
-    for made in lanes:
+    for made in processes:
         made.close()
     poller.close()
 
 
-def test_only_time_with_the_item_and_under_our_eyes_counts_against_it(lane: LaneAt) -> None:
-    judged = lane(0.0)
+def test_only_time_with_the_item_and_under_our_eyes_counts_against_it(process: LaneAt) -> None:
+    judged = process(0.0)
     judged.submit([Item(1, b"{}", "hang", [])], now=1000.0)  # long idle before
     assert judged.collect(1001.0, at_most_s=60.0) == []
     assert judged.collect(2000.0, at_most_s=1.0) == []  # we were stopped for long: one second counts
@@ -260,8 +260,8 @@ def test_only_time_with_the_item_and_under_our_eyes_counts_against_it(lane: Lane
     assert [(a.key, a.error) for a in judged.collect(2003.0, at_most_s=60.0)] == [(1, "hung")]
 
 
-def test_killing_a_hung_child_takes_what_the_user_code_started(lane: LaneAt, tmp_path: Path) -> None:
-    hung, path = lane(0.0), tmp_path / "grandchild"
+def test_killing_a_hung_child_takes_what_the_user_code_started(process: LaneAt, tmp_path: Path) -> None:
+    hung, path = process(0.0), tmp_path / "grandchild"
     hung.submit([Item(1, b"{}", f"orphan {path}", [])], now=0.0)
     waited_for(path)
     assert [a.error for a in hung.collect(5.0, at_most_s=60.0)] == ["hung"]
@@ -302,7 +302,7 @@ s = SimpleNamespace(**own)
 pool = RewardPool(s, base_dir={base!r})
 pool.wait_ready(60)
 pool.submit([Item(0, b"{{}}", "hang", [])])
-print(pool.lanes[0].pid, flush=True)
+print(pool.processes[0].pid, flush=True)
 pool.poll(600)
 """
 
@@ -327,9 +327,9 @@ def test_a_child_s_time_in_the_function_is_counted(make: MakePool) -> None:
 
 
 def test_answers_that_nobody_reads_and_a_child_that_has_nothing_to_do_take_no_time(
-    lane: LaneAt, tmp_path: Path
+    process: LaneAt, tmp_path: Path
 ) -> None:
-    judged, count = lane(0.0), 10
+    judged, count = process(0.0), 10
     for seq in range(1, count + 1):
         judged.submit([Item(seq, b"{}", f"touch {tmp_path / str(seq)}", [])], now=float(seq))
     waited_for(tmp_path / str(count))  # so all answers but that one are there, unread

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config.trial import tools_of_chats
+from busrl.config.prompt_tokens import tools_of_chats
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.data.figures import tag_of

@@ -29,7 +29,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
-from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew, LogprobCheck
+from busrl.roles.learner.alarms import Alarms, LengthSkew, LogprobCheck
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import (
     Claimed,
@@ -44,6 +44,7 @@ from busrl.roles.learner.groups import (
     tag_at,
 )
 from busrl.roles.learner.history import History
+from busrl.roles.learner.idling import QUARTERS, Idling
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
@@ -176,7 +177,7 @@ class Learner(Actor):
                     return True  # a slot moved: look again before anything else
                 moved = True
             elif isinstance(action, Fire):
-                self._fire(action, view)
+                self._step(action, view)
                 moved = True
             else:
                 moved |= self._while_waiting(action)
@@ -316,31 +317,19 @@ class Learner(Actor):
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def _fire(self, action: Fire, view: GroupView) -> None:
+    def _step(self, action: Fire, view: GroupView) -> None:
         """One step: commit to the log, end the slots, train, publish, report."""
         with self.activity("step", self.deadline.begin()):
             if not self._history_stands():
                 return
             groups = [self.claimed[draw] for draw in action.draws]
-            record = Record(
-                step=self.history.step + 1,
-                version=self.publisher.version,
-                cause=action.cause.value,
-                groups=list(action.draws),
-                samples=[record for group in groups for record in group.records],
-            )
+            record = self._record(action, groups)
             trained_version = self._present_version()
             if trained_version is not None:
                 self.logprob_check.first(record.samples, trained_version, self.training.score)
             if not self._commit(record):
                 return
-            excerpts = self.excerpts.of_step(self.ring, groups)
-            for group in groups:
-                slots = [slot for slot, _ in group.slots]
-                self.metrics.trained(group.group, parts_of(self.ring, slots), self._tag(slots[0]))
-                self.metrics.context(*context_at(self.ring, group))
-                end(self.ring, group, Fate.TRAINED)
-            self.claimed.clear()
+            excerpts = self._end_slots(groups)
             self.training.stale.at(record.version, self.history.step)
             stats = self._train(record.samples, len(groups))
             self.history.finished(record)
@@ -357,6 +346,24 @@ class Learner(Actor):
             if due and not self._is_over():
                 self._checkpoint()
         self.plan.trigger.step_ended(time.monotonic())
+
+    def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
+        """What the log keeps of a step, before any of it happens."""
+        return Record(
+            step=self.history.step + 1, version=self.publisher.version, cause=action.cause.value,
+            groups=list(action.draws), samples=[record for group in groups for record in group.records],
+        )
+
+    def _end_slots(self, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
+        """Give the slots of a committed step back, after what people are to see of them is copied."""
+        excerpts = self.excerpts.of_step(self.ring, groups)
+        for group in groups:
+            slots = [slot for slot, _ in group.slots]
+            self.metrics.trained(group.group, parts_of(self.ring, slots), self._tag(slots[0]))
+            self.metrics.context(*context_at(self.ring, group))
+            end(self.ring, group, Fate.TRAINED)
+        self.claimed.clear()
+        return excerpts
 
     def _lengths(self, groups: Sequence[Claimed], view: GroupView) -> dict[str, Any]:
         """How the lengths that were trained compare with those that were drawn; a warning when they begin to differ."""

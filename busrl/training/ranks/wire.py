@@ -227,7 +227,7 @@ LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
 # -- the work of a micro-batch ----------------------------------------------------------
 
 NOTHING_GIVEN = Given(())
-NO_WORK = Work([], [], [], None, None, None, None, None, {}, False)
+NO_WORK = Work([], [], [], None, None, None, None, None, {})
 
 
 def work_of(

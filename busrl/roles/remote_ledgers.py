@@ -1,0 +1,364 @@
+"""The ledger of workers that do not map the ring: what they claim, and what is written and committed in their names.
+
+`busrl.gateway` decides and calls; these classes do it on the ring of samples, on that of model calls, or on both.
+Claims stand in REMOTE entries of the process table, which the keeper's death does not touch. Knows nothing of the bus.
+
+- A stand-in (a handle that acts for a REMOTE entry) is refused by the ring as soon as another worker has the entry, so
+  nothing is written in a wrong name.
+- A reward that was claimed `MOST_TRIES` times and never came is an accident (H), as with local workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+
+from busrl.config import Topology
+from busrl.config.rules import RESERVE_PROCESSES
+from busrl.errors import NotOwner, RingError, RingFull, SlotTooSmall
+from busrl.gateway import AnswerLimits, ClaimedTask, ClaimGone, Desk, Refused, RemoteAnswer, Tally, tensor
+from busrl.protocol import gateway as g
+from busrl.protocol import messages as m
+from busrl.protocol.codec import address
+from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
+from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.roles.episodes import last_call, turn_rewards_of
+from busrl.roles.trajectory import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
+from busrl.states import Fate, HeaderWord
+from busrl.weights.base import VersionSteps
+
+log = logging.getLogger("busrl")
+RESTS_IN = {State.GENERATING: State.QUEUED, State.REWARDING: State.GENERATED}
+ALONE = 1 << 31  # of the field `flags`: the claimer holds nothing else
+MOST_TRIES = 3
+TENSORS = ("tokens", "logprobs", "versions")
+
+
+class RingLedger:
+    """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
+
+    def __init__(
+        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int
+    ) -> None:
+        self.ring, self.announce, self.cuts = ring, announce, cuts
+        self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
+        self.steps = VersionSteps()
+        self._stand_ins: dict[int, Ring] = {}
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Remember which step made the version that is published now."""
+        step = self.ring.header(HeaderWord.VERSION_STEP)  # before its version: it may look too old, never too new
+        self.steps.add(self.ring.header(HeaderWord.VERSION), step)
+
+    # -- entries --------------------------------------------------------------------------------------------------
+
+    def members(self) -> list[tuple[int, str, str, int]]:
+        return [(one.index, one.role, one.label, one.life) for one in self.ring.processes() if one.remote]
+
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
+        remote, lines = [entry[0] for entry in self.members()], self.ring.lines()
+        theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
+        return [(int(lines["owner"][slot]), _claim(slot, lines[slot])) for slot in theirs.nonzero()[0].tolist()]
+
+    def enter(self, role: str, name: str, life: int) -> int:
+        try:
+            return self.ring.enter_remote(role, name, life=life)
+        except RingFull as problem:
+            raise Refused(str(problem), "full") from None
+
+    def leave(self, index: int) -> None:
+        stand_in = self._stand_ins.pop(index, None)
+        if stand_in is not None:
+            stand_in.close()
+        self.ring.leave_remote(index)
+
+    def show(self, index: int, tasks: int) -> None:
+        stand_in = self.stand_in(index)
+        stand_in.activity(f"remote, holds {tasks}")
+        stand_in.progress()
+
+    def stand_in(self, index: int) -> Ring:
+        if index not in self._stand_ins:
+            self._stand_ins[index] = self.ring.stand_in(index)
+        return self._stand_ins[index]
+
+    # -- claims ---------------------------------------------------------------------------------------------------
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
+        stand_in = self.stand_in(index)
+        if role == "reward":
+            taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+        else:
+            taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle, self.cuts.cls)
+        return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
+
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        line, segments = self.ring.line(claim.slot), segments_of(claim.word)
+        rewarding = state_of(claim.word) == State.REWARDING
+        try:
+            most = 0 if rewarding else self.limits(claim).tokens
+            cut = self.cuts.next(int(line["cls"]), segments, most)
+            return g.Task(
+                task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
+                record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
+                attempt=int(line["attempt"]), max_new_tokens=most, temperature=float(line["temperature"]),
+                top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
+                completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
+                tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
+            )
+        except (RingError, ValueError) as problem:
+            log.warning("sample %d cannot be sent to a remote worker: %s", claim.uid, problem)
+            self.drop(index, claim, Fate.MALFORMED)
+            return None
+
+    def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
+        if not segments:
+            return {}
+        if (last := last_call(self.ring, slot)) is not None:
+            return {name: tensor(array) for name, array in last.items()}
+        arrays = {name: read_generated(self.ring, slot, name, segments) for name in TENSORS}
+        arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
+        return {name: tensor(array) for name, array in arrays.items()}
+
+    def limits(self, claim: ClaimedTask) -> AnswerLimits:
+        segments, most = segments_of(claim.word), int(self.ring.line(claim.slot)["max_new_tokens"])
+        earlier = len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+        newest = self.ring.header(HeaderWord.VERSION)
+        return AnswerLimits(most - earlier, segments, self.prompt_tokens, self.vocabulary, newest)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+        stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
+        line, limits = self.ring.line(slot), self.limits(claim)
+        whole = self._whole(limits, answer)
+        with _as_refusals():
+            if answer.prompt_ids is not None:
+                stand_in.put(slot, word, "prompt_ids", answer.prompt_ids)
+            message = self.cuts.commit(
+                stand_in, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
+                version=int(line["version"]), step=int(line["step"]),
+                earlier=int(line["max_new_tokens"]) - limits.tokens,
+                prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
+            )
+        if message is None:
+            raise ClaimGone
+        stand_in.add(tokens=len(answer.token_ids), samples=int(whole))
+        self.announce(message)
+
+    def _whole(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
+        """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
+        most = self.cuts.plan.most
+        if answer.done or len(answer.token_ids) >= limits.tokens:
+            return True
+        if limits.segment + 1 < most:
+            return False
+        raise Refused(
+            f"segment {limits.segment} is the last that an answer may have here (segments.max_segments = {most}, "
+            "1 with segments off): send the answer to its end, with done = true"
+        )
+
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
+        stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
+        reward += turn_rewards_of(self.ring, slot)
+        with _as_refusals():
+            write_parts(stand_in, slot, word, parts)
+            stand_in.set(slot, word, reward=reward, reward_parts=1)
+        done = stand_in.release(slot, word, State.REWARDED)
+        if not done:
+            raise ClaimGone
+        stand_in.add(samples=1)
+        self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
+
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        self.stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
+
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        rewarding = state_of(claim.word) == State.REWARDING
+        if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
+            self.drop(index, claim, Fate.REWARD_HUNG)
+            return True
+        self.stand_in(index).expire(claim.slot, claim.word)
+        return False
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        self.stand_in(index).drop(claim.slot, claim.word, fate)
+        if state_of(claim.word) == State.REWARDING:  # the learner looks at its group again
+            self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        if slot >= self.ring.n_slots or uid == UID_NONE:
+            return False
+        line = self.ring.line(slot)
+        return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
+
+
+class CallLedger:
+    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights."""
+
+    def __init__(self, ring: Ring, samples: RingLedger) -> None:
+        self.ring, self.samples = ring, samples
+        self._entries = RingLedger(ring, samples.announce, samples.cuts, 0, samples.vocabulary)
+        self.members, self.enter, self.leave = self._entries.members, self._entries.enter, self._entries.leave
+        self.show, self.claims, self.committed = self._entries.show, self._entries.claims, self._entries.committed
+        self.give_back, self.expire = self._entries.give_back, self._entries.expire
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        taken, _ = claim_queued(self._entries.stand_in(index), None, limit, idle)
+        return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
+
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        line, slot = self.ring.line(claim.slot), claim.slot
+        try:
+            ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT)
+            details = msgspec.msgpack.decode(self.ring.get(slot, "call").tobytes(), type=CallDetails)
+        except (RingError, msgspec.MsgspecError) as problem:
+            self.refuse(index, claim, f"the call cannot be read: {problem}")
+            return None
+        return g.Task(
+            task=claim.task, slot_id=slot, seq=claim.seq, uid=claim.uid, record="", attempt=int(line["attempt"]),
+            max_new_tokens=int(line["max_new_tokens"]), temperature=float(line["temperature"]),
+            top_p=float(line["top_p"]), version=self.samples.ring.header(HeaderWord.VERSION),
+            tensors={"prompt_ids": tensor(ids)}, kind="call", stream=details.stream, stop=details.stop,
+        )
+
+    def limits(self, claim: ClaimedTask) -> AnswerLimits:
+        most = int(self.ring.line(claim.slot)["max_new_tokens"])
+        return AnswerLimits(most, 0, 0, self.samples.vocabulary, self.samples.ring.header(HeaderWord.VERSION))
+
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+        if not answer.done:
+            raise Refused("the answer to a model call is sent whole, with done = true")
+        stand_in, made = self._entries.stand_in(index), (answer.token_ids, answer.logprobs, answer.versions)
+        claimed_ns = int(self.ring.line(claim.slot)["changed_ns"])
+        with _as_refusals():
+            step = self.samples.steps.step_of(int(answer.versions.min()))
+            if not write_answer(stand_in, claim.slot, claim.word, *made, answer.finish, claimed_ns, step):
+                raise ClaimGone
+        stand_in.add(tokens=len(answer.token_ids), samples=1)
+
+    def refuse(self, index: int, claim: ClaimedTask, why: str) -> None:
+        write_refusal(self._entries.stand_in(index), claim.slot, claim.word, why)
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        """A call has no fate: its caller is told instead."""
+        self.refuse(index, claim, f"a worker from outside gave it up: {fate.words}")
+
+
+class BothLedgers:
+    """The `RemoteLedger` of a run with model calls: rollouts work on those, rewards on samples. Entries and slots of
+    the ring of calls are numbered behind those of the samples' ring, so that a claim has one name."""
+
+    def __init__(self, samples: RingLedger, calls: CallLedger) -> None:
+        self.samples, self.calls = samples, calls
+        self._entries, self._slots = samples.ring.n_processes, samples.ring.n_slots
+
+    def note_version(self) -> None:
+        self.samples.note_version()
+
+    def members(self) -> list[tuple[int, str, str, int]]:
+        behind = ((index + self._entries, role, name, life) for index, role, name, life in self.calls.members())
+        return [*self.samples.members(), *behind]
+
+    def claims(self) -> list[tuple[int, ClaimedTask]]:
+        behind = [(index + self._entries, self._shown(claim)) for index, claim in self.calls.claims()]
+        return [*self.samples.claims(), *behind]
+
+    def enter(self, role: str, name: str, life: int) -> int:
+        if role == "rollout":
+            return self.calls.enter(role, name, life) + self._entries
+        return self.samples.enter(role, name, life)
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        if index < self._entries:
+            return self.samples.take(index, role, limit, idle)
+        return [self._shown(claim) for claim in self.calls.take(index - self._entries, role, limit, idle)]
+
+    def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        ledger, entry, own = self._own(index, claim)
+        task = ledger.task(entry, own)
+        return task and msgspec.structs.replace(task, task=claim.task, slot_id=claim.slot)
+
+    def limits(self, claim: ClaimedTask) -> AnswerLimits:
+        ledger, _, own = self._own(0 if claim.slot < self._slots else self._entries, claim)
+        return ledger.limits(own)
+
+    def leave(self, index: int) -> None:
+        ledger, entry = self._ledger(index)
+        ledger.leave(entry)
+
+    def show(self, index: int, tasks: int) -> None:
+        ledger, entry = self._ledger(index)
+        ledger.show(entry, tasks)
+
+    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+        ledger, entry, own = self._own(index, claim)
+        ledger.commit_answer(entry, own, answer)
+
+    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
+        self.samples.commit_reward(index, claim, reward, parts)
+
+    def give_back(self, index: int, claim: ClaimedTask) -> None:
+        ledger, entry, own = self._own(index, claim)
+        ledger.give_back(entry, own)
+
+    def expire(self, index: int, claim: ClaimedTask) -> bool:
+        ledger, entry, own = self._own(index, claim)
+        return ledger.expire(entry, own)
+
+    def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
+        ledger, entry, own = self._own(index, claim)
+        ledger.drop(entry, own, fate)
+
+    def committed(self, slot: int, seq: int, uid: int) -> bool:
+        if slot < self._slots:
+            return self.samples.committed(slot, seq, uid)
+        return self.calls.committed(slot - self._slots, seq, uid)
+
+    def _shown(self, claim: ClaimedTask) -> ClaimedTask:
+        return claim._replace(slot=claim.slot + self._slots)
+
+    def _ledger(self, index: int) -> tuple[RingLedger | CallLedger, int]:
+        return (self.samples, index) if index < self._entries else (self.calls, index - self._entries)
+
+    def _own(self, index: int, claim: ClaimedTask) -> tuple[RingLedger | CallLedger, int, ClaimedTask]:
+        ledger, entry = self._ledger(index)
+        return ledger, entry, claim if ledger is self.samples else claim._replace(slot=claim.slot - self._slots)
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    """What the ring may answer to a write, in the gateway's words."""
+    try:
+        yield
+    except SlotTooSmall as problem:
+        raise Refused(str(problem)) from None
+    except NotOwner:
+        raise ClaimGone from None
+
+
+def _claim(slot: int, line: np.void) -> ClaimedTask:
+    word = int(line["word"])
+    return ClaimedTask(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
+
+
+def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally) -> Desk:
+    """The desk of a run. Remote workers never take the entries that the run itself may need."""
+    data, processes = topology.data, topology.processes()
+    welcome = g.GatewayWelcome(
+        life=0, lease_s=topology.limits.lease_s, max_message_bytes=topology.bus.max_message_bytes,
+        max_prompt_tokens=topology.max_prompt_tokens, seed=topology.run.seed, model=topology.model.path,
+        prompt_key=data.prompt_key, answer_key=topology.reward.answer_key or data.answer_key, template=data.template,
+    )
+    return Desk(
+        ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
+        most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
+        reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
+    )
