@@ -250,17 +250,9 @@ class Endpoint:
     """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
 
     def __init__(
-        self,
-        name: str,
-        frontend: str,
-        backend: str,
-        *,
-        subscribe: Sequence[str] = (),
-        hwm: int = DEFAULT_HWM,
-        max_bytes: int = DEFAULT_MAX_BYTES,
-        keys: ClientKeys | None = None,
-        report: Callable[[str], None] = _log.warning,
-        message_faults: MessageFaults | None = None,
+        self, name: str, frontend: str, backend: str, *, subscribe: Sequence[str] = (), hwm: int = DEFAULT_HWM,
+        max_bytes: int = DEFAULT_MAX_BYTES, keys: ClientKeys | None = None,
+        report: Callable[[str], None] = _log.warning, message_faults: MessageFaults | None = None,
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
         self._max_bytes, self._report, self._message_faults = max_bytes, report, message_faults

@@ -18,7 +18,7 @@ def picture(processes: int = 7, errors: int = 3, steps: int = 120, name: str = "
     made = RunState(facts=facts)
     entries = tuple(
         ProcessRecord(
-            f"rollout/{i}", "rollout", 1000 + i, "ready", "", 0.0, 99.0 if i == 3 else 0.1, 0.1, i * 10**9, 10, 5, 80
+            f"rollout/{i}", "rollout", 1000 + i, "ready", "", 0.0, 99.0 if i == 3 else 0.1, i * 10**9, 10, 5, 80
         )
         for i in range(processes)
     )
