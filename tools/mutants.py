@@ -214,8 +214,6 @@ MUTANTS = (
            "record.earlier if last_only else 0", "0", of_step("the last segment")),
     Mutant("pois keeps its ratios", TRAINER,
            "if self.settings.ratio_one:", "if False:", of_step("pois")),
-    Mutant("what is not mastered is left out", LOSSES,
-           "(logprobs.detach().exp() >= tau)", "(logprobs.detach().exp() < tau)", of_step("mastered tokens")),
     Mutant("the learner ignores the temperature", HEAD,
            "_divide(logits, temperature, part)\n            wanted", "wanted", PPO),
     Mutant("the learner multiplies by the temperature", HEAD,

@@ -326,21 +326,3 @@ def importance_weight(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """min(proximal / behaviour, cap), a constant."""
     ratio = log_ratio(inputs.proximal_logprobs.detach(), inputs.behaviour_logprobs).exp()
     return ratio.clamp(max=settings.tis_cap)
-
-
-def mastered(
-    logprobs: Tensor, entropy: Tensor, advantages: Tensor, rows: Tensor, lengths: Tensor, tau: float, sigma: float,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Tokens that the policy writes almost surely: of probability >= tau, in a sample of advantage > 0 and of a mean
-    entropy < sigma nats. The choice is a constant; these tokens stay in the denominator.
-
-    UloRL (2507.19766) calls leaving them out DMMPT, eq. 10, whose entropy lacks the minus sign: H = -sum p log p here.
-    `logprobs` and `entropy` are under the current policy, `rows` names each token's sample, `lengths` counts the
-    trained tokens (those of `mask`) of each sample.
-    """
-    counted = entropy.detach() if mask is None else entropy.detach().where(mask.bool(), 0)
-    total = torch.zeros(len(lengths), dtype=counted.dtype, device=counted.device).index_add_(0, rows, counted)
-    low = (total / lengths.clamp(min=1) < sigma)[rows]
-    found: Tensor = low & (advantages > 0) & (logprobs.detach().exp() >= tau)
-    return found if mask is None else found & mask.bool()

@@ -21,7 +21,7 @@ from busrl.errors import UserError
 from busrl.simulate import report
 from busrl.simulate.figures import Figures
 from busrl.simulate.fit import Fitted, fit
-from busrl.simulate.report import Axis, Point, axis, points, svg
+from busrl.simulate.report import Axis, Point, axis, points
 from busrl.simulate.settings import Setting, make, notes
 from busrl.simulate.world import World
 
@@ -152,8 +152,7 @@ def _sweep(
         if not options.json:
             print(f"{' '.join(point.values)}: {done[-1][2].samples_per_s:.4g} samples/s", flush=True)
     rows = [(point.values, found) for point, _, found in done]
-    name = settings[0][0].topology.run.name
-    written = _write(options.out or Path("simulated") / name, f"{name}: {', '.join(keys)}", keys, rows)
+    written = _write(options.out or Path("simulated") / settings[0][0].topology.run.name, keys, rows)
     if options.json:
         print(json.dumps([_plain(*one) for one in done], indent=2))
         return 0
@@ -165,8 +164,8 @@ def _sweep(
     return 0
 
 
-def _write(folder: Path, title: str, keys: Sequence[str], rows: Rows) -> list[Path]:
-    texts = {"csv": report.comma_separated(keys, rows), "md": report.markdown(keys, rows), "svg": svg(title, rows)}
+def _write(folder: Path, keys: Sequence[str], rows: Rows) -> list[Path]:
+    texts = {"csv": report.comma_separated(keys, rows), "md": report.markdown(keys, rows)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

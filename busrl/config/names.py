@@ -37,15 +37,14 @@ MOVED = {
     "segments.truncated": "reward.truncated",
     "segments.truncated_penalty": "reward.truncated_penalty",
     "learner.forced_age": "experiments.forced_age",
-    "learner.dmmpt": "experiments.dmmpt",
-    "learner.dmmpt_tau": "experiments.dmmpt_tau",
-    "learner.dmmpt_sigma": "experiments.dmmpt_sigma",
     **{f"learner.controller.{name}": f"experiments.controller.{name}" for name in _KEPT},
     **MOVED_MS,
 }
 _ONE_RULE_SET = "the controller has one set of rules, which follow the entropy (docs/control.md): remove it"
+_MASK, _NO_MASK = ("dmmpt", "dmmpt_tau", "dmmpt_sigma"), "no tokens are left out for being mastered: remove it"
 GONE = {
     **{f"{table}.controller.{name}": _ONE_RULE_SET for table in ("experiments", "learner") for name in _RULES},
+    **{f"{table}.{name}": _NO_MASK for table in ("experiments", "learner") for name in _MASK},
     "derived.eta_min": "it belonged to rules of the controller that are gone: remove it",
 }
 

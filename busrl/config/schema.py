@@ -538,9 +538,6 @@ class ControllerRules:
 class Experiments:
     """[experiments]: for measurements; each of these has been tried and is off."""
 
-    dmmpt: str = key("off", "leave out mastered tokens: never, always, at low entropy", choices=("off", "on", "gate"))
-    dmmpt_tau: float = key(0.99, "mastered: a token of a better answer with at least this probability", low=0, high=1)
-    dmmpt_sigma: float = key(0.2, "nats; only in answers of lower mean entropy; and of the gate", above=0, high=100)
     forced_age: int = key(0, "publish the weights this many steps late", low=0, high=1024)
     controller: ControllerRules = field(default_factory=ControllerRules)
 

@@ -119,17 +119,13 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """One step: `version` is the highest version published so far, `groups` the groups in the order trained.
-
-    `dmmpt` says whether mastered tokens are left out of it.
-    """
+    """One step: `version` is the highest version published so far, `groups` the groups in the order trained."""
 
     step: int
     version: int
     cause: str
     groups: list[int]
     samples: list[SampleRecord]
-    dmmpt: bool = False
 
 
 class _Brief(msgspec.Struct):

@@ -32,7 +32,6 @@ class StepStats:
     old_tokens: int = 0  # of `context_tokens`, those that were too old
     context_tokens: int = 0  # generated, and read as context only: earlier segments, too old; not among `tokens`
     cut_tokens: int = 0  # of answers that the limit cut, where these are not trained; not among `tokens`
-    mastered_tokens: int = 0  # among `tokens`, left out of the loss by DMMPT
     forward_s: float = 0.0
     backward_s: float = 0.0
     step_s: float = 0.0
@@ -58,9 +57,7 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
     )
 
 
-ADDED = (
-    "tokens", "sequences", "micro_batches", "context_tokens", "mastered_tokens", "forward_s", "backward_s", "step_s",
-)
+ADDED = ("tokens", "sequences", "micro_batches", "context_tokens", "forward_s", "backward_s", "step_s")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,6 @@ class RankStats:
     tokens: int
     sequences: int
     context: int
-    mastered: int
     computed: int  # positions, padding included
     real: int
     micro_batches: int
@@ -96,7 +92,7 @@ def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, s
         padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
         diagnostics=found, skipped=first.skipped,
         culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
-        context_tokens=sum(share.context for share in shares), mastered_tokens=sum(share.mastered for share in shares),
+        context_tokens=sum(share.context for share in shares),
         forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
         step_s=max(share.step_s for share in shares), sums=sums,
     )

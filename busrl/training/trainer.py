@@ -57,9 +57,6 @@ class TrainerSettings(LossSettings):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 4096
-    dmmpt: str = "off"
-    dmmpt_tau: float = 0.99
-    dmmpt_sigma: float = 0.2
     newest_ratio: str = "recorded"  # "one": tokens drawn by the very weights that are trained have ratio 1
     kl_in: str = "loss"
     ratio_one: bool = False  # segments.loss = "pois"
@@ -136,7 +133,6 @@ class Trainer:
         # A teacher's most probable tokens in the place of each generated one: ids and log-probabilities; no gradient.
         self.teacher: Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]] | None = None
         self.copies = 1  # ranks that compute the same samples as this one, itself included
-        self.skip_mastered = settings.dmmpt == "on"  # changed between steps only
         self.saving: Writing | None = None  # of these tensors, by a thread
         self._clear()
 
@@ -157,7 +153,6 @@ class Trainer:
             self.value_head.clear()
         self._sums = torch.zeros(len(diagnostics.FIELDS), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = self._computed = self._real = self._context = 0
-        self._mastered = torch.zeros((), dtype=torch.int64, device=self._device)
         self._blame: list[tuple[list[int], Tensor]] = []
         self._views: Mapping[str, Tensor] | None = None  # of this rank, what is published
         self._marks: list[tuple[Any, Any, Any]] = []  # before and after a forward, after its backward
@@ -183,17 +178,10 @@ class Trainer:
         """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
-        inputs, entropy, values = self._computed_inputs(samples, flat, given)
-        logprobs = inputs.trainer_logprobs
+        inputs, values = self._computed_inputs(samples, flat, given)
         marks = self._of_these_weights(flat, version)
         in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
         loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
-        if self.skip_mastered:
-            tau, sigma = self.settings.dmmpt_tau, self.settings.dmmpt_sigma
-            rows = inputs.advantages, flat.rows, flat.lengths
-            mastered = losses.mastered(logprobs, entropy, *rows, tau, sigma, flat.mask)
-            loss = loss.masked_fill(mastered, 0)
-            self._mastered += mastered.sum()
         of_values = None if given.valued is None else self._of_values(values, given.valued, flat)
         trained = loss if of_values is None else loss + of_values.loss
         if given.weights is not None:
@@ -260,19 +248,19 @@ class Trainer:
 
     def _computed_inputs(
         self, samples: Sequence[Sample], flat: Flat, given: Given
-    ) -> tuple[losses.LossInputs, Tensor, Tensor | None]:
-        """What the loss gets, the entropy, and the values of a value head, of one forward of each model."""
+    ) -> tuple[losses.LossInputs, Tensor | None]:
+        """What the loss gets, and the values of a value head, of one forward of each model."""
         referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
         if self.teacher is None:
             (logprobs, entropy), values = self._scores_and_values(samples, flat)
-            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), entropy, values
+            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), values
         with torch.no_grad():
             ids, known = self.teacher(samples, flat)
         wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
         (every, entropy), values = self._scores_and_values(samples, wanted)
         inputs = self._loss_inputs(samples, flat, every[:, 0], entropy, given, referred)
         known = known.to(self._dtype)
-        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), entropy, values
+        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), values
 
     @torch.no_grad()
     def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
@@ -457,7 +445,7 @@ class Trainer:
         return RankStats(
             norm=norm, skipped=reason, culprits=culprits,
             sums=tuple(self._sums.tolist()),  # the one time that the device is read
-            tokens=self._tokens, sequences=self._sequences, context=self._context, mastered=int(self._mastered),
+            tokens=self._tokens, sequences=self._sequences, context=self._context,
             computed=self._computed, real=self._real, micro_batches=len(self._blame),
             forward_s=sum(self._watch.seconds(begun, between) for begun, between, _ in self._marks),
             backward_s=sum(self._watch.seconds(between, ended) for _, between, ended in self._marks),

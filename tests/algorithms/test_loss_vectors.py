@@ -66,21 +66,9 @@ def run(case: dict[str, Any], planted: float | None = None, head: bool = False) 
         known_inputs = replace(inputs, trainer_logprobs=logp.detach())
         inputs = replace(inputs, chosen=choice(known_inputs, settings, torch.Generator().manual_seed(0)))
     per_token = terms.objective(losses.LOSSES[case["loss_name"]], inputs, settings, settings.kl != "none")
-    if "dmmpt" in case:
-        entropy = array(given["token_entropy"]).masked_fill(hole, planted or 0.0)
-        per_token = per_token.masked_fill(found_mastered(inputs, entropy, **case["dmmpt"]).flatten(), 0)
     loss = aggregated(case, per_token, inputs)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), per_token.detach().view_as(mask), (gradient / slope).view_as(mask)
-
-
-def found_mastered(tokens: losses.LossInputs, entropy: Tensor, tau: float, sigma: float) -> Tensor:
-    """DMMPT on the rectangle of the vectors."""
-    assert tokens.mask is not None
-    rows = torch.arange(len(entropy))[:, None].expand_as(entropy).flatten()
-    flat = (tokens.trainer_logprobs.flatten(), entropy.flatten(), tokens.advantages.flatten(), rows)
-    lengths = tokens.mask.view_as(entropy).sum(1).long()
-    return losses.mastered(*flat, lengths, tau, sigma, tokens.mask.flatten()).view_as(entropy)
 
 
 @pytest.mark.parametrize("planted", [None, float("nan"), 1e9, -1e9], ids=["zeros", "nan", "plus", "minus"])
@@ -289,17 +277,6 @@ def test_only_what_reads_the_proximal_policy_wants_it_scored() -> None:
     assert wanting == {"decoupled", "m2po"}
     assert catalog.needs_proximal(replace(Learner(1e-4), ratio="proximal"))
     assert catalog.needs_proximal(replace(Learner(1e-4), loss="reinforce", correction="token_tis"))
-
-
-def test_the_printed_sign_of_the_entropy_would_leave_out_tokens_of_every_better_answer() -> None:
-    """UloRL's eq. 10 lacks the minus sign: with it the third case would leave out three tokens."""
-    inputs = VECTORS["inputs"]
-    advantage = array(VECTORS["advantage"])[:, None].expand(4, 5)
-    tokens = losses.LossInputs(array(inputs["logp"]), array(inputs["logp"]), array(inputs["logp"]), advantage,
-                           array(inputs["mask"]))
-    entropy = array(inputs["token_entropy"])
-    assert int(found_mastered(tokens, -entropy, 0.7, 0.45).sum()) >= 3
-    assert int(found_mastered(tokens, entropy, 0.7, 0.45).sum()) == 0
 
 
 def test_where_no_token_is_of_these_weights_there_is_no_mismatch_to_tell() -> None:

@@ -206,14 +206,14 @@ def test_a_key_that_is_gone_says_why(refused: Refused) -> None:
 def test_a_topology_json_of_an_older_busrl_is_read_as_what_it_meant(loaded: Loaded) -> None:
     new = loaded(
         '[validation]\ndata = "tiny:sort"\nat_start = false\n[learner.trigger]\nt_max_s = 2.5\n'
-        "[experiments]\ndmmpt_tau = 0.5\n[experiments.controller]\nhigh = 1.5\n[reward]\ntruncated = -1\n"
+        "[experiments.controller]\nhigh = 1.5\n[reward]\ntruncated = -1\n"
     )
     data = new.to_dict()
     old = copy.deepcopy(data)
     own, rules = old.pop("experiments"), data["experiments"]["controller"]
     old["data"]["validation"], old["run"]["validate_before"] = old["validation"].pop("data"), False
     del old["validation"]["at_start"]
-    old["learner"] |= {name: own[name] for name in ("forced_age", "dmmpt", "dmmpt_tau", "dmmpt_sigma")}
+    old["learner"] |= {"forced_age": own["forced_age"], "dmmpt": "off", "dmmpt_tau": 0.5}
     old["learner"]["aggregation"] = "token-mean"
     old["learner"]["trigger"] = {**old["learner"]["trigger"], "t_max": 2500.0}
     del old["learner"]["trigger"]["t_max_s"]

@@ -98,6 +98,7 @@ def followed(
             (SHM / paths.ring_name).unlink()
 
 
+@pytest.mark.long
 def test_every_command_of_the_page_works_and_its_run_goes_on(followed: tuple[Follower, dict[str, str]]) -> None:
     someone, told = followed
     text = "\n".join(told.values())

@@ -53,6 +53,7 @@ def log_of(run: Run) -> str:
     return run.paths.log("reward/0").read_text()
 
 
+@pytest.mark.long
 def test_a_run_whose_rewards_come_from_cpp_learns_and_ends_clean(topology: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", config=topology, steps=STEPS)
     with running(run):

@@ -126,6 +126,7 @@ def test_check_names_the_key_the_line_and_the_cause(tmp_path: Path) -> None:
     assert "returned shape ()" in texts[0] and "returned None" in texts[1] and "has no 'gone'" in texts[2]
 
 
+@pytest.mark.long
 def test_a_run_trains_with_all_four_and_writes_the_numbers_of_the_metric(
     quickstart: None, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def played(folder: Path, way: str, tmp_path: Path, *settings: str, client: str =
     assert 0.15 < sum(rewards) / len(rewards) < 0.7, "the model's first answers, judged as in the quickstart"
 
 
+@pytest.mark.long
 def test_an_environment_of_gymnasium_is_trained_by_its_command(folder: Path, tmp_path: Path) -> None:
     played(folder, "gymnasium", tmp_path)
 

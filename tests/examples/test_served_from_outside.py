@@ -23,6 +23,8 @@ from outside import EXAMPLES, finished, node, words_of, workers
 
 from busrl.monitor.status import status
 
+pytestmark = pytest.mark.long
+
 ANSWER_S = 20.0
 EMPTY = {"dtype": "int32", "shape": [3], "data": b"\0" * 12}
 

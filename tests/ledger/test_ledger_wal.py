@@ -262,7 +262,6 @@ def as_layout(number: int, directory: Path) -> None:
     for payload, _ in frames(path.read_bytes()):
         content = msgspec.msgpack.decode(payload)
         if number == 1:
-            del content["dmmpt"]
             for one in content["samples"]:
                 del one["segments"]
         body = msgspec.msgpack.encode(content)
@@ -289,7 +288,7 @@ def test_a_log_of_an_earlier_layout_is_read_and_new_records_go_into_a_file_that_
     assert (tmp_path / "wal" / "00000002.wal").read_bytes().startswith(HEAD)
 
 
-def test_a_sample_of_one_turn_is_written_byte_for_byte_as_layout_2_had_it(tmp_path: Path) -> None:
+def test_a_sample_of_one_turn_is_written_without_what_episodes_need(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         wal.append(record(1, range(1)))
     ((payload, _),) = frames((tmp_path / "wal" / "00000001.wal").read_bytes())
@@ -297,7 +296,7 @@ def test_a_sample_of_one_turn_is_written_byte_for_byte_as_layout_2_had_it(tmp_pa
     names = ("uid", "group", "admission", "member", "attempt", "prompt_crc", "reward", "temperature", "version", "step",
              "finish", "prompt_ids", "token_ids", "logprobs", "versions", "segments")
     written = {name: getattr(one, name) for name in names}
-    content = {"step": 1, "version": 2, "cause": "count", "groups": [0], "samples": [written], "dmmpt": False}
+    content = {"step": 1, "version": 2, "cause": "count", "groups": [0], "samples": [written]}
     assert bytes(payload) == msgspec.msgpack.encode(content)
 
 
@@ -314,13 +313,12 @@ def test_an_episode_comes_back_with_its_sequences_turns_and_their_rewards(tmp_pa
     assert plain.turn_array().tolist() == [[0, 2, 5, 1]] and plain.tokens == 3 and not plain.seqs
 
 
-def test_the_bounds_of_segments_and_the_mask_of_a_step_are_in_the_log(tmp_path: Path) -> None:
+def test_the_bounds_of_segments_are_in_the_log(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
-        wal.append(msgspec.structs.replace(record(1, tokens=7), dmmpt=True))
-        wal.append(record(2))
+        wal.append(record(1, tokens=7))
     with Wal(tmp_path / "wal") as wal:
-        first, second = wal.records()
-    assert first.dmmpt and not second.dmmpt and first.samples[0].segments == [] and first.samples[0].earlier == 0
+        (first,) = wal.records()
+    assert first.samples[0].segments == [] and first.samples[0].earlier == 0
     cut = msgspec.structs.replace(first.samples[0], segments=[4, 2, 1])
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(cut), type=SampleRecord)
     assert again == cut and again.earlier == 6

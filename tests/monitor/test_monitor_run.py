@@ -20,6 +20,8 @@ from busrl.monitor.recording import End, Kind, summary
 from busrl.monitor.sources import living_runs
 from busrl.paths import RunPaths
 
+pytestmark = pytest.mark.long
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

@@ -94,7 +94,6 @@ class MadeRun:
         samples = [record for group in groups for record in group.records]
         record = Record(
             step=step, version=version, cause="count", groups=[group.group for group in groups], samples=samples,
-            dmmpt=self.training.trainer.skip_mastered,
         )
         self.flat_group(step)
         self.history.append(record)

@@ -31,7 +31,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
                          "weights": {"mode": "sync"}},
     "pois": {"segments": {"length": 4, "loss": "pois", "global_max_length": 12}, "weights": {"mode": "sync"}},
     "tokens that are too old": {"weights": {"max_staleness": 1}, "segments": {"length": 4, "global_max_length": 12}},
-    "mastered tokens": {"experiments": {"dmmpt": "on", "dmmpt_sigma": 3.0, "dmmpt_tau": 0.05}},
     "an adapter": {"lora": {"rank": 3, "alpha": 9}, "learner": {"checkpoint_every": 1, "keep_last": 9}},
 }
 

@@ -363,12 +363,8 @@ def with_segments(samples: list[SampleRecord]) -> list[SampleRecord]:
 
 
 def changed(topology: Topology, loss: str = "behaviour", **learner: object) -> Topology:
-    tried = {name: value for name, value in learner.items() if name.startswith("dmmpt")}
-    own = {name: value for name, value in learner.items() if name not in tried}
-    config = dataclasses.replace(topology.learner, **own)  # type: ignore[arg-type]
-    experiments = dataclasses.replace(topology.experiments, **tried)  # type: ignore[arg-type]
-    segments = Segments(length=4, loss=loss)
-    return dataclasses.replace(topology, learner=config, experiments=experiments, segments=segments)
+    config = dataclasses.replace(topology.learner, **learner)  # type: ignore[arg-type]
+    return dataclasses.replace(topology, learner=config, segments=Segments(length=4, loss=loss))
 
 
 def test_the_loss_of_segments_says_which_tokens_are_trained(topology: Topology) -> None:
@@ -382,42 +378,26 @@ def test_the_loss_of_segments_says_which_tokens_are_trained(topology: Topology) 
     assert not torch.equal(weights(made["behaviour"]), weights(made["last_segment"]))
 
 
-def test_a_step_in_segments_is_the_same_live_and_replayed_with_a_gate_that_goes_on_where_it_was(
-    topology: Topology, tmp_path: Path
-) -> None:
-    # The entropy of fresh weights is about ln 16 = 2.77: sigma makes the gate open after the first step.
-    gated = changed(topology, "last_segment", dmmpt="gate", dmmpt_sigma=4.0, dmmpt_tau=0.01)
-    paths = RunPaths.of(tmp_path)
-    living, history = TrainingStep(gated), History(paths, gated)
-    masks = []
+def test_a_step_in_segments_is_the_same_live_and_replayed(topology: Topology, tmp_path: Path) -> None:
+    cut, paths = changed(topology, "last_segment"), RunPaths.of(tmp_path)
+    living, history = TrainingStep(cut), History(paths, cut)
     for step in range(1, 6):
         record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3],
-                        samples=with_segments(records(step)), dmmpt=living.trainer.skip_mastered)
+                        samples=with_segments(records(step)))
         history.append(record)
-        stats = living.train(record.samples, 4, record.version)
-        masks.append((record.dmmpt, stats.mastered_tokens > 0, living.gate_moved))
+        living.train(record.samples, 4, record.version)
         history.finished(record)
         if step == 3:
             history.checkpoint(living, step, {}, lambda folder: None)
     history.close()
-    assert masks == [(False, False, True), *[(True, True, False)] * 4]
 
-    again, successor = TrainingStep(gated), History(paths, gated)
+    again, successor = TrainingStep(cut), History(paths, cut)
     successor.load(again, lambda meta, folder: None)
-    assert again.gate is not None and living.gate is not None and again.gate.on and again.trainer.skip_mastered
     for record in successor.to_replay():
         again.replay(record)
         successor.finished(record)
     successor.close()
     assert successor.step == 5 and torch.allclose(weights(living), weights(again), atol=1e-6)
-    assert again.gate.entropy == pytest.approx(living.gate.entropy)
-
-
-def test_a_replayed_step_is_masked_as_the_log_says_and_the_next_one_as_the_settings_say(topology: Topology) -> None:
-    record = Record(step=1, version=0, cause="count", groups=[0, 1, 2, 3], samples=records(1), dmmpt=True)
-    step = TrainingStep(changed(topology, dmmpt_tau=0.01, dmmpt_sigma=4.0))  # off by now
-    assert step.replay(record).mastered_tokens > 0
-    assert not step.trainer.skip_mastered and step.train(records(2), 4, 1).mastered_tokens == 0
 
 
 def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_the_same(topology: Topology) -> None:
@@ -452,7 +432,7 @@ def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topo
     assert stats.sequences == 7
     assert stats.old_tokens == stats.context_tokens == len(batch[0].versions) // 4
     masked = _training(stats)["masked"]
-    assert masked == {"earlier_segments": 0, "too_old": stats.old_tokens, "mastered": 0}
+    assert masked == {"earlier_segments": 0, "too_old": stats.old_tokens}
     other.trainer.accumulate([to_sample(one) for one in batch[1:]], other._advantages(batch)[1:], 5)
     other.finish(2)
     assert torch.allclose(weights(step), weights(other), atol=1e-7)

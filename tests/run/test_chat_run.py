@@ -19,6 +19,7 @@ Folder = Callable[..., Path]
 
 
 # The runs by an endpoint below are of a model whose template writes a BOS.
+@pytest.mark.long
 @pytest.mark.parametrize("template", ["chatml", pytest.param("bos", marks=pytest.mark.slow)])
 def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     chat_folder: Folder, tmp_path: Path, template: str
@@ -39,6 +40,7 @@ def test_a_run_of_chats_trains_on_the_ids_of_the_models_own_template(
     assert {row["prompt"] for row in rows} <= texts and rows[0]["record"] == {"answer": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
 def test_by_an_endpoint_it_is_the_same_and_one_that_knows_fewer_end_ids_is_cut(
     chat_folder: Folder, tmp_path: Path, endpoint: str

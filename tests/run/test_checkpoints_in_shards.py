@@ -22,6 +22,7 @@ def counted(run: Run) -> float:
     return {float(shards.whole(name)) for name in shards.shapes if name.endswith(".step")}.pop()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_while_it_is_saved_and_another_begins_with_what_was_saved(
     tmp_path: Path, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,8 @@ from busrl.errors import UserError
 from busrl.evaluate import Evaluation, MeasuredRound
 from busrl.states import Finish
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 

@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 WHY_NOT = why_no_mounts()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 @pytest.mark.parametrize(
     "case", ["small_shm", "disk_fills_up", pytest.param("disk_fills_up_and_one_dies", marks=pytest.mark.slow)]

@@ -57,6 +57,7 @@ def survive_in_rounds(tmp_path: Path, kills: int, seed: int = 0) -> None:
     assert all(row["samples"] == 32 and row["dropped"] == 0 for row in rows), rows
 
 
+@pytest.mark.long
 def test_a_validator_that_is_killed_in_a_round_finishes_it_afterwards(tmp_path: Path, quickstart: None) -> None:
     survive_in_rounds(tmp_path, 2)
 

@@ -41,6 +41,7 @@ def counts(run: Run) -> Iterator[tuple[str, Counter[str]]]:
         yield role, Counter({name: int(number) for number, name in re.findall(r"(\d+) (\w+)", said[-1])})
 
 
+@pytest.mark.long
 def test_with_every_message_lost_the_quickstart_finishes_with_a_clean_audit(tmp_path: Path, quickstart: None) -> None:
     run = faulty_run(tmp_path, "{drop=1.0}")
     for role, count in counts(run):

@@ -24,6 +24,7 @@ def ages(run: Run) -> list[int]:
     return [row["age_max"] for row in run.metrics()]
 
 
+@pytest.mark.long
 def test_sync_trains_no_old_sample(tmp_path: Path, quickstart: None) -> None:
     run = run_to_end(tmp_path, "weights.mode=sync")
     assert ages(run) == [0] * 10
@@ -41,6 +42,7 @@ def test_fully_async_ends_in_order(tmp_path: Path, quickstart: None) -> None:
     run_to_end(tmp_path, "weights.mode=fully-async")
 
 
+@pytest.mark.long
 def test_forced_age_is_exact(tmp_path: Path, quickstart: None) -> None:
     run = run_to_end(tmp_path, "weights.mode=sync", "experiments.forced_age=2")
     assert ages(run) == [0, 1] + [2] * 8

@@ -12,6 +12,7 @@ from checks import check_end
 from harness import ROOT, Run, running
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "lfm2"))])
 def test_another_architecture_with_own_prompts_and_reward_trains(kind: str, tmp_path: Path) -> None:
     topology = own.make_all(tmp_path / "mine", kind)

@@ -98,9 +98,8 @@ def test_rollouts_that_are_killed_in_the_middle_of_segments_lose_nothing_and_the
         ("segments.loss=pois", "weights.mode=sync", "segments.rounds=segments"),
         ("weights.mode=fully-async", "reward.truncated=-1"),
         ("weights.over_age=drop", "weights.max_staleness=1", "reward.truncated_penalty=0.5"),
-        ("experiments.dmmpt=gate", "experiments.dmmpt_sigma=1.0", "experiments.dmmpt_tau=0.9"),
     ],
-    ids=["last_segment", "pois", "waves", "truncated", "drop", "dmmpt"],
+    ids=["last_segment", "pois", "waves", "truncated", "drop"],
 )
 def test_every_loss_and_mode_runs_to_its_end_in_segments(
     settings: tuple[str, ...], tmp_path: Path, quickstart: None
@@ -115,7 +114,6 @@ def test_every_loss_and_mode_runs_to_its_end_in_segments(
     assert max(row["segments_max"] for row in rows) == 3 and all(row["k3"] > -1e-6 for row in rows)
     masked = sum(row["masked"]["earlier_segments"] for row in rows)
     assert (masked > 0) == ("segments.loss=last_segment" in settings)
-    assert (sum(row["masked"]["mastered"] for row in rows) > 0) == ("experiments.dmmpt=gate" in settings)
     in_waves = LIMIT // LENGTH - 1 if "segments.rounds=segments" in settings else 0
     bound = {"weights.mode=sync": in_waves, "weights.mode=fully-async": 99, "weights.max_staleness=1": 1}
     assert max(row["age_max"] for row in rows) <= next((bound[s] for s in settings if s in bound), 2)

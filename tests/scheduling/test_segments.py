@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.controller import EntropyGate
 from busrl.scheduling.segments import ENOUGH, AutoLength, Cut, SegmentPlan
 
 
@@ -80,39 +78,3 @@ def test_auto_stays_within_its_bounds_and_moves_only_by_a_clear_factor(rounds: l
         assert chosen in (None, auto.length) and (chosen is None) == (auto.length == before)
         if chosen and chosen not in (16, 1000):
             assert max(chosen, before) >= 1.25 * min(chosen, before)
-
-
-def test_the_gate_opens_below_and_closes_above_and_keeps_still_in_between() -> None:
-    gate = EntropyGate(0.2)
-    assert not gate.observe(0.19) and not gate.on  # between 0.18 and 0.22
-    assert [gate.observe(0.1) for _ in range(3)].count(True) == 1 and gate.on
-    while gate.entropy <= 0.2:
-        assert not gate.observe(0.3)
-    assert gate.on
-    while gate.entropy <= 0.22:
-        gate.observe(0.3)
-    assert not gate.on
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40), st.integers(0, 40))
-def test_a_gate_from_a_checkpoint_decides_as_the_one_that_lived(entropies: list[float], at: int) -> None:
-    living, first = EntropyGate(0.2), EntropyGate(0.2)
-    moved = [living.observe(h) for h in entropies]
-    seen = [first.observe(h) for h in entropies[:at]]
-    later = EntropyGate(0.2)
-    later.load(first.state())
-    assert [*seen, *(later.observe(h) for h in entropies[at:])] == moved and later.on == living.on
-    assert moved.count(True) % 2 == living.on
-
-
-@given(st.lists(st.one_of(st.floats(0, 2), st.just(math.nan)), max_size=60))
-def test_the_gate_never_moves_against_its_bounds(entropies: list[float]) -> None:
-    gate = EntropyGate(0.2)
-    for entropy in entropies:
-        if gate.observe(entropy):
-            assert gate.entropy < 0.18 if gate.on else gate.entropy > 0.22
-
-
-def test_a_gate_without_a_positive_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="above 0 nats"):
-        EntropyGate(0.0)

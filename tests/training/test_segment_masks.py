@@ -20,20 +20,17 @@ def with_context(samples: Sequence[Any], seed: int = 5) -> list[Any]:
     return [replace(sample, context=int(random.integers(0, len(sample.token_ids)))) for sample in samples]
 
 
-def plain(model: Any, samples: Sequence[Any], advantages: Sequence[float], *, pois: bool = False,
-          skip: Any = None) -> tuple[dict[str, Tensor], float]:
-    """One token at a time, as learner.md 6 is written. `skip(p, mean entropy, advantage)`: mastered tokens."""
+def plain(model: Any, samples: Sequence[Any], advantages: Sequence[float], *, pois: bool = False
+          ) -> tuple[dict[str, Tensor], float]:
+    """One token at a time, as learner.md 6 is written."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for sample, advantage in zip(samples, advantages, strict=True):
         ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
         every = torch.log_softmax(model(input_ids=ids[None]).logits[0] / sample.temperature, -1)
         at = [len(sample.prompt_ids) - 1 + t for t in range(len(sample.token_ids))]
-        entropy = float(torch.stack([-(every[i].exp() * every[i]).sum().detach() for i in at[sample.context :]]).mean())
         for t in range(sample.context, len(at)):
             now = every[at[t], int(sample.token_ids[t])]
             tokens += 1
-            if skip is not None and skip(float(now.detach().exp()), entropy, advantage):
-                continue
             ratio = torch.exp(now - (now.item() if pois else float(sample.behaviour_logprobs[t])))
             value = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             total = total + (torch.minimum(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
@@ -89,51 +86,6 @@ def test_pois_trains_every_token_with_ratio_one_and_still_reports_the_true_misma
     assert stats.diagnostics.k3 == pytest.approx(true.k3) and true.k3 > 0.01
     assert stats.diagnostics.mismatch == pytest.approx(true.mismatch) and true.mismatch > 0.01
     assert stats.diagnostics.clip_low + stats.diagnostics.clip_high > 0  # what the true ratio would have had clipped
-
-
-def between(values: Sequence[float]) -> float:
-    """A number in the middle of the values, far from any of them: ways through the model differ by rounding."""
-    ordered = sorted(set(values))
-    return (ordered[len(ordered) // 2] + ordered[len(ordered) // 2 - 1]) / 2
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("context", [False, True])
-def test_mastered_tokens_are_left_out_and_stay_in_the_denominator(
-    lab: Any, apart: Any, way: str, context: bool
-) -> None:
-    model = lab.model("qwen3")
-    samples = lab.samples(model=model, members=6)
-    samples = with_context(samples) if context else samples
-    advantages = lab.advantages(len(samples))
-    seen: list[tuple[float, float]] = []
-    plain(model, samples, advantages, skip=lambda p, entropy, _: seen.append((p, entropy)))
-    tau, sigma = map(between, zip(*seen, strict=True))
-    trainer = lab.trainer("qwen3", way, dmmpt="on", dmmpt_tau=tau, dmmpt_sigma=sigma)
-    found, stats = lab.step(trainer, [(samples, advantages)])
-    skipped = []
-
-    def skip(p: float, entropy: float, advantage: float) -> bool:
-        skipped.append(p >= tau and entropy < sigma and advantage > 0)
-        return skipped[-1]
-
-    expected, _ = plain(trainer.model, samples, advantages, skip=skip)
-    assert 0 < sum(skipped) < len(skipped) == stats.tokens
-    assert stats.mastered_tokens == sum(skipped)
-    assert apart(found, expected) < 1e-6
-    trainer.skip_mastered = False
-    assert lab.step(trainer, [(samples, advantages)])[1].mastered_tokens == 0
-
-
-def test_entropy_and_ratios_are_told_over_all_trained_tokens_mastered_or_not(lab: Any) -> None:
-    """A controller that reads the entropy of what it left over would measure itself."""
-    masking, plainly = lab.trainer(dmmpt="on", dmmpt_tau=0.05, dmmpt_sigma=5.0), lab.trainer()
-    samples = lab.samples(model=masking.model)
-    advantages = lab.advantages(len(samples))
-    found = lab.step(masking, [(samples, advantages)])[1]
-    true = lab.step(plainly, [(samples, advantages)])[1]
-    assert found.mastered_tokens > 0
-    assert replace(found.diagnostics, loss=0.0) == replace(true.diagnostics, loss=0.0)
 
 
 def test_a_sample_that_is_all_context_is_a_fault(lab: Any) -> None:

@@ -200,11 +200,10 @@ def test_times_of_forward_and_backward_are_those_of_the_device(lab: Any) -> None
 def test_settings_are_read_from_a_topology_by_name() -> None:
     from busrl.config import load
 
-    given = ["learner.clip_high=0.5", "learner.updates_per_batch=2", "learner.loss=decoupled", "model.dtype=bfloat16",
-             "experiments.dmmpt_tau=0.5"]
+    given = ["learner.clip_high=0.5", "learner.updates_per_batch=2", "learner.loss=decoupled", "model.dtype=bfloat16"]
     found = TrainerSettings.of(load(Path(__file__).parents[2] / "configs" / "quickstart.toml", given))
-    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens, found.dmmpt_tau) == (
-        0.5, "decoupled", "bfloat16", 4096, 0.5,
+    assert (found.clip_high, found.loss, found.compute_dtype, found.micro_batch_tokens) == (
+        0.5, "decoupled", "bfloat16", 4096,
     )
 
 

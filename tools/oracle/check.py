@@ -224,7 +224,6 @@ class _Check:
         """Tokens of the step's samples that taught nothing, and why."""
         every = [one for made in updates for one in made]
         trained = sum(len(one.loss) for one in every)
-        mastered = sum(one.mastered for one in every)
         untrained = sum(int((~sample.trained).sum()) for sample in step.samples)
         old = [sum(self.too_old(step, one) for one in turns_of(sample)) for sample in step.samples]
         whole = [old_ == len(sample.tokens) for old_, sample in zip(old, step.samples)]  # left out altogether
@@ -232,8 +231,8 @@ class _Check:
         context = untrained + sum(0 if out else o + e for o, e, out in zip(old, earlier, whole))
         more = {"untrained": untrained} if untrained else {}
         return {
-            "masked": {"earlier_segments": sum(earlier), "too_old": sum(old), "mastered": mastered, **more},
-            "never_trained": (context + mastered) / max(1, trained + context),
+            "masked": {"earlier_segments": sum(earlier), "too_old": sum(old), **more},
+            "never_trained": context / max(1, trained + context),
         }
 
     def context(self, sample: Sample, old: int) -> int:
@@ -334,15 +333,10 @@ class _Check:
         against = logp.detach() if self.segments["loss"] == "pois" else behaviour
         prox = start if self.learner["updates_per_batch"] > 1 else logp.detach()
         loss = maths.loss(self.learner["loss"], logp, against, prox, advantage, self.learner)[part]
-        entropy = entropy[part]
-        mastered = torch.zeros_like(loss, dtype=torch.bool)
-        if step.dmmpt and advantage > 0 and float(entropy.mean()) < self.experiments["dmmpt_sigma"]:
-            mastered = logp.detach()[part].exp() >= self.experiments["dmmpt_tau"]
-        loss = torch.where(mastered, torch.zeros_like(loss), loss)
         log_ratio = torch.clamp(logp.detach() - behaviour, -20, 20)[part]
         return _Tokens(
-            loss, logp.detach()[part], entropy, log_ratio, advantage, torch.from_numpy(sample.versions)[part],
-            int(sample.versions[0]), int(mastered.sum()),
+            loss, logp.detach()[part], entropy[part], log_ratio, advantage, torch.from_numpy(sample.versions)[part],
+            int(sample.versions[0]),
         )
 
     def mismatch(self, step: Step, first: list[_Tokens]) -> dict[str, Any]:
@@ -587,7 +581,6 @@ class _Tokens:
     advantage: float
     versions: Tensor
     first_version: int  # of the whole answer
-    mastered: int
     norm: float = 0.0  # of the gradient of its mini-batch
 
 

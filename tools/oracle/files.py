@@ -21,7 +21,7 @@ MOVED = {  # where older runs have a key -> where it is now
     "data.validation": "validation.data",
     "segments.truncated": "reward.truncated",
     "segments.truncated_penalty": "reward.truncated_penalty",
-    **{f"learner.{name}": f"experiments.{name}" for name in ("forced_age", "dmmpt", "dmmpt_tau", "dmmpt_sigma")},
+    **{f"learner.{name}": f"experiments.{name}" for name in ("forced_age",)},
 }
 HEAD, FRAME = struct.Struct("<8sII"), struct.Struct("<4sII")
 
@@ -81,7 +81,6 @@ class Step:
     cause: str
     groups: list[int]
     samples: list[Sample]
-    dmmpt: bool = False
 
     def members(self, group: int) -> list[int]:
         return [i for i, sample in enumerate(self.samples) if sample.group == group]
@@ -201,7 +200,7 @@ def _payloads(path: Path, data: bytes) -> list[bytes]:
 def _step(payload: bytes) -> Step:
     raw = msgspec.msgpack.decode(payload)
     samples = [_sample(one) for one in raw["samples"]]
-    return Step(raw["step"], raw["version"], raw["cause"], raw["groups"], samples, raw.get("dmmpt", False))
+    return Step(raw["step"], raw["version"], raw["cause"], raw["groups"], samples)
 
 
 def _sample(raw: dict[str, Any]) -> Sample:

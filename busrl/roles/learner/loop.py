@@ -352,7 +352,6 @@ class Learner(Actor):
         return Record(
             step=self.history.step + 1, version=self.publisher.version, cause=action.cause.value,
             groups=list(action.draws), samples=[record for group in groups for record in group.records],
-            dmmpt=self.training.trainer.skip_mastered,
         )
 
     def _end_slots(self, groups: Sequence[Claimed]) -> list[dict[str, Any]]:
@@ -392,9 +391,6 @@ class Learner(Actor):
         if stats.skipped:
             what = "left out a part of its updates" if stats.partly else "changed nothing"
             self.warn("learner", f"step {step} {what}: {stats.skipped} ({', '.join(stats.culprits)})", "error")
-        if (gate := self.training.gate) is not None and self.training.gate_moved:
-            what = f"{'left out' if gate.on else 'trained'} (entropy {gate.entropy:.3f}, sigma {gate.sigma:g})"
-            log.info("after step %d mastered tokens are %s", step, what)
 
     def _report_history(self) -> None:
         for text in self.history.warnings:

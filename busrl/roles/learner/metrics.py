@@ -363,13 +363,13 @@ def _training(stats: StepStats, samples: Sequence[SampleRecord] = ()) -> dict[st
     untrained = sum(_untrained(sample) for sample in samples if sample.turns)
     earlier = stats.context_tokens - stats.old_tokens - untrained
     whole = stats.context_tokens + stats.cut_tokens
-    masked = {"earlier_segments": max(0, earlier), "too_old": stats.old_tokens, "mastered": stats.mastered_tokens}
+    masked = {"earlier_segments": max(0, earlier), "too_old": stats.old_tokens}
     more = {"cut": stats.cut_tokens, "untrained": untrained}  # named where there are any
     return {
         "tokens": stats.tokens,
         "masked": {**masked, **{name: count for name, count in more.items() if count}},
         # Of the tokens of the step's samples.
-        "never_trained": (whole + stats.mastered_tokens) / max(1, stats.tokens + whole),
+        "never_trained": whole / max(1, stats.tokens + whole),
         "lr": stats.lr,
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,

@@ -29,7 +29,6 @@ from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
 from busrl.errors import UserError
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.scheduling.controller import EntropyGate
 from busrl.states import Finish
 from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, Turns, Worth, first_fault, numbered, spread
@@ -129,16 +128,13 @@ class TrainingStep:
         self.device = device.choose(topology.device_of("learner"))
         self.settings = TrainerSettings.of(topology)
         self.last_only = topology.segments.loss == "last_segment"
-        experiments = topology.experiments
-        self.gate = EntropyGate(experiments.dmmpt_sigma) if experiments.dmmpt == "gate" else None
-        self.gate_moved = False  # by the last step
         self.schedule = _schedule(topology)
         self.groups = 0
         self._denominator = 0.0  # of the update under way
         self._centred: list[float] = []  # advantages that were not divided by the number of the step
         self.seed = topology.run.seed
         weights = topology.weights
-        self.late = experiments.forced_age > 0  # a version has older weights than those of its step
+        self.late = topology.experiments.forced_age > 0  # a version has older weights than those of its step
         bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
         self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
         self.masks_cut = topology.reward.truncated == "mask"
@@ -434,24 +430,17 @@ class TrainingStep:
         stats = replace(
             stats, old_tokens=self.stale.taken() // passes, cut_tokens=self.cut_tokens // passes,
             context_tokens=(stats.context_tokens + self.gone_tokens) // passes, tokens=stats.tokens // passes,
-            sequences=stats.sequences // passes, mastered_tokens=stats.mastered_tokens // passes,
+            sequences=stats.sequences // passes,
         )
         self.cut_tokens = self.gone_tokens = 0
         self.groups += groups
-        if self.gate is not None:
-            self.gate_moved = stats.tokens > 0 and self.gate.observe(stats.diagnostics.entropy)
-            self.trainer.skip_mastered = self.gate.on
         return stats
 
     def replay(self, record: Record) -> StepStats:
-        """Train a step of the log again, with the tokens left out that were left out then."""
-        live, self.trainer.skip_mastered = self.trainer.skip_mastered, record.dmmpt
+        """Train a step of the log again."""
         # A version that was there a step before has other weights than those of this step.
         of_this_step = self.stale.step_of(record.version) == record.step - 1 and not self.late
-        stats = self.train(record.samples, len(record.groups), record.version if of_this_step else None)
-        if self.gate is None:
-            self.trainer.skip_mastered = live
-        return stats
+        return self.train(record.samples, len(record.groups), record.version if of_this_step else None)
 
     def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
         return [to_sample(record, self.last_only) for record in records]
@@ -497,9 +486,6 @@ class TrainingStep:
             self._load_value_head(found)
             found.restore_random(self.device)
             self.groups = int(found.meta["groups"])
-            if self.gate is not None and "dmmpt_gate" in found.meta:
-                self.gate.load(found.meta["dmmpt_gate"])
-                self.trainer.skip_mastered = self.gate.on
         return found
 
     def start_from(self, path: Path, optimizer: bool) -> None:
@@ -546,8 +532,6 @@ class TrainingStep:
     ) -> Pending | None:
         """Begin to write a checkpoint in shards, or, where it is to be a folder of the model, write it: None then."""
         more: dict[str, Any] = {"dtype": self.settings.compute_dtype, "optimizer": self.config.optimizer}
-        if self.gate is not None:
-            more["dmmpt_gate"] = self.gate.state()
         if self.lora is not None:
             more["lora"] = self._lora_meta()
 

@@ -180,7 +180,6 @@ def _micro(trainer: Trainer, work: wire.Work) -> None:
     if not work.samples:
         trainer.idle()
         return
-    trainer.skip_mastered = work.skip_mastered
     trainer.ages_of = lambda versions: np.array([work.ages[one] for one in versions.tolist()], np.int64)
     before = None if work.proximal is None else [np.frombuffer(row, np.float32) for row in work.proximal]
     chosen = None if work.chosen is None else [np.frombuffer(row, np.bool_) for row in work.chosen]

@@ -83,7 +83,6 @@ class Work(msgspec.Struct, array_like=True):
     valued: list[tuple[bytes, bytes, bytes]] | None  # float64, the fields of Valued
     version: int | None
     ages: dict[int, int]  # steps since each of the samples' versions was made
-    skip_mastered: bool
 
 
 class Micro(ControlMessage):
@@ -228,7 +227,7 @@ LAST_WORDS_S = 3.0  # that followers have to say why after a collective failed
 # -- the work of a micro-batch ----------------------------------------------------------
 
 NOTHING_GIVEN = Given(())
-NO_WORK = Work([], [], [], None, None, None, None, None, {}, False)
+NO_WORK = Work([], [], [], None, None, None, None, None, {})
 
 
 def work_of(
@@ -252,10 +251,7 @@ def work_of(
     valued = None if given.valued is None else [
         (one.advantages.tobytes(), one.returns.tobytes(), one.values.tobytes()) for one in given.valued
     ]
-    return Work(
-        list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages,
-        trainer.skip_mastered,
-    )
+    return Work(list(prompts), rows, worth or [], weights, before, chosen, valued, version, ages)
 
 
 def samples_of(work: Work) -> list[Sample]:
