@@ -7,13 +7,12 @@ because the broker must be back soon after a death.
 from __future__ import annotations
 
 from busrl.bus.broker import CurveListener, Refusal, StopRequest, run_broker
-from busrl.bus.endpoint import Endpoint, EndpointStats
+from busrl.bus.endpoint import Endpoint
 from busrl.bus.security import allow_many_connections, private_directory, tcp_pair
 
 __all__ = [
     "CurveListener",
     "Endpoint",
-    "EndpointStats",
     "Refusal",
     "StopRequest",
     "allow_many_connections",

@@ -176,20 +176,10 @@ class StopRequest:
 
 
 def run_broker(
-    frontend: str,
-    backend: str,
-    lock: OfdLock,
-    stop: StopRequest,
-    *,
-    tap: str = "",
-    on_ready: Callable[[], None] = lambda: None,
-    on_progress: Callable[[], None] = lambda: None,
-    listener: CurveListener | None = None,
-    on_refused: Callable[[Refusal], None] = lambda refusal: None,
-    hwm: int = DEFAULT_HWM,
-    max_bytes: int = DEFAULT_MAX_BYTES,
-    ping_s: float = 1.0,
-    stuck_s: float = 10.0,
+    frontend: str, backend: str, lock: OfdLock, stop: StopRequest, *, tap: str = "",
+    on_ready: Callable[[], None] = lambda: None, on_progress: Callable[[], None] = lambda: None,
+    listener: CurveListener | None = None, on_refused: Callable[[Refusal], None] = lambda refusal: None,
+    hwm: int = DEFAULT_HWM, max_bytes: int = DEFAULT_MAX_BYTES, ping_s: float = 1.0, stuck_s: float = 10.0,
 ) -> None:
     """Serve until `stop` is set. `on_ready` is called after the first round trip, `on_progress` after each.
 

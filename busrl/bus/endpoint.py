@@ -26,7 +26,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import zmq
@@ -98,21 +97,6 @@ class Gaps:
         self.missed += count
         named = (sender, topic.decode(errors="replace"))
         self.missed_by[named] = self.missed_by.get(named, 0) + count
-
-
-@dataclass(frozen=True)
-class EndpointStats:
-    """One endpoint's counters so far. `sent_by` is per topic that is remembered, `received_by` per message name,
-    `faults` are messages that arrived and were dropped. Only `missed` is an estimate, from gaps in the numbers."""
-
-    wire: str
-    sent: int
-    sent_by: dict[str, int]
-    received_by: dict[str, int]
-    missed: int
-    repeated: int
-    missed_by: dict[tuple[str, str], int]
-    faults: Counter[Fault]
 
 
 # -- the two sockets -----
@@ -253,41 +237,32 @@ class _Line:
 
 
 class _Subscription:
-    """One kind of message that this endpoint subscribes to: how its bytes are decoded, and how many came."""
+    """One kind of message that this endpoint subscribes to: how its bytes are decoded."""
 
-    __slots__ = ("count", "kind", "name", "read", "served")
+    __slots__ = ("kind", "read", "served")
 
     def __init__(self, kind: type[Message], max_bytes: int) -> None:
-        self.kind, self.name, self.read = kind, name_of(kind), codec.reader(kind, max_bytes)
-        self.served, self.count = kind is Heartbeat or kind is Ping, 0
+        self.kind, self.read = kind, codec.reader(kind, max_bytes)
+        self.served = kind is Heartbeat or kind is Ping
 
 
 class Endpoint:
     """A process's connection to the bus: `send`, `recv`, `drain`, `ready`. One thread, one process."""
 
     def __init__(
-        self,
-        name: str,
-        frontend: str,
-        backend: str,
-        *,
-        subscribe: Sequence[str] = (),
-        hwm: int = DEFAULT_HWM,
-        max_bytes: int = DEFAULT_MAX_BYTES,
-        keys: ClientKeys | None = None,
-        report: Callable[[str], None] = _log.warning,
-        message_faults: MessageFaults | None = None,
+        self, name: str, frontend: str, backend: str, *, subscribe: Sequence[str] = (), hwm: int = DEFAULT_HWM,
+        max_bytes: int = DEFAULT_MAX_BYTES, keys: ClientKeys | None = None,
+        report: Callable[[str], None] = _log.warning, message_faults: MessageFaults | None = None,
     ) -> None:
         self.name, self._frontend, self._backend = name, frontend, backend
         self._max_bytes, self._report, self._message_faults = max_bytes, report, message_faults
         self.on_reject: Callable[[Rejected, bytes], None] | None = None  # called with what was dropped, and its topic
         self._closed = ""
         self._reported: set[tuple[str, Fault]] = set()
-        self._faults: Counter[Fault] = Counter()
+        self.faults: Counter[Fault] = Counter()  # messages that came and were dropped
         self._lines: dict[tuple[type[Message], str], _Line] = {}
         self._addressed: deque[tuple[type[Message], str]] = deque()  # of these, the ones to one process, oldest first
-        self._forgotten = 0  # messages to those that are no longer remembered
-        self._gaps = Gaps()
+        self.gaps = Gaps()  # what was lost on the way here
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._token, self._echoed = "", False  # of the ping that `ready` waits for
         kinds: list[type[Message]] = [*map(kind_of, subscribe), Ping]
@@ -352,7 +327,7 @@ class Endpoint:
         if to:
             self._addressed.append((kind, to))
             if len(self._addressed) > MAX_ADDRESSED:
-                self._forgotten += self._lines.pop(self._addressed.popleft()).seq
+                del self._lines[self._addressed.popleft()]
         self._lines[kind, to] = line
         return line
 
@@ -413,8 +388,7 @@ class Endpoint:
             if self.on_reject is not None:
                 self.on_reject(rejected, target)
             return None
-        kind.count += 1
-        self._gaps.seen(target, message)
+        self.gaps.seen(target, message)
         return self._serve(message) if kind.served else message
 
     def _route(self, target: bytes) -> _Subscription | None:
@@ -427,7 +401,7 @@ class Endpoint:
     def _serve(self, message: Message) -> Message | None:
         """A ping is served here: one's own echo proves readiness, another's is answered."""
         if isinstance(message, Heartbeat):
-            self._gaps.tail(message, message.last_seqs)
+            self.gaps.tail(message, message.last_seqs)
         if not isinstance(message, Ping):
             return message
         if message.sender != self.name:
@@ -440,7 +414,7 @@ class Endpoint:
         return None
 
     def _drop(self, rejected: Rejected) -> None:
-        self._faults[rejected.fault] += 1
+        self.faults[rejected.fault] += 1
         key = (rejected.sender, rejected.fault)
         if key in self._reported or len(self._reported) >= MAX_REPORTED:
             return
@@ -504,22 +478,6 @@ class Endpoint:
                     )
                 self.wait(max(0.0, ping_at - time.monotonic()))
                 now = time.monotonic()
-
-    # the rest
-
-    def stats(self) -> EndpointStats:
-        """A frozen copy of the counters."""
-        sent_by, gaps = self._seqs(), self._gaps
-        return EndpointStats(
-            wire=KIND,
-            sent=self._forgotten + sum(sent_by.values()),
-            sent_by=sent_by,
-            received_by={kind.name: kind.count for kind in self._kinds.values() if kind.count},
-            missed=gaps.missed,
-            repeated=gaps.repeated,
-            missed_by=dict(gaps.missed_by),
-            faults=self._faults.copy(),
-        )
 
     def close(self) -> None:
         """Close both sockets; what is still queued gets `LINGER_MS` to leave. Idempotent."""

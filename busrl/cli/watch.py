@@ -7,7 +7,6 @@ nothing of how any of that is done.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -22,9 +21,9 @@ from busrl.monitor import screen
 from busrl.monitor.recording import Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
-from busrl.monitor.snapshot import snapshot
 from busrl.monitor.sources import Watcher, find
 from busrl.monitor.status import status as status_of
+from busrl.monitor.status import to_json, watched
 from busrl.monitor.text import duration
 from busrl.paths import RunPaths
 
@@ -38,7 +37,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def monitor(options: argparse.Namespace) -> int:
-    """The live screen until `q`, plain lines where there is no terminal, or one snapshot."""
+    """The live screen until `q`, plain lines where there is no terminal, or one look."""
     target = find(options.target)
     watcher = Watcher(target)
     try:
@@ -61,8 +60,7 @@ def _once(watcher: Watcher, target: RunPaths | str, as_json: bool, seconds: floa
             f"{target}: nothing was received there within {patience:g} s; name the tap of a run (`tap` in its "
             "run.json), or the endpoint that `busrl replay` printed"
         )
-    data = snapshot(watcher.run, time.monotonic(), time.time()) if as_json else None
-    print(json.dumps(data, ensure_ascii=False) if as_json else screen.as_text(watcher))
+    print(to_json(watched(watcher, target)) if as_json else screen.as_text(watcher))
     return 0
 
 

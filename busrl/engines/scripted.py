@@ -57,13 +57,7 @@ class Script:
     """
 
     def __init__(
-        self,
-        stream: JsonlStream,
-        ids: Vocabulary,
-        groups_of: int,
-        *,
-        seed: int = 0,
-        right: float = 0.5,
+        self, stream: JsonlStream, ids: Vocabulary, groups_of: int, *, seed: int = 0, right: float = 0.5,
         answer_key: str = "answer",
     ) -> None:
         self.stream, self.group_size, self.seed, self.right = stream, groups_of, seed, right
@@ -138,16 +132,8 @@ class ScriptedEngine(Engine):
     """`capacity` rows; `clock` and `wait` are those of the process (others in tests)."""
 
     def __init__(
-        self,
-        script: Script,
-        pace: Mock,
-        *,
-        capacity: int,
-        max_length: int,
-        seed: Sequence[int] = (0,),
-        calls: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
+        self, script: Script, pace: Mock, *, capacity: int, max_length: int, seed: Sequence[int] = (0,),
+        calls: bool = False, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(script, capacity, max_length, clock)
         self.script, self.pace, self._calls = script, pace, calls

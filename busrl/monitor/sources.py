@@ -199,7 +199,6 @@ class RingLook:
         return self._scanner
 
 
-COUNTED: Final = ("dispatched", "finished", "dropped", "reaps", "tokens", "drops")
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
 
@@ -210,8 +209,7 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
         slots=ring.n_slots,
         occupancy={name.lower(): count for name, count in stats.occupancy.items()},
         words={word.value: ring.header(word) for word in HeaderWord},
-        **{name: getattr(stats, name) for name in COUNTED},
-        groups_open=opened, groups_ready=ready,
+        reaps=stats.reaps, tokens=stats.tokens, groups_open=opened, groups_ready=ready,
         processes=tuple(_process_record(ring, process) for process in ring.processes()),
     )
 
@@ -222,7 +220,6 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
         name=process.label,
         state="dead" if ring.is_dead(process.index) else process.state,
         progress_age_s=max(0, now - process.progress_ns) / 1e9,
-        activity_age_s=max(0, now - process.activity_ns) / 1e9,
         **{name: getattr(process, name) for name in COPIED},
     )
 
@@ -283,6 +280,11 @@ class Watcher:
         self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """The newest line of samples.jsonl; empty where there are no files."""
+        return self._reader.files.newest_sample if self._reader is not None else {}
 
     def refresh(self, now: float, force: bool = False) -> None:
         if now < self._next_look and not force:

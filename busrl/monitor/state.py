@@ -59,7 +59,6 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     activity: str = ""
     deadline_s: float = 0.0
     progress_age_s: float = 0.0
-    activity_age_s: float = 0.0
     busy_ns: int = 0
     tokens: int = 0
     samples: int = 0
@@ -82,12 +81,8 @@ class RingRecord(msgspec.Struct, frozen=True):
     slots: int
     occupancy: dict[str, int]
     words: dict[str, int]
-    dispatched: int
-    finished: int
-    dropped: int
     reaps: int
     tokens: int
-    drops: dict[str, int]
     groups_open: int
     groups_ready: int
     processes: tuple[ProcessRecord, ...]
@@ -429,7 +424,6 @@ class RunState:
     validating: bool = False
     waiting: str = ""  # for what the scheduler waits
     left_out: dict[str, int] = field(default_factory=dict)  # with data.skip: draws left out, and prompts that rest
-    credit: int = -1
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
     validations: dict[tuple[str, int], RoundRecord] = field(default_factory=dict)  # by set and round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
@@ -470,7 +464,7 @@ class RunState:
         if isinstance(message, m.LearnerStateUpdate):
             self.step(step_of(message), now)
         elif isinstance(message, m.SchedulerState):
-            self.waiting, self.credit = message.waiting, message.credit
+            self.waiting = message.waiting
             known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
             self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
         elif isinstance(message, m.ValidationStarted):

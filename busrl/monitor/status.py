@@ -1,7 +1,8 @@
 """`busrl status`: what a run is doing now, or how it ended, as plain data and in some lines. Attaches to nothing.
 
-Reads the run directory and the ring once; knows nothing of the bus, so it works with the broker down. The lines are
-those of every plain view, with what to do about the state before them and what went wrong lately after them.
+Reads the run directory and the ring once, without the bus, so it works with the broker down; of a run that a monitor
+listens to there are the same data and more (`watched`). The lines are those of every plain view, with what to do about
+the state before them and what went wrong lately after them.
 
 - A ring that cannot be used is a state to show, with its remedy.
 - The keys of the data stand in docs/operating.md: they are only ever added to.
@@ -11,11 +12,12 @@ those of every plain view, with what to do about the state before them and what 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,8 @@ from busrl.gateway import BAD
 from busrl.ledger.skips import newest_skips
 from busrl.monitor import text
 from busrl.monitor.runfiles import fates, number
-from busrl.monitor.snapshot import finite
-from busrl.monitor.sources import RunReader, holder_of, newest_run
-from busrl.monitor.state import ProcessRow, RunState
+from busrl.monitor.sources import RunReader, Watcher, holder_of, newest_run
+from busrl.monitor.state import OVER, ProcessRow, RingRecord, RunState
 from busrl.monitor.text import alike, duration, printable, short
 from busrl.paths import RunPaths
 from busrl.protocol.messages import SEVERITIES
@@ -37,6 +38,8 @@ from busrl.states import RunPhase
 
 SCHEMA = 1
 LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
+HEARD = ("replay", "unknown")  # states of what is known by an endpoint alone
+ERRORS = 20  # that a monitor's data hold
 MOST_KINDS = 5
 TEXT = 240
 # A ring that is there and cannot be used; the files still tell how far the run is.
@@ -52,16 +55,22 @@ REMEDY_RUNNING = (
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One look at a run: its state, and what stands beside that in its directory."""
+    """One look at a run: its state, and what stands beside that in its directory, where that is known."""
 
-    paths: RunPaths
+    paths: RunPaths | None
     run: RunState
     now: float
     state: str  # that of `run`, or starting, unfinished, or the outcome that its summary tells
-    holder: int | None  # pid of the launch that holds the directory
-    sample: dict[str, Any]
-    info: dict[str, Any]  # run.json
-    summary: dict[str, Any]
+    holder: int | None = None  # pid of the launch that holds the directory
+    sample: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, paths: RunPaths, run: RunState, now: float, sample: dict[str, Any]) -> RunStatus:
+        holder, summary, state = holder_of(paths), read_map(paths.summary), run.state
+        if state in ("ended", "unknown"):
+            state = "starting" if holder is not None else str(summary.get("outcome")) if summary else "unfinished"
+        return cls(paths, run, now, state, holder, sample, summary)
 
     @property
     def processes(self) -> list[ProcessRow]:
@@ -71,62 +80,80 @@ class RunStatus:
 
 def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = False) -> str:
     """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`."""
-    found = look(run_dir)
-    if as_json:
-        return json.dumps(finite(as_data(found)), ensure_ascii=False, allow_nan=False, default=str)
-    return "\n".join(map(printable, _lines(found)))
-
-
-def look(run_dir: str | os.PathLike[str] | None = None) -> RunStatus:
-    """What is known of a run; without a directory of the newest one under `runs/`. NoSuchRun if there is none."""
     paths = RunPaths.of(run_dir if run_dir is not None else newest_run(Path("runs")))
     reader, now = RunReader(paths), time.monotonic()
     reader.refresh(now)
     reader.close()
-    holder, summary, state = holder_of(paths), read_map(paths.summary), reader.run.state
-    if state in ("ended", "unknown"):
-        state = "starting" if holder is not None else str(summary.get("outcome")) if summary else "unfinished"
-    info, newest = read_map(paths.run_json), reader.files.newest_sample
-    return RunStatus(paths, reader.run, now, state, holder, newest, info, summary)
+    found = RunStatus.of(paths, reader.run, now, reader.files.newest_sample)
+    return to_json(as_data(found)) if as_json else "\n".join(map(printable, _lines(found, paths)))
 
 
 # -- as data ----------------------------------------------------------------------------------------------------------
 
-def as_data(found: RunStatus) -> dict[str, Any]:
-    run, steps, info = found.run, found.run.steps, found.info
-    speed = steps.pace((run.since_step_s(found.now) or 0.0) if run.ring is not None and found.state != "left" else 0.0)
-    idle = run.idle
+def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
+    """The data of a run that is listened to, with what only a listener knows; `target` may be an endpoint alone."""
+    run, traffic, now = watcher.run, watcher.run.traffic, time.monotonic()
+    found = RunStatus(None, run, now, run.state)
+    if isinstance(target, RunPaths):
+        found = RunStatus.of(target, run, now, watcher.sample)
+    total, *each = (
+        {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()}
+        for flow in (traffic.total, *traffic.by_name.values())
+    )
+    counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
     return {
-        "schema": SCHEMA, "time": time.time(), "run_dir": str(found.paths.root),
-        **{key: info.get(key) for key in ("run_id", "launch_pid", "started")},
-        "state": found.state, "step": run.at_step, "version": run.version,
-        "max_steps": run.facts.max_steps or None,
+        **as_data(found), "replay": run.replay or None, "waiting": run.waiting,
+        "messages": {**total, **counts, "by_name": dict(zip(traffic.by_name, each, strict=True))},
+        "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},
+    }
+
+
+def to_json(data: dict[str, Any]) -> str:
+    return json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_data(found: RunStatus) -> dict[str, Any]:
+    run, steps, facts = found.run, found.run.steps, found.run.facts
+    speed = run.speed(found.now) if run.state not in OVER else steps.pace(0.0)
+    idle, newest = run.idle, steps.newest
+    return {
+        "schema": SCHEMA, "time": time.time(),
+        **{key: getattr(facts, key) or None for key in ("name", "run_dir", "run_id", "launch_pid", "started")},
+        "state": found.state, "step": run.at_step, "version": run.version, "max_steps": facts.max_steps or None,
         "reward": {"first": run.first_reward, "last_10_steps": steps.recent(lambda one: one.reward)},
         "validation": run.judged(),
         **steps.policy(idle),
+        "newest_step": asdict(newest) if newest is not None else None,
         "sample": found.sample or None,
         "idle": {"groups": idle.idle_groups, "limit": idle.idle_limit, "causes": idle.idle_causes} if idle else None,
-        "samples": fates(found.paths.fates),
-        "left_out": _left_out(found.paths),
         "restarts": run.restarts,
-        "problems": problems(found.paths.errors),
-        "errors_from_outside": list(_from_outside(found.paths)),
-        "refusals": list(_refusals(found.paths)),
-        "steps_per_min": speed.steps_per_min, "tokens_per_s": speed.tokens_per_s,
+        **vars(speed),
+        **(_of_files(found.paths) if found.paths is not None else {}),
         **_more(found),
+    }
+
+
+def _of_files(paths: RunPaths) -> dict[str, Any]:
+    return {
+        "samples": fates(paths.fates), "left_out": _left_out(paths), "problems": problems(paths.errors),
+        "errors_from_outside": list(_from_outside(paths)), "refusals": list(_refusals(paths)),
     }
 
 
 def _more(found: RunStatus) -> dict[str, Any]:
     run, summary = found.run, found.summary
-    if found.state in LIVING and run.ring is not None:
-        return {
-            "left_s": run.left_s(found.now),
-            "slots": {name: count for name, count in run.ring.occupancy.items() if count},
-            "reaps": run.ring.reaps,
-            **({"calls": run.ring.calls, "episodes": run.ring.episodes} if run.ring.calls else {}),
-            "processes": [asdict(row) for row in found.processes],
-        }
+    if found.state in (*LIVING, *HEARD):
+        living = {"left_s": run.left_s(found.now), "processes": [asdict(row) for row in found.processes]}
+        return living | (_of_ring(run.ring) if run.ring is not None else {})
     if found.state == "damaged":
         return {"problem": run.damage, "holder": found.holder}
     if found.state == "starting":
@@ -137,6 +164,15 @@ def _more(found: RunStatus) -> dict[str, Any]:
     known = {key: number(summary.get(name)) for key, name in (("step", "steps"), ("version", "version"))}
     numbers = {key: None if value is None else int(value) for key, value in known.items()}
     return {**{name: summary.get(name) for name in kept}, **numbers}
+
+
+def _of_ring(ring: RingRecord) -> dict[str, Any]:
+    return {
+        "slots": {name: count for name, count in ring.occupancy.items() if count},
+        "groups": {"open": ring.groups_open, "ready": ring.groups_ready} if ring.groups_open >= 0 else None,
+        "reaps": ring.reaps,
+        **({"calls": ring.calls, "episodes": ring.episodes} if ring.calls else {}),
+    }
 
 
 def problems(path: Path) -> list[dict[str, Any]]:
@@ -186,9 +222,9 @@ def _counted(path: Path, section: str, kinds: dict[str, str], what: str) -> Iter
 
 # -- in lines ---------------------------------------------------------------------------------------------------------
 
-def _lines(found: RunStatus) -> Iterator[str]:
-    run, paths = found.run, found.paths
-    yield from _headline(found)
+def _lines(found: RunStatus, paths: RunPaths) -> Iterator[str]:
+    run = found.run
+    yield from _headline(found, paths)
     if found.state not in ("starting", "unfinished") or len(run.steps):
         yield from text.facts(run, found.now)
     if samples := fates(paths.fates):
@@ -206,22 +242,23 @@ def _lines(found: RunStatus) -> Iterator[str]:
     yield f"  {paths.root}"
 
 
-def _headline(found: RunStatus) -> Iterator[str]:
+def _headline(found: RunStatus, paths: RunPaths) -> Iterator[str]:
     """The first lines: who runs, or how the run ended, and what to do about it."""
-    name, root, summary, holder = found.info.get("run_id"), found.paths.root, found.summary, found.holder
+    facts, root, summary, holder = found.run.facts, paths.root, found.summary, found.holder
+    name = facts.run_id
     match found.state:
         case "left":
             yield f"{name}: nobody runs; the next `busrl launch` in this directory adopts its ring"
         case state if state in LIVING:
-            since = duration(max(0.0, time.time() - (number(found.info.get("started")) or time.time())))
-            yield f"{name}: {state}, {since} since launch (pid {found.info.get('launch_pid')})"
+            since = duration(max(0.0, time.time() - (facts.started or time.time())))
+            yield f"{name}: {state}, {since} since launch (pid {facts.launch_pid or None})"
         case "damaged":
             yield f"{name}: damaged, its ring cannot be used: {found.run.damage}"
             yield (REMEDY_NOBODY if holder is None else REMEDY_RUNNING).format(root=root, pid=holder)
         case "starting":
             yield (
                 f"{name}: launch (pid {holder}) is there, but no ring: it is starting or ending, or "
-                f"{found.paths.ring_file} was removed; if this stays so, `busrl stop {root}` and start it again"
+                f"{paths.ring_file} was removed; if this stays so, `busrl stop {root}` and start it again"
             )
         case "unfinished":
             yield f"{name}: no ring and no summary; the run was never finished. Start it again to continue"

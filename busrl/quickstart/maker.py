@@ -198,31 +198,18 @@ def new_tokenizer(recipe: Recipe) -> Any:
     core.decoder = decoders.Fuse()
     make: Any = PreTrainedTokenizerFast  # untyped in transformers
     return make(
-        tokenizer_object=core,
-        pad_token=PAD_TOKEN,
-        eos_token=END_TOKEN,
-        unk_token=UNKNOWN_TOKEN,
-        padding_side="left",
-        model_max_length=POSITIONS,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=core, pad_token=PAD_TOKEN, eos_token=END_TOKEN, unk_token=UNKNOWN_TOKEN, padding_side="left",
+        model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
     )
 
 
 def new_model(recipe: Recipe) -> Any:
     """A Qwen3 with fresh float32 weights, seeded by the recipe."""
     config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=recipe.hidden,
-        intermediate_size=recipe.mlp,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        head_dim=recipe.head_dim,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-        pad_token_id=VOCABULARY.index(PAD_TOKEN),
-        eos_token_id=VOCABULARY.index(END_TOKEN),
-        bos_token_id=None,
+        vocab_size=len(VOCABULARY), hidden_size=recipe.hidden, intermediate_size=recipe.mlp,
+        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, num_key_value_heads=recipe.heads,
+        head_dim=recipe.head_dim, max_position_embeddings=POSITIONS, tie_word_embeddings=True,
+        pad_token_id=VOCABULARY.index(PAD_TOKEN), eos_token_id=VOCABULARY.index(END_TOKEN), bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -234,13 +221,8 @@ def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files."""
     make: Any = GenerationConfig  # untyped in transformers
     model.generation_config = make(
-        do_sample=True,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        max_new_tokens=recipe.max_new_tokens,
-        eos_token_id=model.config.eos_token_id,
-        pad_token_id=model.config.pad_token_id,
+        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=recipe.max_new_tokens,
+        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -90,32 +90,19 @@ class Knobs:
 @dataclass(frozen=True)
 class Inputs:
     """One step as measured: shares and clip fractions in [0, 1], entropies in nats. None means not measured in this
-    step: it changes no mean and fires no rule. NaN and infinity become None, and `broken` says that there was one.
+    step: it changes no mean and fires no rule. What else a step had stands in its line of metrics.jsonl.
     """
 
     step: int
     groups: int
     reward: float | None = None  # mean over all samples that ended
     probe: float | None = None  # entropy on the fixed probe set, in the steps that score it
-    entropy: float | None = None  # over the trained tokens: moves with the data too, so it is logged and not acted on
     clip: float | None = None  # share of tokens outside of the clip range, both sides
-    k3: float | None = None
     ess: float | None = None
-    masked: float | None = None  # share of tokens left out because they were too old
-    grad_norm: float | None = None
-    broken: bool = False  # the step changed nothing, or one of its numbers was not finite
-    idle_train: float | None = None
-    idle_rollout: float | None = None
-    flat_share: float | None = None
-    length_ratio: float | None = None  # consumed over dispatched
-    age_mean: float | None = None
-    age_p95: float | None = None
-    age_max: float | None = None
-    queue: float | None = None  # groups that are ready or claimed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without what is missing."""
-        return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Inputs:
@@ -124,17 +111,15 @@ class Inputs:
         return cls(**{name: value for name, value in data.items() if name in known})
 
     @classmethod
-    def made(cls, step: int, groups: int, broken: bool = False, **numbers: float | None) -> Inputs:
-        """From measured numbers, whatever they are."""
-        bad = any(value is not None and not math.isfinite(value) for value in numbers.values())
-        kept = {name: None if value is None or not math.isfinite(value) else float(value)
-                for name, value in numbers.items()}
-        return cls(step=step, groups=groups, broken=broken or bad, **kept)
+    def made(cls, step: int, groups: int, **numbers: float | None) -> Inputs:
+        """From measured numbers, whatever they are: one that is not finite was not measured."""
+        known = {name: float(value) for name, value in numbers.items() if value is not None and math.isfinite(value)}
+        return cls(step=step, groups=groups, **known)
 
 
 # -- the memory of the steps --------------------------------------------------------------------------------
 
-SMOOTHED = ("reward", "clip", "k3", "ess", "idle_train", "idle_rollout")
+SMOOTHED = ("reward", "clip", "ess")
 
 
 class Signals:

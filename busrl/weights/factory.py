@@ -115,24 +115,15 @@ def make_sender(
         from busrl.weights.shm import ShmSender
 
         return ShmSender(
-            settings.segment,
-            checksums=settings.checksum,
-            threshold=settings.threshold,
-            key_every=settings.key_every,
+            settings.segment, checksums=settings.checksum, threshold=settings.threshold, key_every=settings.key_every,
         )
     if settings.transport == "broadcast":
         from busrl.weights.broadcast.sender import BroadcastSender
 
         return BroadcastSender(
-            settings.address_file,
-            timeout_s=settings.timeout_s,
-            bucket_bytes=settings.bucket_bytes,
-            checksum=settings.checksum,
-            threshold=settings.threshold,
-            key_every=settings.key_every,
-            backend=settings.backend,
-            device=settings.memory,
-            callbacks=callbacks,
+            settings.address_file, timeout_s=settings.timeout_s, bucket_bytes=settings.bucket_bytes,
+            checksum=settings.checksum, threshold=settings.threshold, key_every=settings.key_every,
+            backend=settings.backend, device=settings.memory, callbacks=callbacks,
         )
     if settings.transport == ONE_COPY:
         from busrl.weights.one_copy import OneCopySender

@@ -226,13 +226,7 @@ class FolderReceiver(FileReceiver):
     """
 
     def __init__(
-        self,
-        root: Path,
-        name: str,
-        *,
-        kind: Literal["adapter", "folder"],
-        kept: int = 1,
-        base: Path | None = None,
+        self, root: Path, name: str, *, kind: Literal["adapter", "folder"], kept: int = 1, base: Path | None = None,
         timeout_s: float = 10.0,
     ) -> None:
         self.root, self.kind = root, kind

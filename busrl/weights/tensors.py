@@ -146,10 +146,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             pass
 
     def gather_pieces(
-        self,
-        named: Mapping[str, torch.Tensor],
-        flat: torch.Tensor,
-        piece: int,
+        self, named: Mapping[str, torch.Tensor], flat: torch.Tensor, piece: int,
         done: Callable[[str], None] | None = None,
     ) -> Iterator[int]:
         """As `gather`, in pieces of about that many bytes, a tensor at a time where they are made when they are asked

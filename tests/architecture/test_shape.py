@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 254, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 253, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -89,8 +89,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
     },
     "monitor": {
-        "state": "", "snapshot": "state", "text": "state", "runfiles": "state text", "sources": "runfiles state",
-        "screen": "sources state text", "status": "runfiles snapshot sources state text",
+        "state": "", "text": "state", "runfiles": "state text", "sources": "runfiles state",
+        "screen": "sources state text", "status": "runfiles sources state text",
         "recording": "runfiles sources state status", "replay": "recording sources",
     },
     "protocol": {

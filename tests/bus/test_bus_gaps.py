@@ -63,7 +63,7 @@ def test_a_heartbeat_shows_the_loss_of_the_newest_messages(endpoint):
     sender.heartbeat("rollout", "generating")
     beat = listener.recv(PATIENCE_S)
     assert isinstance(beat, m.Heartbeat) and beat.activity == "generating" and beat.last_seqs["GOODBYE/"] == 4
-    assert listener.stats().missed_by == {("a", "GOODBYE/"): 3}
+    assert listener.gaps.missed_by == {("a", "GOODBYE/"): 3}
 
 
 def test_messages_dropped_at_a_full_queue_are_counted_by_the_listener(endpoint):
@@ -74,6 +74,6 @@ def test_messages_dropped_at_a_full_queue_are_counted_by_the_listener(endpoint):
     while got[-1].reason != "end":
         sender.send(m.Goodbye(reason="end"))
         got += listener.drain() or [listener.recv(PATIENCE_S)]
-    missed = listener.stats().missed
+    missed = listener.gaps.missed
     assert missed > 0
     assert missed + len(got) == got[-1].msg_seq - got[0].msg_seq + 1

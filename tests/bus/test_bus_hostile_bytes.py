@@ -62,8 +62,7 @@ def test_bytes_that_are_no_message_are_counted_and_dropped(endpoint, stranger, r
     for _ in range(3):
         stranger.send_multipart([HEARD.encode(), raw])
     assert hear_good(listener, stranger).reason == "good"
-    stats = listener.stats()
-    assert stats.faults == {Fault[counter]: 3}
+    assert listener.faults == {Fault[counter]: 3}
     assert len(said) == 1 and "learner" in said[0]
 
 
@@ -74,7 +73,7 @@ def test_a_multipart_of_another_length_is_counted_as_malformed(endpoint, strange
     stranger.send_multipart([HEARD.encode()])
     stranger.send_multipart([HEARD.encode(), b"no map", b"more"])
     hear_good(listener, stranger)
-    assert listener.stats().faults[Fault.MALFORMED] == 3  # a topic alone, a payload that is none, a frame too many
+    assert listener.faults[Fault.MALFORMED] == 3  # a topic alone, a payload that is none, a frame too many
 
 
 @pytest.mark.usefixtures("each_wire")
@@ -123,7 +122,7 @@ def test_a_flood_of_refused_messages_does_not_hold_a_caller_beyond_its_time(brok
     flood = subprocess.Popen([sys.executable, "-c", FLOOD, broker.frontend], stdout=subprocess.PIPE)
     try:
         assert flood.stdout is not None and flood.stdout.readline()
-        while not listener.stats().faults[Fault.MALFORMED]:
+        while not listener.faults[Fault.MALFORMED]:
             listener.recv(0.05)
         for wait in (lambda: listener.recv(0.2), listener.take, listener.drain):
             assert not wait()

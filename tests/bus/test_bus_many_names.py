@@ -24,7 +24,7 @@ def test_an_endpoint_that_answers_ever_new_names_remembers_a_bounded_number_and_
     assert isinstance(beat, m.Heartbeat) and said == []
     assert len(beat.last_seqs) <= MAX_ADDRESSED + len(m.Message.__subclasses__())
     assert f"PONG/worker-{MANY - 1:06d}-of-a-pool-of-machines-somewhere/" in beat.last_seqs
-    assert len(codec.encode(beat)) < 1 << 17 and keeper.stats().sent >= MAX_ADDRESSED
+    assert len(codec.encode(beat)) < 1 << 17
 
 
 def test_a_topic_that_was_forgotten_begins_anew_and_nobody_counts_that_as_loss(endpoint):
@@ -36,7 +36,7 @@ def test_a_topic_that_was_forgotten_begins_anew_and_nobody_counts_that_as_loss(e
     keeper.send(m.Goodbye(), to="worker")
     got = [worker.recv(30) for _ in range(4)]
     assert [one.msg_seq for one in got if one] == [1, 2, 3, 1]
-    assert worker.stats().missed == worker.stats().repeated == 0
+    assert worker.gaps.missed == worker.gaps.repeated == 0
 
 
 def test_pings_of_ever_new_names_are_answered_and_forgotten(endpoint, broker):

@@ -79,7 +79,7 @@ def test_a_receiver_loses_its_own_share_counts_it_and_others_lose_nothing(ends: 
     assert numbers(heard(well)) == list(range(MANY))
     left = numbers(heard(lossy))
     assert MANY * 0.3 < len(left) < MANY * 0.7 and left == sorted(left)
-    assert lossy.stats().missed > 0 and well.stats().missed == 0
+    assert lossy.gaps.missed > 0 and well.gaps.missed == 0
     assert len(left) + lossy._message_faults.counts["lost"] == MANY
 
 
@@ -88,7 +88,7 @@ def test_what_a_sender_loses_nobody_hears_and_everybody_can_count(ends: Any) -> 
     sender = ends("sender", BusFault(types=("SCHEDULER_STATE",), at="sender", drop=0.5))
     publish(sender)
     left = numbers(heard(well))
-    assert MANY * 0.3 < len(left) < MANY * 0.7 and well.stats().missed >= MANY - len(left) - 2
+    assert MANY * 0.3 < len(left) < MANY * 0.7 and well.gaps.missed >= MANY - len(left) - 2
 
 
 def test_doubled_and_overtaken_messages_are_counted_as_repetitions_by_the_listener(ends: Any) -> None:

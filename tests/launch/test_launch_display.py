@@ -35,7 +35,7 @@ class Clock:
 def record(step: int, version: int, tokens: int, *processes: ProcessRecord) -> RingRecord:
     words = {"step": step, "version": version, "run_state": 0}
     occupancy = {"free": 5, "generating": 128}
-    return RingRecord(133, occupancy, words, 0, 0, 0, 0, tokens, {}, -1, -1, processes)
+    return RingRecord(133, occupancy, words, 0, tokens, -1, -1, processes)
 
 
 def begun(goal: int = 200, children: int = 2) -> Progress:
@@ -56,7 +56,7 @@ def progress() -> Progress:
         update = {"step": step, "version": step + 1, "groups": 32, "samples": 256, "tokens": 9000, "reward": step / 200}
         made.handle(m.LearnerStateUpdate(**update), 0.0)
     for second, busy in ((0.0, 0), (2.0, 1_860_000_000)):
-        learner = ProcessRecord("learner", "learner", 100, "ready", "training", 0.0, 0.1, 0.1, busy, 0, 0, 85)
+        learner = ProcessRecord("learner", "learner", 100, "ready", "training", 0.0, 0.1, busy, 0, 0, 85)
         made.run.look(record(84, 85, 1000 + int(3100 * second), learner), second)
     return made
 
@@ -216,7 +216,7 @@ def test_what_others_wrote_moves_no_cursor_on_a_pipe_or_a_terminal(monkeypatch):
     assert "all is well" in stream.getvalue() and stream.getvalue().endswith("over\n")
     state = begun()
     state.handle(m.SchedulerState(credit=0, waiting=HOSTILE), 0.0)
-    learner = ProcessRecord(HOSTILE, "learner", 100, "ready", HOSTILE, 0.0, 0.1, 0.1, 0, 0, 0, 1)
+    learner = ProcessRecord(HOSTILE, "learner", 100, "ready", HOSTILE, 0.0, 0.1, 0, 0, 0, 1)
     state.run.look(record(0, 0, 0, learner), 0.0)
     state.run.facts = Facts(name=HOSTILE, max_steps=200)
     for one in shown(state):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from busrl.monitor import text as words
 from busrl.monitor.runfiles import LineFollower, RunFiles
-from busrl.monitor.snapshot import snapshot
 from busrl.monitor.state import (
     STEPS_KEPT,
     ErrorRecord,
@@ -26,6 +26,7 @@ from busrl.monitor.state import (
     Steps,
     Traffic,
 )
+from busrl.monitor.status import RunStatus, as_data, to_json
 from busrl.monitor.text import chart, gauge, portions, safe
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -39,16 +40,15 @@ def update(step: int) -> m.LearnerStateUpdate:
 def process(name: str = "rollout/0", **changed: object) -> ProcessRecord:
     fields = {
         "name": name, "role": "rollout", "pid": 7, "state": "ready", "activity": "", "deadline_s": 0.0,
-        "progress_age_s": 0.1, "activity_age_s": 0.1, "busy_ns": 0, "tokens": 0, "samples": 0, "version": 0,
+        "progress_age_s": 0.1, "busy_ns": 0, "tokens": 0, "samples": 0, "version": 0,
     }
     return ProcessRecord(**{**fields, **changed})  # type: ignore[arg-type]
 
 
 def ring(*processes: ProcessRecord, **changed: object) -> RingRecord:
     fields = {
-        "slots": 16, "occupancy": {"free": 16}, "words": {"step": 9, "version": 10, "run_state": 0}, "dispatched": 0,
-        "finished": 0, "dropped": 0, "reaps": 0, "tokens": 0, "drops": {}, "groups_open": 3, "groups_ready": 2,
-        "processes": processes,
+        "slots": 16, "occupancy": {"free": 16}, "words": {"step": 9, "version": 10, "run_state": 0}, "reaps": 0,
+        "tokens": 0, "groups_open": 3, "groups_ready": 2, "processes": processes,
     }
     return RingRecord(**{**fields, **changed})  # type: ignore[arg-type]
 
@@ -58,10 +58,9 @@ def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(to
     picture = RunState()
     for step in told:
         picture.handle(update(step), 0.0)
-    charts = snapshot(picture, 0.0, 0.0)["charts"]
-    assert charts["steps"] == sorted(set(told))
-    assert charts["reward"] == [step / 10 for step in sorted(set(told))]
-    assert charts["length"] == [30.0 - step for step in sorted(set(told))]
+    assert picture.steps.numbers() == sorted(set(told))
+    assert picture.steps.course(lambda one: one.reward) == [step / 10 for step in sorted(set(told))]
+    assert picture.steps.course(lambda one: one.length) == [30.0 - step for step in sorted(set(told))]
 
 
 @given(st.sets(st.integers(1, 20)), st.sets(st.integers(1, 20)))
@@ -136,7 +135,7 @@ def test_a_counter_that_becomes_known_is_no_speed() -> None:
     picture = RunState()
     picture.look(None, 0.0)
     assert picture.speed(0.0) == Speed()
-    picture.look(ring(process(), tokens=45_000, finished=700, words={"step": 45, "version": 45}), 1.0)
+    picture.look(ring(process(), tokens=45_000, words={"step": 45, "version": 45}), 1.0)
     assert picture.speed(1.0) == Speed()
     assert words.speed(picture.speed(1.0)) == "- samples/s · - tokens/s · - steps/min"
     picture.look(ring(process(), tokens=45_100), 2.0)
@@ -252,13 +251,18 @@ def test_a_run_whose_numbers_are_none_is_shown_and_told_as_json(reward: float, l
     picture.step(StepRecord(1, reward=reward, length_mean=length, age_mean=at), 0.0)
     picture.handle(m.ValidationDone(round=1, version=1, samples=1, mean=reward), 0.0)
     picture.errors.add(ErrorRecord(at, "a", "error"), "file")
-    json.dumps(snapshot(picture, 0.0, 0.0), allow_nan=False)
+    assert told(picture)["step"] == 1
     assert words.lines(picture, 0.0, 1000.0)
 
 
-def test_a_snapshot_is_json_whatever_is_not_known() -> None:
-    told = json.loads(json.dumps(snapshot(RunState(), 0.0, 0.0), allow_nan=False))
-    assert told["ring"] is None and told["progress"]["max_steps"] is None and told["run"]["state"] == "unknown"
+def told(run: RunState) -> Any:
+    """What `--json` says of it, where there are no files."""
+    return json.loads(to_json(as_data(RunStatus(None, run, 0.0, run.state))))
+
+
+def test_the_data_are_json_whatever_is_not_known() -> None:
+    found = told(RunState())
+    assert "slots" not in found and found["max_steps"] is None and found["state"] == "unknown"
 
 
 def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None:
@@ -268,7 +272,7 @@ def test_a_round_of_validation_that_file_and_bus_tell_of_is_shown_once() -> None
     assert words.lines(picture, 0.0, 0.0)[1] == "  progress  step 0 · version 0 · validation 0.250"
     picture.validated(RoundRecord(5, 6, None))  # nothing was judged
     picture.handle(m.ValidationDone(round=9, version=10, samples=8, mean=0.75), 0.0)
-    assert [one["round"] for one in snapshot(picture, 0.0, 0.0)["validations"]] == [0, 5, 9]
+    assert [one["round"] for one in told(picture)["validation"]] == [0, 9], "those in which a sample was judged"
     assert "validation 0.250 → 0.750" in words.line(picture, 0.0)
 
 

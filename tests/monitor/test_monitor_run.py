@@ -58,19 +58,15 @@ def test_a_snapshot_of_a_real_run_tells_who_does_what(run: Run, held: dict[str, 
     assert {"bus", "keeper", "scheduler", "learner", "reward/0", "rollout/0", "validator"} <= set(rows)
     assert {name: row["pid"] for name, row in rows.items()} == {one.label: one.pid for one in run.processes().values()}
     assert all(row["state"] == "ready" and not row["late"] for row in rows.values())
-    assert told["run"]["state"] == "running" and told["progress"]["step"] >= 3
-    assert sum(told["ring"]["occupancy"].values()) == told["ring"]["slots"]
-    assert told["trigger"]["n_min"] == 8 and told["trigger"]["groups_open"] > 0
-    assert 0 <= told["trigger"]["groups_ready"] <= told["trigger"]["groups_open"]
+    assert told["state"] == "running" and told["step"] >= 3
+    assert 0 <= told["groups"]["ready"] <= told["groups"]["open"] > 0
     rewards = {row["step"]: row["reward"] for row in run.metrics()}
-    assert len(told["charts"]["steps"]) >= 3
-    assert told["charts"]["reward"] == pytest.approx([rewards[step] for step in told["charts"]["steps"]])
-    assert told["staleness"]["bound"] == 2 and 0 <= told["staleness"]["max"] <= 2
+    newest = told["newest_step"]
+    assert newest["reward"] == pytest.approx(rewards[newest["step"]]) and 0 <= newest["age_max"] <= 2
     by_name = told["messages"]["by_name"]
     assert by_name["DATA_GENERATED"]["count"] > 0 and by_name["HEARTBEAT"]["count"] > 0
     assert told["messages"]["missed"] == told["messages"]["malformed"] == 0
-    assert told["throughput"]["samples_per_s"] > 0 and told["throughput"]["tokens_per_s"] > 0
-    assert told["throughput"]["steps_per_min"] > 0 and told["progress"]["since_step_s"] is not None
+    assert told["samples_per_s"] > 0 and told["tokens_per_s"] > 0 and told["steps_per_min"] > 0
 
 
 def test_a_process_that_was_killed_and_started_again_is_shown_as_such(run: Run, started: Start) -> None:
@@ -113,7 +109,7 @@ def test_a_recording_of_a_real_run_shows_it_again(
     finished(player)
     counted = {name: one["count"] for name, one in told["messages"]["by_name"].items()}
     assert counted == summary(path)["messages"] and counted["LEARNER_STATE_UPDATE"] > 0
-    assert told["progress"]["step"] >= 3 and told["run"]["name"] == "quickstart"
+    assert told["step"] >= 3 and told["name"] == "quickstart"
     assert {row["name"] for row in told["processes"]} >= {"learner", "rollout/0"}
     assert told["messages"]["missed"] == 0
 

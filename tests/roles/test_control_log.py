@@ -50,8 +50,7 @@ class Living:
         self.training: Any = SimpleNamespace(entropy=lambda probe: self.entropy)
         self.entropy = 0.5
         self.plan = make_plan(self.topology, streaming=True)
-        ring: Any = SimpleNamespace(processes=list)
-        self.control = Control(self.folder / "decisions.jsonl", self.topology, self.training, self.plan, ring)
+        self.control = Control(self.folder / "decisions.jsonl", self.topology, self.training, self.plan)
         if self.checkpoint[0]:
             self.control.load(self.checkpoint[1], self.folder)
         for record in self.records[self.checkpoint[0] :]:
@@ -61,9 +60,8 @@ class Living:
     def stats(self, step: int) -> Any:
         chance = random.Random(step)
         self.entropy = chance.uniform(0.3, 0.7)
-        told = SimpleNamespace(entropy=1.0, clip_low=chance.random() / 50, clip_high=0.0, k3=0.001, ess=0.95)
-        norm = chance.uniform(0.5, 9.0)
-        return SimpleNamespace(diagnostics=told, tokens=100, old_tokens=0, skipped="", grad_norm=norm)
+        told = SimpleNamespace(entropy=1.0, clip_low=chance.random() / 50, clip_high=0.0, ess=0.95)
+        return SimpleNamespace(diagnostics=told)
 
     def append(self) -> Record:
         """The commit point of the next step."""
@@ -81,8 +79,7 @@ class Living:
 
     def step(self) -> None:
         record = self.append()
-        row = {"reward": self.random.random(), "seconds": 1.0, "wait_s": {"groups": self.random.random()}}
-        self.control.step(record, self.stats(record.step), row)
+        self.control.step(record, self.stats(record.step), {"reward": self.random.random()})
 
     def save(self) -> None:
         self.checkpoint = (len(self.records), self.control.meta())

@@ -55,15 +55,8 @@ class ServedEngine(Engine):
     may take before a supervisor takes the process for stuck."""
 
     def __init__(
-        self,
-        settings: Openai,
-        tokens: Tokens,
-        *,
-        capacity: int,
-        max_length: int,
-        vocabulary: int = 0,
-        eos_ids: frozenset[int] = frozenset(),
-        update_s: float = 120.0,
+        self, settings: Openai, tokens: Tokens, *, capacity: int, max_length: int, vocabulary: int = 0,
+        eos_ids: frozenset[int] = frozenset(), update_s: float = 120.0,
     ) -> None:
         super().__init__(tokens, capacity, max_length)
         self._settings, self._eos_ids = settings, eos_ids
@@ -329,11 +322,6 @@ def make(topology: Topology, process: str) -> ServedEngine:
     folder, generation = Path(topology.model.path), topology.generation
     tokens = tokens_of(folder, topology.data.template == "chat", tools_of(topology.openai))
     return ServedEngine(
-        topology.openai,
-        tokens,
-        capacity=generation.max_batch,
-        max_length=topology.longest,
-        vocabulary=vocabulary_size(folder),
-        eos_ids=tokens.eos_ids,
-        update_s=topology.limits.ready_s,
+        topology.openai, tokens, capacity=generation.max_batch, max_length=topology.longest,
+        vocabulary=vocabulary_size(folder), eos_ids=tokens.eos_ids, update_s=topology.limits.ready_s,
     )

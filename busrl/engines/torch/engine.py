@@ -447,17 +447,8 @@ class TorchEngine(Engine):
     """`capacity` rows of one model on one device. Use `load` for a model folder."""
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        capacity: int,
-        max_length: int = 0,
-        fast: bool = True,
-        chat: bool = False,
-        on_update: OnUpdate = "keep",
-        prefill_tokens: int = PREFILL_TOKENS,
-        prefix_keep_s: float = 0.0,
+        self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
+        on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if capacity < 1:

@@ -374,9 +374,6 @@ class VllmEngine(Engine):
 
 def make(topology: Topology, process: str) -> VllmEngine:
     return VllmEngine(
-        Start.of(topology),
-        chat=topology.data.template == "chat",
-        on_update=topology.generation.on_update,
-        on_restart=topology.weights.on_restart,
-        temperature=topology.generation.temperature,
+        Start.of(topology), chat=topology.data.template == "chat", on_update=topology.generation.on_update,
+        on_restart=topology.weights.on_restart, temperature=topology.generation.temperature,
     )

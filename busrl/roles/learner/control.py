@@ -1,13 +1,13 @@
 """The learner's side of the controller: measures its inputs, keeps its log and its probe set, and moves the trigger.
 
-Talks to `busrl.scheduling.controller` (which decides), to the training step (which scores the probe), to the ring's
-process table (idle times) and to `decisions.jsonl`. Knows nothing of how a decision comes about.
+Talks to `busrl.scheduling.controller` (which decides), to the training step (which scores the probe) and to
+`decisions.jsonl`. Knows nothing of how a decision comes about.
 
 - One line per step: the inputs as they were given, and the decision if one was due. A line with step s takes the place
   of all earlier lines with a step >= s, as in the train log.
 - A restart loads the state of the checkpoint and gives the controller the inputs of the lines after it, so it decides
   as before. A step that is in the log of training but has no line (its learner was killed in between) is measured
-  again from the replay, without what only its learner knew, and its line is written then.
+  again from the replay, and its line is written then.
 - Nothing here stops training: a full disk costs lines, and with them the memory of a controller that is killed.
 """
 
@@ -28,7 +28,6 @@ from busrl.config.derive import control_settings
 from busrl.errors import MachineError
 from busrl.files import LineFile, json_lines
 from busrl.ledger.wal import Record, SampleRecord
-from busrl.ring import Ring
 from busrl.scheduling.controller import Controller, Inputs
 from busrl.scheduling.trigger import LearnerPlan
 
@@ -37,13 +36,12 @@ if TYPE_CHECKING:
     from busrl.training.step_stats import StepStats
 
 PROBE_FILE = "probe.bin"
-FROM_ROW = ("flat_share", "length_ratio", "age_mean", "age_p95", "age_max", "queue")
 
 
 class Control:
     """Without a controller (mode `off`) every call does nothing."""
 
-    def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan, ring: Ring) -> None:
+    def __init__(self, path: Path, topology: Topology, training: TrainingStep, plan: LearnerPlan) -> None:
         settings = control_settings(topology)
         self.training, self.plan = training, plan
         self.controller = Controller(settings) if settings else None
@@ -52,7 +50,6 @@ class Control:
         self._probe_entropy: float | None = None
         self._logged = read_lines(path) if settings else {}
         self._lines = LineFile(path) if settings else None
-        self._idle = IdleRollouts(ring)
 
     # -- checkpoints and replay ---------------------------------------------------------------------------------
 
@@ -107,17 +104,12 @@ class Control:
 
     def _inputs(self, record: Record, stats: StepStats, row: Mapping[str, Any]) -> Inputs:
         """From the line of metrics.jsonl; a replay has none, and takes them from record and training."""
-        found, tokens, masked = stats.diagnostics, stats.tokens, stats.old_tokens
-        numbers: dict[str, float | None] = {
-            "reward": row.get("reward", fmean(sample.reward for sample in record.samples)),
-            "probe": self._score(record.step), "entropy": found.entropy, "clip": found.clip_low + found.clip_high,
-            "k3": found.k3, "ess": found.ess, "masked": masked / max(1, masked + tokens),
-            "grad_norm": None if stats.skipped else stats.grad_norm,
-        }
-        if row:
-            numbers |= {name: row.get(name) for name in FROM_ROW}
-            numbers |= {"idle_train": _idle_train(row), "idle_rollout": self._idle.share()}
-        return Inputs.made(record.step, len(record.groups), bool(stats.skipped), **numbers)
+        found = stats.diagnostics
+        return Inputs.made(
+            record.step, len(record.groups),
+            reward=row.get("reward", fmean(sample.reward for sample in record.samples)),
+            probe=self._score(record.step), clip=found.clip_low + found.clip_high, ess=found.ess,
+        )
 
     def _choose_probe(self, record: Record) -> None:
         """The first step's first groups, whole, until there are enough samples: the same after any restart."""
@@ -156,26 +148,6 @@ class Control:
             self._lines.close()
 
 
-class IdleRollouts:
-    """Share of the engines' time without work since the last call, from the process table; None without any engine."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._seen: dict[tuple[str, int], int] = {}  # busy nanoseconds of a life
-        self._at = time.monotonic()
-
-    def share(self) -> float | None:
-        now = time.monotonic()
-        passed, self._at = now - self._at, now
-        before, self._seen = self._seen, {
-            (one.label, one.pid): one.busy_ns
-            for one in self._ring.processes()
-            if one.role == "rollout" and not one.remote
-        }
-        known = [(busy - before[life]) / 1e9 for life, busy in self._seen.items() if life in before]
-        return 1 - min(1.0, max(0.0, sum(known) / (len(known) * passed))) if known and passed > 0 else None
-
-
 def read_lines(path: Path) -> dict[int, dict[str, Any]]:
     """The line of every step that is still valid; damage is left out, as these lines are no ledger."""
     found: list[tuple[int, dict[str, Any]]] = []
@@ -187,9 +159,3 @@ def read_lines(path: Path) -> dict[int, dict[str, Any]]:
             found.pop()
         found.append((step, line))
     return dict(found)
-
-
-def _idle_train(row: Mapping[str, Any]) -> float | None:
-    """Share of the step's seconds in which the learner waited."""
-    seconds = float(row.get("seconds") or 0.0)
-    return min(1.0, sum(row["wait_s"].values()) / seconds) if seconds > 0 else None

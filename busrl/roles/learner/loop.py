@@ -93,7 +93,7 @@ class Learner(Actor):
         self.idling, self._solved = Idling(self.topology, self.paths), False
         self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms()
         self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
-        self.control = Control(self.paths.decisions, self.topology, self.training, self.plan, self.ring)
+        self.control = Control(self.paths.decisions, self.topology, self.training, self.plan)
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
         self._recover()

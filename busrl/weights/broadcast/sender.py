@@ -76,14 +76,8 @@ class SendBuffer:
     """
 
     def __init__(
-        self,
-        wake: Callable[[], None],
-        *,
-        bucket_bytes: int,
-        threshold: float = 0.0,
-        key_every: int = 32,
-        checksum: bool = False,
-        device: str = "cpu",
+        self, wake: Callable[[], None], *, bucket_bytes: int, threshold: float = 0.0, key_every: int = 32,
+        checksum: bool = False, device: str = "cpu",
     ) -> None:
         self.manifest: Manifest | None = None
         self.change = threading.Condition()
@@ -221,16 +215,8 @@ class BroadcastSender(Sender):
     """
 
     def __init__(
-        self,
-        file: str | Path,
-        *,
-        timeout_s: float = 10.0,
-        bucket_bytes: int = 16 << 20,
-        checksum: bool = False,
-        threshold: float = 0.0,
-        key_every: int = 32,
-        device: str = "cpu",
-        backend: str = "gloo",
+        self, file: str | Path, *, timeout_s: float = 10.0, bucket_bytes: int = 16 << 20, checksum: bool = False,
+        threshold: float = 0.0, key_every: int = 32, device: str = "cpu", backend: str = "gloo",
         callbacks: GroupCallbacks | None = None,
     ) -> None:
         self.file = Path(file)
