@@ -78,9 +78,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "plan": "", "messages": "plan",
     },
     "launch": {
-        "fates": "", "guardian": "", "identity": "", "pythons": "", "supervisor": "", "children": "guardian",
-        "rundir": "fates guardian identity supervisor", "summary": "guardian supervisor", "display": "summary",
-        "run": "children display fates guardian rundir summary supervisor",
+        "fates": "", "identity": "", "pythons": "", "supervisor": "", "children": "",
+        "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
+        "run": "children display fates rundir summary supervisor",
     },
     "ledger": {
         "audit": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal", "trained": "trainlog wal",
