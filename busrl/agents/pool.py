@@ -31,6 +31,7 @@ from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetu
 from busrl.agents.episode import Episode
 from busrl.agents.llm import Ended, Refusal
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
+from busrl.guardian import MARK, end_marked, own_mark
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
@@ -76,8 +77,10 @@ class Child:
         """AgentNotLoaded with the cause, if the function cannot be had; ChildLost if the process dies before."""
         # From the main thread: the child is tied to the life of the thread that starts it.
         command, environment = pipes.interpreter(setup.python)
+        self._mark = own_mark()
         self._process = subprocess.Popen(
-            [*command, "-m", "busrl.agents.child", str(os.getpid())], env=environment,
+            [*command, "-m", "busrl.agents.child", str(os.getpid())],
+            env={**(environment or os.environ), MARK: self._mark},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         loop = asyncio.get_running_loop()
@@ -146,6 +149,7 @@ class Child:
             await asyncio.wait_for(asyncio.shield(self._reading), 0.0 if self._episodes else GRACE_S)
         self.kill()
         await self._reading
+        await self._swept  # what it started in sessions of their own
 
     def kill(self) -> None:
         """Kill its process group. It is not reaped before, so its number belongs to no other."""
@@ -154,6 +158,7 @@ class Child:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._swept = asyncio.get_running_loop().run_in_executor(None, end_marked, self._mark)
 
     def _send(self, frame: ToChild) -> None:
         if not self.lost and not self._in.is_closing():

@@ -26,6 +26,7 @@ from busrl.agents.episode import Episode
 from busrl.agents.llm import TEXT_LIMIT, Ended
 from busrl.agents.pool import MAX_AGAIN, Played
 from busrl.errors import CallUnanswered
+from busrl.guardian import MARK, end_marked, own_mark
 from busrl.rewards.base import MalformedReward, settle
 
 LOOK_S = 0.05
@@ -77,11 +78,12 @@ class Programs:
     async def _played(self, episode: Episode, task: bytes) -> Ended:
         wrong: asyncio.Future[CallUnanswered] = asyncio.get_running_loop().create_future()
         episode.gone_wrong = lambda problem: None if wrong.done() else wrong.set_result(problem)
+        mark = own_mark()
         with tempfile.NamedTemporaryFile(prefix="busrl-task-", suffix=".json") as file:
             file.write(task)
             file.flush()
             names = {"OPENAI_BASE_URL": episode.openai["base_url"], "OPENAI_API_KEY": episode.openai["api_key"],
-                     "BUSRL_TASK": file.name}
+                     "BUSRL_TASK": file.name, MARK: mark}
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *self._command, cwd=self._base_dir,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
@@ -95,6 +97,7 @@ class Programs:
                     _kill(process.pid)
                 output.cancel()
                 await process.wait()
+                await asyncio.to_thread(end_marked, mark)  # what it started in sessions of their own
 
     async def _ended(self, episode: Episode, process: asyncio.subprocess.Process, output: asyncio.Future[bytes],
                      wrong: asyncio.Future[CallUnanswered]) -> Ended:

@@ -26,8 +26,8 @@ from busrl import quickstart
 from busrl.config import Topology, explain, load, materialise
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
+from busrl.guardian import stat_of
 from busrl.launch import pythons
-from busrl.launch.guardian import stat_of
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.monitor.text import printable

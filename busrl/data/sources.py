@@ -33,7 +33,7 @@ BATCH = 1_000
 ENVIRONMENT = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by its library
 INDEX = "index"  # key of a line: the seed of an environment, or the number of a task
 INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment where no number is given; servers may take 32 bits
-PARQUET, JSONL = (".parquet", ".pq"), (".jsonl", ".json", ".ndjson")
+PARQUET = (".parquet", ".pq")
 
 
 class Refused(Exception):

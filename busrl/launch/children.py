@@ -30,7 +30,7 @@ from typing import BinaryIO
 from busrl.config import ProcessName
 from busrl.config.schema import AGENT
 from busrl.errors import TRACE, BugError, first_line
-from busrl.launch.guardian import MARK, end_marked
+from busrl.guardian import MARK, end_marked
 from busrl.paths import RunPaths
 
 PR_SET_PDEATHSIG = 1

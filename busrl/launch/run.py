@@ -33,11 +33,11 @@ from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.gateway import FairClock
+from busrl.guardian import Guardian, mark
 from busrl.launch.children import RunningChild, last_lines, last_words, start
 from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
-from busrl.launch.guardian import Guardian, mark
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage
 from busrl.launch.supervisor import Child, ForeignProcesses, Phase, Shutdown

@@ -40,8 +40,8 @@ from busrl.errors import (
     RunInUse,
     UserError,
 )
+from busrl.guardian import end_left_behind, stat_of
 from busrl.launch.fates import FateWatch, PutBack, put_back
-from busrl.launch.guardian import end_left_behind, stat_of
 from busrl.launch.identity import BLOCK, Start, compare
 from busrl.launch.supervisor import is_titled
 from busrl.ledger.openbin import remove_open

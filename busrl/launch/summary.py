@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from busrl import files
 from busrl.errors import first_line
 from busrl.gateway import Tally
-from busrl.launch.guardian import stat_of
+from busrl.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error

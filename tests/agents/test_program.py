@@ -82,10 +82,23 @@ def test_a_program_that_takes_too_long_is_killed_with_what_it_started(
     code = 'import subprocess\nopen("pid", "w").write(str(subprocess.Popen(["sleep", "600"]).pid))\nsys.stdin.read()\n'
     found, _ = played(code + 'import time\ntime.sleep(600)', episode_s=3.0)
     assert found.ended.how == "hung"
-    pid, until = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    await_end_of(int((tmp_path / "pid").read_text()))
+
+
+def await_end_of(pid: int) -> None:
+    until = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < until, "what it had started still lives"
         time.sleep(0.01)
+
+
+def test_what_a_program_leaves_in_a_session_of_its_own_ends_with_its_episode(
+    played: Callable[..., tuple[Played, list[Engine]]], tmp_path: Path
+) -> None:
+    code = "import subprocess\nleft = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3)\n"
+    found, _ = played(code + 'open("pid", "w").write(str(left.pid))\nprint(json.dumps({"reward": 1}))')
+    assert found.ended.how == "returned"
+    await_end_of(int((tmp_path / "pid").read_text()))
 
 
 def test_an_engine_without_an_answer_ends_the_program_not_the_sample(

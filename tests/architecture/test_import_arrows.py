@@ -23,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "ring": {"errors", "protocol", "_ring"},
     "private": {"errors"},
     "pipes": set(),
+    "guardian": set(),
     "imports": {"errors"},
     "keys": {"errors", "files", "private"},
     "bus": {"errors", "protocol", "ring", "private", "keys", "_wire"},
@@ -31,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": set(),
     "data": {"errors", "files", "imports"},
     "rewards": {"errors", "data", "imports", "device", "pipes"},
-    "agents": {"errors", "data", "imports", "rewards", "pipes"},
+    "agents": {"errors", "data", "imports", "rewards", "pipes", "guardian"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
     "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "pipes"},
@@ -45,14 +46,14 @@ ARROWS: dict[str, set[str]] = {
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
-        "device", "monitor",
+        "device", "monitor", "guardian",
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
     "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "evaluate", "training",
+        "data", "simulate", "roles", "evaluate", "training", "guardian",
     },
 }
 BY_ALL = {"states"}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from busrl.launch import guardian as orphans
-from busrl.launch.guardian import MARK, born, end_group, end_left_behind, end_marked, mark, mark_of
+from busrl import guardian as orphans
+from busrl.guardian import MARK, born, end_group, end_left_behind, end_marked, mark, mark_of
 from busrl.ring import OfdLock
 
 LEAVERS = ["leaves_a_child", "leaves_a_session"]
@@ -118,7 +118,7 @@ def test_what_a_launch_that_is_gone_has_left_is_known_by_its_pid_and_the_time_it
 REUSED = """
 import os, select, signal, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
-from busrl.launch.guardian import Guardian, mark
+from busrl.guardian import Guardian, mark
 
 def sleeper(number=0, **options):
     if number:

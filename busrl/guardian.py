@@ -1,4 +1,4 @@
-"""Ends what outlives its owner: programs that a child of `launch` started, after the child's death or launch's own.
+"""Ends what outlives its owner: what a child of `launch`, or an agent's program, started and left behind.
 
 Talks to the kernel and to /proc. Knows nothing of the ring, the bus or what the processes do. Run as a program it is
 the guardian: it waits until the launch that started it is gone, however that ended, and ends what is left of it.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ MARK = "BUSRL_STARTED_BY"
 ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
 PAUSE_S = 0.01
 TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP
+_NUMBERS = itertools.count()
 DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,6 +51,11 @@ def born(pid: int) -> int:
     """When a process began, in the kernel's ticks: with it a pid is unique. 0 if it is not there."""
     fields = stat_of(pid)
     return int(fields[19]) if fields else 0
+
+
+def own_mark() -> str:
+    """A new mark for something that this process starts; it begins with that of this process."""
+    return f"{os.environ.get(MARK) or mark('alone', os.getpid())}:{os.getpid()}.{next(_NUMBERS)}/"
 
 
 def end_marked(prefix: str, limit_s: float = ROUNDS_S) -> list[int]:
