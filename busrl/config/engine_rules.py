@@ -449,8 +449,6 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
                        "from device to device only one rank was ever tried", 'backend = "gloo"')
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
                        "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
-    yield from refused("learner.optimizer", t.learner.optimizer == "adafactor",
-                       "it updates a part of a matrix in another way than the whole", 'optimizer = "adamw"')
     yield from _axes(t, at, entry.ranks)
     if entry.devices and len(entry.devices) != entry.ranks:
         rule = f"{len(entry.devices)} items for {entry.ranks} ranks: each rank works on a device of its own"
@@ -471,12 +469,9 @@ def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:
     elif (ranks // own.replicate) % own.expert:
         rule = f"experts are dealt out within a replica, which has {ranks // own.replicate} ranks"
         yield Finding((expert, replicate), rule, "set a divisor of that")
-    if t.lora.on and own.tensor * own.expert > 1:
-        yield Finding(("lora.rank", tensor, expert), "an adapter is not cut along these axes",
-                      "set both to 1, or no LoRA")
-    if t.learner.optimizer == "adamw8bit" and own.tensor * own.expert > 1:
-        yield Finding(("learner.optimizer", tensor, expert), "blocks of 8-bit states were not tried with these axes",
-                      'set optimizer = "adamw", or both to 1')
+    if t.lora.on and t.lora.dropout and own.tensor > 1:
+        rule = "ranks that compute a layer together would each drop other values"
+        yield Finding(("lora.dropout", tensor), rule, "set one of them to its default")
 
 
 def _torch() -> tuple[int, ...]:

@@ -399,7 +399,7 @@ def _lower(t: Topology, work: Work) -> dict[str, Work]:
         layers = Widths.of(_config(t)).layers
         found[f'learner.train_layers = "{layers * 3 // 4}-{layers - 1}"'] = replace(
             work, train_layers=f"{layers * 3 // 4}-{layers - 1}")
-    if work.kind != "cpu" and work.optimizer != "adafactor":
+    if work.kind != "cpu":
         found[f"ranks = {2 * work.ranks} in the learner's [[process]]"] = replace(work, ranks=2 * work.ranks)
     if work.kind != "cpu" and work.ranks > 1 and not work.offload:
         found['learner.parallel.offload = "all"'] = replace(work, offload=True)

@@ -14,15 +14,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from busrl import imports
 from busrl.algorithms import selection
 from busrl.errors import FunctionRefused, ModelNotLoaded, UserError, cause
+from busrl.training import sharded
 
 KEY = "learner.optimizer"
 ADAMW, ADAMW8, ADAFACTOR = "adamw", "adamw8bit", "adafactor"
@@ -45,7 +48,8 @@ def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Setti
         return made
     if name == ADAFACTOR:
         given = {"weight_decay": adam["weight_decay"], **options}
-        return _built(name, torch.optim.Adafactor, parameters, given)
+        spread = any(hasattr(one, "device_mesh") for one in parameters)
+        return _built(name, SpreadAdafactor if spread else torch.optim.Adafactor, parameters, given)
     return _built(name, _own(name), parameters, options)
 
 
@@ -94,9 +98,7 @@ def _paired(value: Any) -> Any:
 
 def require_elementwise(name: str, adam: Settings, options: Settings) -> None:
     """FunctionRefused for an optimiser that updates a part of a tensor in another way than it does in the whole."""
-    if name in (ADAMW, ADAMW8):
-        return
-    if name == ADAFACTOR or not _is_elementwise(name, adam, options):
+    if name not in (ADAMW, ADAMW8, ADAFACTOR) and not _is_elementwise(name, adam, options):
         raise FunctionRefused(
             f"{KEY} = {name!r}: it updates a part of a matrix in another way than the whole, so ranks that hold parts "
             f'would train something else; use an elementwise one ("{ADAMW}"), or ranks = 1'
@@ -115,6 +117,83 @@ def _is_elementwise(name: str, adam: Settings, options: Settings) -> bool:
         _step(name, halves, TRIED_RATE, [one.clone() for both in gradients for one in both.chunk(2)])
     again = [torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
     return all(torch.allclose(one, two, rtol=1e-5, atol=1e-6) for one, two in zip(whole[0], again, strict=True))
+
+
+class SpreadAdafactor(torch.optim.Adafactor):
+    """torch's, of tensors that are spread over ranks: means of rows and columns and sizes of weights and updates are
+    those of whole tensors, by two sums over all ranks per update. What it keeps of a matrix is whole on every rank."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """An update, on all ranks; `closure` is not called."""
+        every = [_Factored(one, group, self.state[one]) for group in self.param_groups for one in group["params"]
+                 if one.grad is not None]
+        _add_up([sums for one in every for sums in one.squares()])
+        sizes = [one.update() for one in every]
+        _add_up(sizes)
+        for one, size in zip(every, sizes, strict=True):
+            one.move(float(size))
+
+
+class _Factored:
+    """One tensor in an update of Adafactor: its calls in turn, with a sum over ranks after each of the first two."""
+
+    def __init__(self, whole: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self.whole, self.group, self.state = whole, group, state
+        self.own, self.share = sharded.local(whole), sharded.weight_in_sum(whole)
+        self.gradient = -sharded.local(whole.grad) if group["maximize"] else sharded.local(whole.grad)
+        place, shape = sharded.within(whole), whole.shape
+        # Per mean its axis, its whole shape, and where in it those of this rank's part are.
+        self.means = {
+            "row_var": (-1, (*shape[:-1], 1), place[:-1]),
+            "col_var": (-2, (*shape[:-2], 1, shape[-1]), (*place[:-2], slice(None), place[-1])),
+        } if whole.ndim > 1 else {}
+        if not state:
+            kept = {name: self.own.new_zeros(size) for name, (_, size, _) in self.means.items()}
+            state |= {"step": torch.zeros(()), **(kept or {"variance": torch.zeros_like(whole)})}
+        for name in self.means:  # a checkpoint gives what has the shape of the tensor in parts, as it gives that
+            state[name] = sharded.whole(state[name])
+        state["step"] += 1
+
+    def squares(self) -> list[Tensor]:
+        """This rank's share of the sums of squares: of the weights, and of the gradient by rows and by columns."""
+        self.sums = [(self.own.square().sum() * self.share).reshape(1)]
+        for axis, size, place in self.means.values():
+            self.sums.append(self.own.new_zeros(size))
+            self.sums[-1][place] = self.gradient.square().sum(axis, keepdim=True) * self.share
+        return self.sums
+
+    def update(self) -> Tensor:
+        """Makes this rank's part of the update, before it is scaled; its share of the sum of its squares."""
+        least, new = self.group["eps"][0], float(self.state["step"]) ** self.group["beta2_decay"]
+        least = torch.finfo(self.own.dtype).eps if least is None else least
+        for (name, (axis, _, _)), sums in zip(self.means.items(), self.sums[1:], strict=True):
+            self.state[name].lerp_(sums / self.whole.shape[axis], new)
+        if self.means:
+            rows, columns = (self.state[name][place] for name, (_, _, place) in self.means.items())
+            mean = self.state["row_var"].mean(-2, keepdim=True)[self.means["row_var"][2][:-1]]
+            found = (rows @ columns).div_(mean.clamp(min=least))
+        else:
+            found = sharded.local(self.state["variance"]).lerp_(self.gradient.square(), new).clone()
+        self.made = found.clamp_(min=least * least).rsqrt_().mul_(self.gradient)
+        size: Tensor = self.made.square().sum() * self.share
+        return size.reshape(1)
+
+    def move(self, squares: float) -> None:
+        """Changes the weights; `squares`: the sum of those of the whole update."""
+        lr, root = float(self.group["lr"]), math.sqrt(self.whole.numel())
+        rate = min(lr, float(self.state["step"]) ** -0.5)
+        rate *= max(self.group["eps"][1], math.sqrt(float(self.sums[0])) / root)
+        self.own.mul_(1 - lr * self.group["weight_decay"])
+        self.own.add_(self.made, alpha=-rate / max(1.0, math.sqrt(squares) / (root * self.group["d"])))
+
+
+def _add_up(parts: list[Tensor]) -> None:
+    """Each summed over all ranks, in place: one collective."""
+    together = torch.cat([part.flatten() for part in parts])
+    torch.distributed.all_reduce(together)
+    for part, found in zip(parts, torch.split(together, [part.numel() for part in parts]), strict=True):
+        part.copy_(found.view_as(part))
 
 
 BLOCK, WRAPPED = 256, "__bnb_optimizer_quant_state__"  # of bitsandbytes

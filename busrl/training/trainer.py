@@ -139,7 +139,8 @@ class Trainer:
     def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
         """The optimiser: of the parameters, or of this rank's parts of them where it cannot take spread ones."""
         spread = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
-        if not spread or (self.settings.optimizer == optimizers.ADAMW and sharded.alike(self.parameters)):
+        of_spread = self.settings.optimizer == optimizers.ADAMW and sharded.alike(self.parameters)
+        if not spread or of_spread or self.settings.optimizer == optimizers.ADAFACTOR:
             return make(self.parameters)
         adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
         optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
@@ -563,7 +564,8 @@ class Trainer:
         convert: Callable[[Any], Any] = optimizers.unpacked if hasattr(order[0], "device_mesh") else eight
         return {
             number: {
-                key: sharded.spread_like(one, order[number]) if isinstance(one, Tensor) and one.ndim else one
+                key: sharded.spread_like(one, order[number])
+                if isinstance(one, Tensor) and one.shape == order[number].shape else one
                 for key, one in convert(kept).items()
             }
             for number, kept in value.items()

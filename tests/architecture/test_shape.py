@@ -123,9 +123,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "world": "actors answers figures learner ring scheduler", "report": "actors figures fit settings world",
     },
     "training": {
-        "head": "", "optimizers": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
+        "head": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
         "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
-        "custom": "optimizers", "forward": "batch head model packing",
+        "custom": "optimizers", "optimizers": "sharded", "forward": "batch head model packing",
         "sharded": "", "sharded_state": "checkpoint optimizers shard_files sharded",
         "trainer": "batch checkpoint custom forward head model optimizers precision shard_files sharded sharded_state "
                    "step_stats value_head",

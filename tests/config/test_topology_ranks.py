@@ -26,12 +26,11 @@ def test_each_rank_but_the_first_is_a_process_on_the_learners_device(loaded: Loa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ((TWO, "learner.optimizer=adafactor"), "it updates a part of a matrix in another way"),
         ((TWO, 'process.learner.devices=["0"]', "model.device=cuda"), "1 items for 2 ranks"),
         (("process.rollout.ranks=2",), "a rollout trains none"),
         ((TWO, "learner.parallel.tensor=3"), "1 x 3 does not divide 2"),
         ((TWO, "learner.parallel.expert=2", "learner.parallel.replicate=2"), "a replica, which has 1 ranks"),
-        ((TWO, "learner.parallel.tensor=2", "learner.optimizer=adamw8bit"), "8-bit states were not tried"),
+        ((TWO, "learner.parallel.tensor=2", "lora.rank=4", "lora.dropout=0.1"), "would each drop other values"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused(refused: Refused, settings: tuple[str, ...], said: str) -> None:

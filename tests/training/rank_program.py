@@ -91,7 +91,8 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats
 
 KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
     "": {}, "bfloat16": {"compute_dtype": "bfloat16"}, "again": {"activation_checkpointing": "full"}, "lora": {},
-    "lora16": {"compute_dtype": "bfloat16"}, "layers": {"train_layers": "1, norm"},
+    "lora16": {"compute_dtype": "bfloat16"}, "adafactor": {"optimizer": "adafactor"},
+    "layers": {"train_layers": "1, norm"},
 }
 
 
@@ -105,7 +106,7 @@ def axes_of(kind: str, world: int) -> tuple[str, Layout, bool]:
 
 
 def lora_of(kind: str) -> LoraSettings | None:
-    return LoraSettings(4, 2.0, ("q_proj", "v_proj"), seed=3) if kind.startswith("lora") else None
+    return LoraSettings(4, 2.0, ("q_proj", "o_proj"), seed=3) if kind.startswith("lora") else None
 
 
 def alone(family: str, steps: int, kind: str) -> dict[str, Any]:

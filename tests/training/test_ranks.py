@@ -99,15 +99,18 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
 SOME = [
     "qwen2:layers", "qwen3moe:again", "qwen3:lora16",
     "qwen2:@tensor=2", "qwen3moe:@expert=2", "llama:@replicate=2,offload=1",
+    "qwen3:lora@tensor=2", "qwen2:adafactor@tensor=2",
 ]
 AXES = [
     "llama:@tensor=2", "qwen2:again@tensor=2", "qwen3:@tensor=2,offload=1", "qwen3:@replicate=2,tensor=2",
     "qwen3moe:@tensor=2", "qwen3moe:again@expert=4", "qwen3moe:@tensor=2,expert=2", "qwen3moe:@replicate=2,expert=2",
+    "llama:lora@tensor=2", "qwen3moe:lora@expert=2", "qwen3moe:lora@tensor=2,expert=2",
+    "qwen2:adafactor@tensor=2", "qwen3moe:adafactor@expert=4", "llama:adafactor@replicate=2",
 ]
 KINDS = {
     "": list(rank_program.FAMILIES), "again": [f"{family}:again" for family in rank_program.FAMILIES],
     "lora": [f"{family}:lora" for family in rank_program.FAMILIES],
-    "others": ["qwen3:bfloat16", "qwen3:lora16", "qwen2:layers"],
+    "others": ["qwen3:bfloat16", "qwen3:lora16", "qwen2:layers", "qwen2:adafactor", "qwen3:lora@tensor=2"],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,49 +207,71 @@ def test_one_that_is_cut_or_changed_is_torn_and_the_one_before_is_used(
 
 # -- kills -------------------------------------------------------------------------------------------------------------
 
-WRITER = """
-    import sys, torch
+WRITERS = """
+    import os, sys, torch
     from pathlib import Path
     from busrl.training import checkpoint
     from busrl.training.model import load
     from busrl.training.trainer import Trainer, TrainerSettings
 
-    torch.set_num_threads(1)
+    def write(trainer):
+        step = 0
+        while True:
+            step += 1
+            with torch.no_grad():
+                for tensor in trainer.kept_tensors().values():
+                    tensor.fill_(float(step))
+            pending = checkpoint.Pending(
+                Path(sys.argv[2]), step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=2,
+                on_progress=lambda: None, where=None)
+            trainer.saving.stage()
+            pending.commit()
+            print(step, flush=True)
+
+    torch.set_num_threads(1)  # a fork has the threads of none
     trainer = Trainer(load(sys.argv[1]), TrainerSettings())
-    step = 0
-    while True:
-        step += 1
-        with torch.no_grad():
-            for tensor in trainer.kept_tensors().values():
-                tensor.fill_(float(step))
-        pending = checkpoint.Pending(
-            Path(sys.argv[2]), step, trainer=trainer, meta={}, source=None, extras=lambda folder: None, keep_last=2,
-            on_progress=lambda: None, where=None)
-        trainer.saving.stage()
-        pending.commit()
-        print(step, flush=True)
+    for _ in sys.stdin:
+        if not (child := os.fork()):
+            try:
+                write(trainer)
+            finally:
+                os._exit(1)
+        print(f"pid {child}", flush=True)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 def killed_while_writing(lab: Any, root: Path, moments: int) -> None:
+    """One process loads the libraries; each writer that is killed is a fork of it."""
     chance = random.Random(moments)
-    for number in range(moments):
-        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), str(lab.folder("qwen3")), str(root)],
-                                  stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        for _ in range(2):
-            told = int(writer.stdout.readline())
-        with pytest.raises(subprocess.TimeoutExpired):  # it writes on until the moment
-            writer.wait(chance.uniform(0, 0.05))
-        writer.send_signal(signal.SIGKILL)
-        told = int(([str(told), *writer.stdout.read().split()])[-1])
-        writer.wait()
-        found = checkpoint.latest(root)
-        assert found is not None and found.step >= told, f"kill {number}: {found} after {told} was told"
-        held = Shards(found.path)
-        assert all(bool((held.whole(name) == found.step).all()) for name in held.shapes if name.startswith("weights."))
-        for path in root.glob("global_step_*"):
-            checkpoint.shutil.rmtree(path)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITERS), str(lab.folder("qwen3")), str(root)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    ) as writers:
+        assert writers.stdin is not None and writers.stdout is not None
+        for number in range(moments):
+            print("write", file=writers.stdin)
+            pid, steps = 0, list[int]()
+            while len(steps) < 2 or not pid:
+                words = writers.stdout.readline().split()
+                assert words and words[0] != "ended", "the writer failed by itself"
+                if words[0] == "pid":
+                    pid = int(words[1])
+                else:
+                    steps.append(int(words[0]))
+            time.sleep(chance.uniform(0, 0.05))  # the moment; it writes on meanwhile
+            os.kill(pid, signal.SIGKILL)
+            while (words := writers.stdout.readline().split())[0] != "ended":
+                steps.append(int(words[0]))
+            assert words == ["ended", str(-signal.SIGKILL)]
+            found = checkpoint.latest(root)
+            assert found is not None and found.step >= steps[-1], f"kill {number}: {found} after {steps[-1]} was told"
+            held = Shards(found.path)
+            values = (held.whole(name) for name in held.shapes if name.startswith("weights."))
+            assert all(bool((value == found.step).all()) for value in values)
+            for path in root.glob("global_step_*"):
+                checkpoint.shutil.rmtree(path)
+        writers.kill()
 
 
 def test_killed_while_it_is_written_the_newest_whole_one_loads(lab: Any, tmp_path: Path) -> None:

@@ -217,36 +217,6 @@ def test_a_team_trains_episodes_of_several_turns_as_one_rank_does(lab: Any, team
     assert_same_weights(trainer.named_weights(), one.named_weights())
 
 
-@pytest.mark.slow
-def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_one_rank_is(
-    lab: Any, tmp_path: Path
-) -> None:
-    with team_of(tmp_path, tensor=2, refers=True, kl="k3", kl_coef=0.1) as team:
-        settings = {**SETTINGS, "kl": "k3", "kl_coef": 0.1}
-        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
-        one = lab.trainer("qwen3", double=False, **SETTINGS)
-        probe = lab.samples(seed=9)
-        found = (trainer.score(probe), one.score(probe), trainer.score_reference(probe))
-        for mine, other, third in zip(*found, strict=True):
-            np.testing.assert_allclose(mine, other, atol=1e-5)
-            np.testing.assert_allclose(mine, third, atol=1e-6)
-        first = a_step(trainer, lab, 0, 4)
-        expected = a_step(one, lab, 0, 4)
-        assert (first.tokens, first.sequences) == (expected.tokens, expected.sequences)
-        assert first.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), "the KL to itself has no gradient yet"
-        assert_same_weights(trainer.named_weights(), one.named_weights())
-        samples = lab.samples()
-        worth = lab.advantages(len(samples))
-        worth[3] = float("nan")
-        trainer.accumulate(samples, worth)
-        assert trainer.step(1e-2).culprits == ("sample 3",)
-        (process,) = team.processes
-        process.kill()
-        process.wait()
-        with pytest.raises(RankLost, match=rf"rank 1 \(pid {process.pid}\)"):
-            a_step(trainer, lab, 1)
-
-
 def test_a_checkpoint_in_shards_is_read_by_any_number_of_ranks(lab: Any, team: Any, tmp_path: Path) -> None:
     source, settings = lab.folder("llama"), TrainerSettings(**SETTINGS)
     trainer, alone = team.trainer(source, settings), Trainer(load(source), settings)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from busrl.algorithms import gae
-from busrl.errors import FunctionRefused, UserError
+from busrl.errors import FunctionRefused, RankLost, UserError
 from busrl.training import checkpoint, optimizers
 from busrl.training.forward import choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
@@ -21,9 +21,12 @@ from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, options", [("torch.optim:SGD", {"momentum": 0.9}), ("adamw8bit", {})])
+@pytest.mark.parametrize("name, options, tensor", [
+    ("torch.optim:SGD", {"momentum": 0.9}, 1), ("adamw8bit", {}, 1), ("adamw8bit", {}, 2), ("adafactor", {}, 1),
+    ("adafactor", {}, 2),
+])
 def test_another_optimiser_over_parts_goes_on_with_other_numbers_of_ranks(
-    name: str, options: dict[str, Any], lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], tensor: int, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight bits are by blocks of a part: those of two ranks are others than those of one, a little."""
     eight = name == "adamw8bit"
@@ -34,12 +37,13 @@ def test_another_optimiser_over_parts_goes_on_with_other_numbers_of_ranks(
     more, limit = {**SETTINGS, "optimizer": name, "options": options}, {"atol": 1e-2 if eight else 1e-5, "rtol": 1e-4}
     settings = TrainerSettings(**more)
     one = lab.trainer("qwen3", double=False, **more)
-    with team_of(tmp_path, **more) as team:
+    with team_of(tmp_path, tensor=tensor, **more) as team:
         trainer = team.trainer(lab.folder("qwen3"), settings)
         for seed in range(3):
             a_step(trainer, lab, seed)
             a_step(one, lab, seed)
-        kinds = {str(value.dtype) for state in trainer.optimizer.inner.state.values() for value in state.values()
+        states = getattr(trainer.optimizer, "inner", trainer.optimizer).state.values()
+        kinds = {str(value.dtype) for state in states for value in state.values()
                  if isinstance(value, torch.Tensor) and value.ndim == 2}
         assert kinds == {"torch.uint8" if eight else "torch.float32"}
         for tensor, expected in zip(trainer.named_weights().values(), one.named_weights().values(), strict=True):
@@ -65,9 +69,8 @@ def test_an_optimiser_of_whole_matrices_is_refused_over_parts(tmp_path: Path) ->
         "        for group in self.param_groups:\n"
         "            for one in group['params']:\n                one.grad /= one.grad.norm()\n        super().step()\n"
     )
-    for name in ("adafactor", f"{file}:Whole"):
-        with pytest.raises(FunctionRefused, match="updates a part of a matrix in another way than the whole"):
-            optimizers.require_elementwise(name, {"weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}, {})
+    with pytest.raises(FunctionRefused, match="updates a part of a matrix in another way than the whole"):
+        optimizers.require_elementwise(f"{file}:Whole", {"weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}, {})
     optimizers.require_elementwise("torch.optim:RMSprop", {}, {"alpha": 0.9})
 
 
@@ -89,6 +92,36 @@ def test_compiled_layers_over_ranks_train_as_those_of_one_that_compiles_none(
         assert graphs and dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "compiled again while it trained"
         for tensor, expected in zip(trainer.named_weights().values(), one.named_weights().values(), strict=True):
             torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_one_rank_is(
+    lab: Any, tmp_path: Path
+) -> None:
+    with team_of(tmp_path, tensor=2, refers=True, kl="k3", kl_coef=0.1) as team:
+        settings = {**SETTINGS, "kl": "k3", "kl_coef": 0.1}
+        trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
+        one = lab.trainer("qwen3", double=False, **SETTINGS)
+        probe = lab.samples(seed=9)
+        found = (trainer.score(probe), one.score(probe), trainer.score_reference(probe))
+        for mine, other, third in zip(*found, strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-5)
+            np.testing.assert_allclose(mine, third, atol=1e-6)
+        first = a_step(trainer, lab, 0, 4)
+        expected = a_step(one, lab, 0, 4)
+        assert (first.tokens, first.sequences) == (expected.tokens, expected.sequences)
+        assert first.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), "the KL to itself has no gradient yet"
+        assert_same_weights(trainer.named_weights(), one.named_weights())
+        samples = lab.samples()
+        worth = lab.advantages(len(samples))
+        worth[3] = float("nan")
+        trainer.accumulate(samples, worth)
+        assert trainer.step(1e-2).culprits == ("sample 3",)
+        (process,) = team.processes
+        process.kill()
+        process.wait()
+        with pytest.raises(RankLost, match=rf"rank 1 \(pid {process.pid}\)"):
+            a_step(trainer, lab, 1)
 
 
 # -- an adapter, and a reference -----------------------------------------------------------------------------------
@@ -124,15 +157,19 @@ def changed(lab: Any, folder: Path) -> Path:
     return folder
 
 
+SLOW = ("adapter", "adapter and its base in columns", "reference")
+
+
 @pytest.mark.parametrize("kind", [
-    "adapter and its base", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adapter", "reference")),
+    "adapter and its base", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW),
 ])
 def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: Any, tmp_path: Path) -> None:
-    lora = LoraSettings(4, 2.0, ("q_proj", "up_proj"), seed=5) if kind != "reference" else None
+    lora = LoraSettings(4, 2.0, ("q_proj", "down_proj"), seed=5) if kind != "reference" else None
     reference = changed(lab, tmp_path / "reference") if kind == "reference" else None
     more = {**SETTINGS, **({} if kind == "adapter" else KL)}
     one = adapted(lab, lora, reference, more)
-    with team_of(tmp_path, lora=lora, refers=kind != "adapter", reference=reference, **more) as team:
+    tensor = 2 if "columns" in kind else 1
+    with team_of(tmp_path, lora=lora, refers=kind != "adapter", reference=reference, tensor=tensor, **more) as team:
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**more))
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
         assert_same_steps([a_step(trainer, lab, seed, 4) for seed in range(4)],

@@ -11,6 +11,7 @@ messages or processes.
 - ranks = replicate x fsdp x tensor, the tensor axis innermost. Ranks of one tensor group compute the same samples.
 - An expert is whole: those of a layer are dealt out over `expert` ranks, and tokens travel to them. What no plan of
   transformers names (embedding, head, norms; experts without an expert axis) is whole on each tensor rank.
+- An adapter is cut as its layer is: B where that is cut by outputs, A where it is by inputs; the other one is whole.
 - A cut is even on every axis but that of fsdp, or the model is refused: parts are boxes of any checkpoint and file.
 """
 
@@ -140,7 +141,7 @@ def tensor_plan(model: Any, layout: Layout) -> dict[str, str]:
             f"{type(model).__name__}: its plan cuts tensors as {', '.join(odd)}, whose parts no file of ranks can "
             "hold; set learner.parallel.tensor = 1"
         )
-    plan = _expanded(model, {name: style for name, style in known.items() if ".experts" not in name})
+    plan = _with_adapters(model, {name: style for name, style in known.items() if ".experts" not in name})
     _require_heads(model.config, layout.tensor)
     parameters = dict(model.named_parameters())
     for name, style in plan.items():
@@ -149,8 +150,21 @@ def tensor_plan(model: Any, layout: Layout) -> dict[str, str]:
             rows = layout.fsdp * (1 if axis else layout.tensor)
             if style == "colwise" or axis:
                 _require_even(name, one, axis, layout.tensor, "learner.parallel.tensor")
-            _require_even(name, one, 0, rows, "ranks / learner.parallel.replicate")
+            own = "lora.rank, or " if ".lora_A." in name else ""
+            _require_even(name, one, 0, rows, f"{own}ranks / learner.parallel.replicate")
     return plan
+
+
+ADAPTED = {"colwise": "lora_B.default", "rowwise": "lora_A.default"}  # what is cut as the layer is; the other is whole
+
+
+def _with_adapters(model: Any, plan: dict[str, str]) -> dict[str, str]:
+    """The plan, expanded; of a layer with an adapter it is for its base, and for that matrix of the adapter which has
+    the axis that is cut."""
+    inside = {f"{name}.{part}": style for name, style in plan.items() if style in ADAPTED
+              for part in ("base_layer", ADAPTED[style])}
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    return {name: style for name, style in _expanded(model, plan | inside).items() if name not in adapted}
 
 
 def expert_plan(model: Any, layout: Layout) -> dict[str, str]:
