@@ -11,12 +11,6 @@ from busrl.bus.endpoint import Endpoint
 from busrl.bus.security import allow_many_connections, private_directory, tcp_pair
 
 __all__ = [
-    "CurveListener",
-    "Endpoint",
-    "Refusal",
-    "StopRequest",
-    "allow_many_connections",
-    "private_directory",
-    "run_broker",
+    "CurveListener", "Endpoint", "Refusal", "StopRequest", "allow_many_connections", "private_directory", "run_broker",
     "tcp_pair",
 ]

@@ -45,6 +45,7 @@ _MASK, _NO_MASK = ("dmmpt", "dmmpt_tau", "dmmpt_sigma"), "no tokens are left out
 GONE = {
     **{f"{table}.controller.{name}": _ONE_RULE_SET for table in ("experiments", "learner") for name in _RULES},
     **{f"{table}.{name}": _NO_MASK for table in ("experiments", "learner") for name in _MASK},
+    "scheduler.probe": "there are no probes, which cost more time than they saved (docs/experiments): remove it",
     "derived.eta_min": "it belonged to rules of the controller that are gone: remove it",
 }
 

@@ -211,8 +211,6 @@ TABLE = (
           "a crash rolls back up to checkpoint_every = {t.learner.checkpoint_every} steps (0 = all); "
           'wal = "async" costs almost nothing', warning=True),
     # -- the order of dispatch
-    Clash("scheduler.probe, scheduler.policy == fifo",
-          'fifo does not use what a probe shows: siblings only come later; probe = false, or policy = "adaptive"'),
     Clash("scheduler.predictor != rules, scheduler.policy == fifo",
           'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True),
     Clash("scheduler.keywords, scheduler.policy == fifo; scheduler.predictor == rules",
@@ -244,8 +242,6 @@ TABLE = (
           "the next wave begins when what this one completed is published; publish_every = 1"),
     Clash(f"segments.rounds == segments, weights.restart_every > 1; learner.publish_every == 1, {RESTARTED}",
           "the next wave begins when what this one completed is published; restart_every = 1"),
-    Clash("segments.rounds == segments, scheduler.probe",
-          'siblings and the next wave would wait for each other; probe = false, or rounds = "answers"'),
     Clash("scheduler.ahead, segments.rounds == segments",
           "a wave begins when all of its round is dispatched, so nothing is held back; ahead = 0", warning=True),
     # -- validation

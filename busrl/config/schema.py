@@ -308,7 +308,6 @@ class Scheduler:
                         "0 = no limit", low=0, high=1 << 20)
     aging: float = key(0.5, "how much waiting raises a prompt's rank, so that nothing starves", low=0, high=1000)
     tail_share: float = key(0.25, "adaptive, in a stream: share of rows kept for the longest quarter", low=0, high=0.9)
-    probe: bool = key(False, "one sample of a group first; its siblings follow in the order that its length teaches")
 
 
 @dataclass(frozen=True)

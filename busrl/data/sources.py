@@ -25,6 +25,7 @@ import msgspec
 
 from busrl.data.prompts import open_file, parse_line, prompt_lines, shares
 from busrl.errors import DataError, Problem, UserError, cause
+from busrl.files import read_map
 from busrl.imports import load
 
 Record = dict[str, Any]
@@ -33,7 +34,7 @@ BATCH = 1_000
 ENVIRONMENT = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # what an agent may play, by its library
 INDEX = "index"  # key of a line: the seed of an environment, or the number of a task
 INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment where no number is given; servers may take 32 bits
-PARQUET, JSONL = (".parquet", ".pq"), (".jsonl", ".json", ".ndjson")
+PARQUET = (".parquet", ".pq")
 
 
 class Refused(Exception):
@@ -178,13 +179,13 @@ def files_of(folder: Path, split: str) -> list[tuple[Path, str]]:
     """The files of a split in order, with their formats."""
     if not folder.is_dir():
         raise Refused(str(folder), "no such folder", "give the folder of a data set")
-    names = _object(folder / "dataset_dict.json").get("splits")
+    names = read_map(folder / "dataset_dict.json").get("splits")
     if isinstance(names, list):
         if split not in names:
             there = ", ".join(map(str, names))
             raise Refused(str(folder), f"no split {split!r}; it has {there}", "set split to one of them")
         folder = folder / split
-    saved = _object(folder / "state.json").get("_data_files")
+    saved = read_map(folder / "state.json").get("_data_files")
     if isinstance(saved, list):
         return [(folder / str(one["filename"]), "arrow") for one in saved]
     found = sorted(path for path in folder.rglob("*") if path.name.endswith((*PARQUET, ".jsonl")))
@@ -200,14 +201,6 @@ def files_of(folder: Path, split: str) -> list[tuple[Path, str]]:
 
 def _words(path: Path, folder: Path) -> str:
     return re.sub(r"[^A-Za-z0-9]+", " ", str(path.relative_to(folder)))
-
-
-def _object(path: Path) -> Record:
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # -- code -----

@@ -68,8 +68,6 @@ class RunFiles:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
         found = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
         found |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
-        if found["t_max_s"] is None and (in_ms := number(_at(topology, "learner.trigger.t_max"))):  # of an older busrl
-            found["t_max_s"] = in_ms / 1000
         known: dict[str, Any] = {}
         for name, value in found.items():
             with suppress(msgspec.ValidationError):

@@ -11,7 +11,8 @@
 | turn_rewards | float32 [T]  | optional                                                                           |
 | reward       | float64 [1+] | optional: what the episode returned, and the parts of it                           |
 | messages     | uint8        | optional, JSON: the messages of each sequence                                      |
-| context      | uint64 [2]   | optional: ids that its calls read, all together, and how many of them were computed |
+| context      | uint64 [5]   | optional, CONTEXT: ids that its calls read, how many of those were computed, calls |
+|              |              | of tools that are none, calls with other sampling than the run's, refused calls    |
 | text         | uint8        | the last turn's text                                                               |
 
 All are of segment 0, beside the scheduler's `task`. Talks to the ring. Knows nothing of engines, templates or clients.
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ from busrl.ring import Ring, seq_of
 Array = npt.NDArray[Any]
 SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8)
 TRAINED = 1  # a flag
+CONTEXT = ("read", "computed", "unparsed", "overridden", "refused")
 TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "ids": (np.int32, 1), "seqs": (np.int32, 1), "turns": (np.int32, 2), "logprobs": (np.float32, 1),
     "versions": (np.uint32, 1), "turn_rewards": (np.float32, 1), "reward": (np.float64, 1), "messages": (np.uint8, 1),
@@ -52,9 +55,10 @@ TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
 
 
 def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward: Mapping[str, float] | float | None,
-                  messages: bytes = b"", context: tuple[int, int] | None = None) -> None:
+                  messages: bytes = b"", context: Sequence[int] = ()) -> None:
     """Write what an episode read and wrote into the slot that we own by `word`; the caller commits. `reward`: what it
-    returned, a number or named parts of it. SlotTooSmall where there is no room, but for the messages."""
+    returned, a number or named parts of it; `context`: the numbers of CONTEXT. SlotTooSmall where there is no room, but
+    for the messages."""
     for name in ("ids", "seqs", "turns", "logprobs", "versions"):
         ring.put(slot, word, name, np.ascontiguousarray(getattr(episode, name), TYPES[name][0]), 0)
     if episode.turn_rewards is not None:
@@ -66,7 +70,7 @@ def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward:
     ring.put(slot, word, "text", np.frombuffer(episode.text.encode(errors="replace") or b"\0", np.uint8), 0)
     # For people and reward functions: the episode is trained without them too.
     with contextlib.suppress(SlotTooSmall):
-        if context is not None:
+        if context:
             ring.put(slot, word, "context", np.array(context, np.uint64), 0)
         if messages:
             ring.put(slot, word, "messages", np.frombuffer(messages, np.uint8), 0)
@@ -234,13 +238,13 @@ def last_call(ring: Ring, slot: int) -> dict[str, Array] | None:
     }
 
 
-def context_of(ring: Ring, slot: int) -> tuple[int, int]:
-    """Ids that the calls of a slot's episode read, and how many of them were computed; (0, 0) where it does not say."""
+def context_of(ring: Ring, slot: int) -> Counter[str]:
+    """The numbers of CONTEXT of a slot's episode, as far as it says them."""
     with contextlib.suppress(BadTensor):
         found = _optional(ring, slot, "context")
-        if found is not None and len(found) == 2:
-            return int(found[0]), int(found[1])
-    return 0, 0
+        if found is not None:
+            return Counter(dict(zip(CONTEXT, map(int, found))))
+    return Counter()
 
 
 def _read(ring: Ring, slot: int, name: str) -> Array:

@@ -37,7 +37,7 @@ from busrl.protocol import messages as m
 from busrl.ring import Ring, State, seq_of
 from busrl.ring.calls import AsyncCaller, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.episodes import commit_episode, reward_of, turn_rewards_of, write_episode
+from busrl.roles.episodes import CONTEXT, commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
 from busrl.states import REWARD_FATES, Fate
 
@@ -242,7 +242,9 @@ class EpisodeHolder(Actor):
         own = self.topology.agents
         reward = own.failure_reward if ended.how == "used_up" else ended.reward
         transcript = episode.tree.transcript(own.transcript_bytes)
-        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript, (claim.read, claim.computed))
+        counted = {"read": claim.read, "computed": claim.computed, **episode.counts}
+        context = [counted.get(name, 0) for name in CONTEXT]
+        write_episode(self.ring, claim.slot, claim.word, made, reward, transcript, context)
         try:
             write_parts(self.ring, claim.slot, claim.word, ended.parts)
         except SlotTooSmall as problem:  # they are for people: the reward counts all the same

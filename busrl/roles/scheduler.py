@@ -4,8 +4,7 @@ Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admi
 (NEW_TASK to every worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new
 version. `busrl.scheduling` makes all decisions; this loop feeds them and carries them out. Knows nothing of tokens.
 
-- A member of an open group is dispatched before any new group, so that no group stays half open; but siblings of a
-  probe wait while it is generated (`busrl.scheduling.admission`).
+- A member of an open group is dispatched before any new group, so that no group stays half open.
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
 - A draw whose prompt is left out by its pass rate is over without being opened (`prompt_filter`).
 - With a damaged fate table nothing is dispatched: what it says to do is wrong.
@@ -37,7 +36,7 @@ from busrl.ring import State, seq_of
 from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.prompt_filter import SkippedPrompts
-from busrl.scheduling.admission import Admission, Arrivals, Probes, Room, Rows, Waves, not_ahead
+from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
 from busrl.scheduling.dispatch import OpenGroup, Policy, make_policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard
@@ -50,7 +49,6 @@ STATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 PREDECESSOR_LOOK_S = 0.02
 WORKER_FORGOTTEN_S = 10.0
-PROBING_TICK_S = 0.02  # an ended probe is seen after this: rows may be waiting for its siblings
 NO_END = 1 << 62
 
 
@@ -141,7 +139,6 @@ class Scheduler(Actor):
         self.predictor.restore()
         self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.guard, warn)
         self.policy = self.feed.policy
-        self.probes = Probes(derived.limits.W if self.topology.scheduler.probe else 0)
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals: Arrivals | None = None
         if data.arrivals:  # an open stream, checked when the run was started
@@ -151,7 +148,6 @@ class Scheduler(Actor):
             self.tick_s = WAVE_TICK_S
         self.bell = Doorbell()
         self.room = Room(0, "starting")
-        self.probing = 0  # groups that wait for their probes
         self.trained = 0  # groups, by the learner's last message
         self._next_state = self._next_look = 0.0
         self._signs_seen: tuple[int, ...] = ()
@@ -177,9 +173,6 @@ class Scheduler(Actor):
             text = f"TASK_REQUEST of {message.sender!r} for {message.worker_id!r} is ignored: "
             why = "too many workers" if is_address(message.worker_id) else "no topic can have such a name"
             self.warn("scheduler", text + why, kind="TASK_REQUEST")
-
-    def idle(self, timeout_s: float) -> None:
-        super().idle(min(timeout_s, PROBING_TICK_S) if self.probes.on else timeout_s)
 
     def work(self) -> bool:
         """Dispatch all that may be dispatched now; nothing is left to do then until a message or the next tick."""
@@ -209,12 +202,11 @@ class Scheduler(Actor):
 
     def _signs(self, now: float) -> tuple[int, ...]:
         """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
-        progress, or, where these hold it back, a probe ended, an engine took a sample, a prompt arrived. Read before
-        the scan, so that what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs.
+        progress, or, where these hold it back, an engine took a sample, a prompt arrived. Read before the scan, so that
+        what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs.
         """
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS)
         ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
-        ends += (State.GENERATED,) if self.probes.on else ()
         ends += (State.GENERATING,) if self.topology.scheduler.ahead else ()
         admitted = self.ring.header(HeaderWord.NEXT_ADMISSION)
         self.arrived = NO_END if self.arrivals is None else self.arrivals.count(now, admitted)  # draws below are there
@@ -223,37 +215,29 @@ class Scheduler(Actor):
     # -- dispatch -----------------------------------------------------------------------------------------------
 
     def _dispatch_all(self, view: GroupView) -> None:
-        waiting = self.probes.waiting(view, self.ring.header(HeaderWord.NEXT_ADMISSION))
-        sent = self._finish_open(view, ~waiting)
-        sent += self._open_new(view, self.lines)
-        if waiting.any():
-            idle = self.rows.total(view.generating) - view.generating - view.queued - sent
-            self._finish_open(view, self.probes.released(view, waiting, idle))
-        self.probing = int(waiting.sum())
+        self._finish_open(view)
+        self._open_new(view, self.lines)
 
-    def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
-        """Dispatch members of open groups while a slot is free: missing ones after a crash, siblings of probes,
-        re-rolls. The group credit keeps slots for them."""
-        sent = 0
-        for todo, members in in_a_row(view.todo_of(groups)):
+    def _finish_open(self, view: GroupView) -> None:
+        """Dispatch members of open groups while a slot is free: missing ones after a crash, re-rolls. The group credit
+        keeps slots for them."""
+        for todo, members in in_a_row(view.todo):
             # A re-roll of a group whose slots are all gone, and its index with them, shares the newest index: a new one
             # would shift the rounds of `sync`, which are cut by counting.
             newest = max(0, self.ring.header(HeaderWord.NEXT_ADMISSION) - 1)
             index = todo.admission if todo.admission >= 0 else newest
-            done = self._put(todo.uid, todo.member, members, self._fields(todo.draw, index))
-            sent += done
-            if done < members:
+            if self._put(todo.uid, todo.member, members, self._fields(todo.draw, index)) < members:
                 break
-        return sent
 
-    def _open_new(self, view: GroupView, lines: np.ndarray) -> int:
+    def _open_new(self, view: GroupView, lines: np.ndarray) -> None:
         self.room, self._unread = self._room(view, lines), False
         if self.room.groups <= 0:
-            return 0
+            return
         self.feed.offer(view, self.room.groups, self.arrived)
         found, left_out = self.skipped.take(self.policy.next, self.room.groups)
         self._unread = left_out and len(found) < self.room.groups
-        return sum(map(self._open_group, found))
+        for candidate in found:
+            self._open_group(candidate)
 
     def _room(self, view: GroupView, lines: np.ndarray) -> Room:
         validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
@@ -269,22 +253,19 @@ class Scheduler(Actor):
         )
         return not_ahead(room, self.topology.scheduler.ahead, view.queued, self.group_size)
 
-    def _open_group(self, candidate: Candidate) -> int:
-        """Dispatch all members, or the probe; the next scan dispatches those that find no slot, before new groups."""
-        draw, index, probe = candidate.draw, self.ring.header(HeaderWord.NEXT_ADMISSION), self.probes.on
-        members = 1 if probe else self.group_size
-        sent = self._put(uid_of(draw, 0, 0, self.group_size), 0, members, self._fields(draw, index, probe))
-        if sent:
+    def _open_group(self, candidate: Candidate) -> None:
+        """Dispatch all members; the next scan dispatches those that find no slot, before new groups."""
+        draw, index = candidate.draw, self.ring.header(HeaderWord.NEXT_ADMISSION)
+        if self._put(uid_of(draw, 0, 0, self.group_size), 0, self.group_size, self._fields(draw, index)):
             # After its members: once the index is counted the whole group is in the ring.
             self.ring.set_header(HeaderWord.NEXT_ADMISSION, index + 1)
-        return sent
 
-    def _fields(self, draw: int, index: int, probe: bool = False) -> dict[str, Any]:
+    def _fields(self, draw: int, index: int) -> dict[str, Any]:
         """What the members of a group have in common."""
         generation, item = self.topology.generation, self.stream.item(draw)
         return {
             "group": draw, "admission": index, "group_size": self.group_size, "cls": SampleClass.TRAIN,
-            "task": item.line, "prompt_crc": item.crc, "priority": self.policy.priority(draw, index, probe),
+            "task": item.line, "prompt_crc": item.crc, "priority": self.policy.priority(draw, index),
             "max_new_tokens": generation.max_new_tokens, "temperature": generation.temperature,
             "top_p": generation.top_p,
             # The step first: a publication in between makes the sample look too old, never too new.
@@ -333,8 +314,6 @@ class Scheduler(Actor):
         if values:
             values["rows"] = self.rows.total(view.generating)
         values |= self.skipped.metrics()
-        if self.probes.on:
-            values["probing"] = self.probing
         self.bus.send(m.SchedulerState(
             admitted=self.ring.header(HeaderWord.NEXT_ADMISSION), open_groups=len(view), free=view.free_slots,
             credit=max(0, self.room.groups), waiting=waiting, queued=view.queued, values=values,

@@ -3,6 +3,6 @@
 Imports only itself, `busrl.states` and NumPy beside the standard library: no sockets, files or clocks.
 Time, ring lines and fates are handed in.
 
-scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; GroupView.todo_of, less what Probes hold
+scheduler role: GroupScanner -> GroupView -> Admission.room -> Policy.next ; GroupView.todo
 learner role:   GroupScanner -> GroupView -> LearnerPlan.decide -> SetAside | Claim | Fire | Wait
 """

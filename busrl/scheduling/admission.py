@@ -1,4 +1,4 @@
-"""How many new groups may be opened now, and which rule says no: credit, limits, age, rounds, arrivals, probes.
+"""How many new groups may be opened now, and which rule says no: credit, limits, age, rounds, arrivals.
 
 Takes a view of the groups, the free slots, header words and clock values. Knows nothing of prompts or policies.
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.groups import NOT_STARTED, QUEUED, RESERVED, REWARDED, UNKNOWN, Bools, GroupView, Ints
+from busrl.scheduling.groups import NOT_STARTED, QUEUED, RESERVED, REWARDED, Bools, GroupView, Ints
 from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import SampleClass
 
@@ -246,41 +246,3 @@ class Rows:
         """Rows of all workers; at least those in use."""
         known = sum(rows for rows, _ in self._said.values())
         return max(generating, known or self.expected)
-
-
-# -- probes --------------------------------------------------------------------------------------------------
-
-class Probes:
-    """One sample of a group first, its siblings when it ended, so that they go in the order that it taught.
-
-    `bound`: groups admitted after a group until its siblings wait no longer (the learner's W, as from then on its
-    window may be waiting for this group); 0 = no probes. A group waits only while its probe is generated, as the view
-    shows; an accident of the probe ends the wait too. The probe waits for nothing but a row, and siblings count as
-    members due in the group credit, so there is no deadlock. No row stays empty for it: while workers could run more
-    than is QUEUED, waiting groups are released, the first admitted first.
-    """
-
-    def __init__(self, bound: int) -> None:
-        if bound < 0:
-            raise ValueError(f"bound = {bound}: must be >= 0")
-        self.bound = bound
-
-    @property
-    def on(self) -> bool:
-        return self.bound > 0
-
-    def waiting(self, view: GroupView, next_admission: int) -> Bools:
-        """Groups whose siblings wait."""
-        if not self.on:
-            return np.zeros(len(view), np.bool_)
-        found: Bools = view.probing & (view.admission != UNKNOWN) & (next_admission - view.admission < self.bound)
-        return found
-
-    def released(self, view: GroupView, waiting: Bools, idle: int) -> Bools:
-        """Those of the `waiting` groups that go now because `idle` rows have nothing to run."""
-        order = np.flatnonzero(waiting)
-        order = order[np.argsort(view.admission[order], kind="stable")]
-        before = np.concatenate(([0], np.cumsum(view.due[order])))[:-1]  # members released before each
-        found = np.zeros(len(view), np.bool_)
-        found[order[before < idle]] = True
-        return found

@@ -74,7 +74,7 @@ class Policy(ABC):
     def finished(self, draws: Sequence[int], tokens: Sequence[int]) -> None:
         """Members of open groups that finished since the last call, for its predictor: draw and tokens of each."""
 
-    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
+    def priority(self, draw: int, admission: int) -> int:
         """Priority of a slot with a member of this open group; larger goes first."""
         return slot_priority(admission)
 
@@ -190,7 +190,6 @@ class Strength:
 
 LEVELS_PER_OCTAVE = 16
 TOP = 255  # the highest level of a length: 1 to 65,536 tokens, 16 levels to each doubling
-PROBE = 0  # priority of a probe sample
 BLOCKS = 1 << 22  # block numbers wrap here; far apart ones are never in the ring together
 
 
@@ -201,8 +200,7 @@ def priority_by_length(window: int, direction: int, admission: int, estimate: fl
     admission index and this estimated length in tokens. Blocks of `window` admission indices are served one after the
     other; only inside a block does length decide. So a group is overtaken only by groups that lie in the learner's
     window while it holds that window: overtaking never makes a finished group wait for the anchor. In `sync` a block is
-    a round. Probes go before everything else of training: few rows, and they tell the order of the rest. All numbers
-    are <= 0, so that a class with positive priorities (validation) goes first.
+    a round. All numbers are < 0, so that a class with positive priorities (validation) goes first.
     """
     if window == 1:
         return slot_priority(admission)
@@ -313,10 +311,10 @@ class Ordered(Policy):
             if self._observed >= max(REFRESH_AT_LEAST, REFRESH * len(self.pool)):
                 self._refresh()
 
-    def priority(self, draw: int, admission: int, probe: bool = False) -> int:
+    def priority(self, draw: int, admission: int) -> int:
         group = self._open.get(draw)
         estimate = group.estimate if group else 1.0
-        return PROBE if probe else priority_by_length(self.window, self.way, admission, estimate)
+        return priority_by_length(self.window, self.way, admission, estimate)
 
     def take_records(self) -> list[OpenGroup]:
         found = list(self._records)

@@ -89,24 +89,14 @@ class GroupView:
     @cached_property
     def todo(self) -> tuple[Todo, ...]:
         """Members to dispatch, groups in admission order (new ones last)."""
-        return self.todo_of(np.ones(len(self), np.bool_))
-
-    def todo_of(self, groups: Bools) -> tuple[Todo, ...]:
-        """`todo` of those groups for which `groups` is true."""
-        if not np.any(self.due[groups]):
+        if not np.any(self.due):
             return ()
-        due = self._cells.due[self._keep] & groups[:, None, None]
         found = [
             Todo(uid_of(int(self.draws[g]), int(t), int(m), self.group_size), int(self.draws[g]), int(t), int(m),
                  int(self.admission[g]))
-            for g, t, m in zip(*np.nonzero(due))
+            for g, t, m in zip(*np.nonzero(self._cells.due[self._keep]))
         ]
         return tuple(sorted(found, key=lambda t: (t.admission == UNKNOWN, t.admission, t.uid)))
-
-    @cached_property
-    def probing(self) -> Bools:
-        """Only the first member was ever dispatched, and it is still being generated: a probe, if there are probes."""
-        return self._cells.probing()[self._keep]
 
     @cached_property
     def _slots(self) -> npt.NDArray[np.int32]:
@@ -265,7 +255,7 @@ class _Cells:
         self.finished = self.resolved & ~live
         self.survivors = self.rewarded.sum(1)
         self.training = (self.rewarded & (now == TRAINING)).sum(1)
-        self.rerolled, self.now = rerolled, now
+        self.rerolled = rerolled
         self._per_group()
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -283,11 +273,6 @@ class _Cells:
         held = (state >= QUEUED) & (state <= TRAINING)  # age counts from admission, so a queued member counts too
         self.oldest_step = np.full(self.shape[0], NOT_STARTED, np.int64)
         np.minimum.at(self.oldest_step, groups[held], self.own["step"][held].astype(np.int64))
-
-    def probing(self) -> Bools:
-        rest = self.due[:, 0, 1:].all(1)
-        alone: Bools = self.running[:, 0] & (self.now[:, 0] < GENERATED) & ~self.rerolled[:, 0] & rest
-        return alone
 
     def flat(self) -> Bools:
         both = self._spread(self.own["reward"], 0.0, np.float64)

@@ -43,11 +43,11 @@ class SimRing:
         self._order = 0
 
     def dispatch(
-        self, draw: int, member: int, members: int, admission: int, step: int, priority: int, hold: bool = False
+        self, draw: int, members: int, admission: int, step: int, priority: int, hold: bool = False
     ) -> list[int]:
-        """`members` of a group, `member` the first of them, go to QUEUED; their slots. The largest priority is taken
-        first. `hold`: none is taken before it is allowed."""
-        first = uid_of(draw, 0, member, self.size)
+        """The first `members` of a group go to QUEUED; their slots. The largest priority is taken first. `hold`: none
+        is taken before it is allowed."""
+        first = uid_of(draw, 0, 0, self.size)
         self._reserve(first + 2 * self.size)
         slots = [self.free.pop() for _ in range(members)]
         self.fates[first : first + members] = DISPATCHED

@@ -1,10 +1,9 @@
 """The scheduler of a simulated run: what one look of it opens, by the rules of the live one.
 
-Talks to the simulated ring. Admission, policy, predictor, probes and waves are those of the live scheduler, called in
+Talks to the simulated ring. Admission, policy, predictor and waves are those of the live scheduler, called in
 its order. It takes no time; `world` decides when it looks. Knows nothing of actors, rewards or events.
 
-- Members of open groups (siblings of probes) go before new groups; those that wait for a probe come last, if rows idle.
-- No process dies here, so a group has no re-rolls and is never half open but for its probe, and `adopt` is not needed.
+- No process dies here, so a group has no re-rolls and is never half open, and `adopt` is not needed.
 - A finished answer is given to the policy alone, which hands it on to the predictor.
 """
 
@@ -14,14 +13,12 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-import numpy as np
-
 from busrl.config import Topology, files
 from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
-from busrl.scheduling.admission import Admission, Probes, Waves, not_ahead
+from busrl.scheduling.admission import Admission, Waves, not_ahead
 from busrl.scheduling.dispatch import Policy, make_policy
-from busrl.scheduling.groups import GroupView, in_a_row
+from busrl.scheduling.groups import GroupView
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts
@@ -106,7 +103,6 @@ class Scheduler:
         self.size, self.rows, self.ahead = topology.groups.size, rows, topology.scheduler.ahead
         self.admission = Admission(self.limits, topology.weights.over_age)
         self.feed = Feed(topology, answers, oracle)
-        self.probes = Probes(topology.derived.limits.W if topology.scheduler.probe else 0)
         self.waves = Waves.of(self.limits)
         self.groups: dict[int, SimulatedGroup] = {}
         slots = topology.derived.train_slots
@@ -122,12 +118,7 @@ class Scheduler:
         """Dispatch all that may be dispatched now; the number of samples."""
         self.arrival, self.starved = math.inf, False
         self.feed.look(view, self.rows)
-        if not self.probes.on:
-            return self._open_new(view, learner, now)
-        waiting = self.probes.waiting(view, self.next_admission)
-        sent = self._finish_open(view, ~waiting) + self._open_new(view, learner, now)
-        idle = self.rows - view.generating - view.queued - sent
-        return sent + self._finish_open(view, self.probes.released(view, waiting, idle))
+        return self._open_new(view, learner, now)
 
     def wave_over(self, view: GroupView) -> bool | None:
         """In rounds of segments: whether the wave is over, and no member is still to be dispatched."""
@@ -163,7 +154,7 @@ class Scheduler:
         policy.offer(offered)
 
     def _open(self, candidate: Candidate, step: int, now: float) -> int:
-        draw, probe = candidate.draw, self.probes.on
+        draw = candidate.draw
         answer = self.answers.answer(draw, step)
         task: TracedPrompt | None = self.answers.prompt(draw)
         arrival = now if task is None or task.arrival_s is None else task.arrival_s
@@ -173,21 +164,9 @@ class Scheduler:
         )
         self.counts.drawn.extend(answer.lengths)
         index, self.next_admission = self.next_admission, self.next_admission + 1
-        return self._put(draw, 0, 1 if probe else self.size, index, self.feed.policy.priority(draw, index, probe))
-
-    def _finish_open(self, view: GroupView, groups: np.ndarray) -> int:
-        """Siblings of probes. The group credit keeps their slots free."""
-        sent = 0
-        for todo, members in in_a_row(view.todo_of(groups)):
-            priority = self.feed.policy.priority(todo.draw, todo.admission)
-            sent += self._put(todo.draw, todo.member, members, todo.admission, priority)
-        return sent
-
-    def _put(self, draw: int, first: int, members: int, index: int, priority: int) -> int:
-        lengths = self.groups[draw].lengths
-        hold = self.waves is not None
-        slots = self.ring.dispatch(draw, first, members, index, self.version_step, priority, hold)
-        for member, slot in enumerate(slots, first):
+        priority = self.feed.policy.priority(draw, index)
+        slots = self.ring.dispatch(draw, self.size, index, self.version_step, priority, self.waves is not None)
+        for member, slot in enumerate(slots):
             self.of[slot] = (draw, member)
-            self.to_make[slot] = lengths[member]
-        return members
+            self.to_make[slot] = answer.lengths[member]
+        return self.size

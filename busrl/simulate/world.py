@@ -33,7 +33,6 @@ FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.l
 # Flat groups in a row, and in steps of n_min, that end a run: with 99 % flat ones it happens once in 10^8 groups.
 LEAST_FLAT, FLAT_STEPS = 2000, 50
 TICK_S = 0.03  # the scheduler sees slots that came free without a message at its next tick, after this on average
-PROBING_TICK_S = 0.01  # and the end of a probe after this
 SMALL_RING = 2048  # slots; above, rewards are delivered on a grid
 LOOKS_PER_ANSWER = 25  # grid points in the time of a mean answer
 EVENTS_WATCHED = 4096  # between two calls of `watch`
@@ -278,11 +277,9 @@ class World:
         self._due[due].append(slot)
 
     def _whole(self, draw: int, member: int) -> None:
-        """An answer has its last token: policy and segments learn its length, and a probe is over."""
+        """An answer has its last token: policy and segments learn its length."""
         tokens = self.groups[draw].lengths[member]
         self.feed.finished(draw, tokens)
-        if self.scheduler.probes.on:
-            self._schedule_look(self.now + max(PROBING_TICK_S, self._grid))
         if (auto := self.cuts.auto) is not None:
             auto.finished([tokens])
             auto.costs(self.times.weights_s, self.times.decoding(self.actors.rows)[-1])

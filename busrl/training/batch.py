@@ -256,9 +256,11 @@ class Flat:
         return torch.tensor(values, dtype=dtype, device=self.turns.device)[self.turns]
 
     def begun(self, version: int) -> Tensor:
-        """Of each token whether weights of `version` drew the first one of its turn."""
-        first = self.policy_versions[self.turn_begins]
-        return torch.from_numpy(first == version).to(self.turns.device)[self.turns]
+        """Of each token whether weights of `version` drew the first one of every turn of its sample: an engine may have
+        kept the keys and values of earlier turns."""
+        counts = np.array(self.turn_counts)
+        oldest = np.minimum.reduceat(self.policy_versions[self.turn_begins], np.cumsum(counts) - counts)
+        return torch.from_numpy(oldest == version).to(self.rows.device)[self.rows]
 
 
 def by_turn(worth: Worth, turns: int) -> Sequence[float]:

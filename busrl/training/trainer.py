@@ -297,7 +297,7 @@ class Trainer:
         self._real += sum(len(piece.ids) for piece in pieces_of(samples))
 
     def _of_these_weights(self, flat: Flat, version: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Which tokens the weights of `version` drew, and which of them in turns that began with these weights."""
+        """Which tokens the weights of `version` drew, and which of them in samples that began with these weights."""
         if version is None:
             return None, None
         return torch.from_numpy(flat.policy_versions == version).to(self._device), flat.begun(version)

@@ -3,7 +3,7 @@
     python docs/experiments/stream_bound.py [--seeds N] [--prompts N] [--load X]
 
 The stream of `dispatch.py` (16 actors of 4 rows, groups of 4, arrivals at 1.2 times what they can generate) on the
-simulator, shortest first with: the predictors that exist, `blend` with probes too; `text`, which knows by how much
+simulator, shortest first with: the predictors that exist; `text`, which knows by how much
 the words of a prompt lengthen its answers (the generator's own figure: nobody who has not seen an answer can know
 more); `prompt`, which knows the typical length of a prompt's own answers as well; the oracle, which knows each
 answer. Mean seconds from a prompt's arrival until all of its answers are there. Writes results/stream_bound.json.
@@ -34,8 +34,7 @@ TIMES = Times(
 )
 KNOWN = {"text": Spread(prompt=0, member=0, tail_share=0), "prompt": Spread(member=0, tail_share=0)}
 ARMS = (
-    "fifo", "sjf:rules", "sjf:learned", "sjf:history", "sjf:blend", "sjf:blend:probe", "sjf:text", "sjf:prompt",
-    "sjf:oracle",
+    "fifo", "sjf:rules", "sjf:learned", "sjf:history", "sjf:blend", "sjf:text", "sjf:prompt", "sjf:oracle",
 )
 
 
@@ -52,22 +51,21 @@ def shape(spread: Spread | None = None, arrivals_per_s: float = 0.0) -> Shape:
     return Shape(GROUP, MEDIAN, LIMIT, spread or Spread(), arrivals_per_s)
 
 
-def settings(policy: str, predictor: str, probe: str, seed: int) -> list[str]:
+def settings(policy: str, predictor: str, seed: int) -> list[str]:
     named = [f"scheduler.predictor={predictor}"] if predictor and predictor not in (*KNOWN, "oracle") else []
     return [
         f"run.seed={seed}", f"scheduler.policy={policy}", *named, "learner.trigger.n_min=64",
         f"generation.max_batch={ROWS}", f"groups.size={GROUP}", f"generation.max_new_tokens={LIMIT}",
         "learner.checkpoint_every=0", "weights.mode=fully-async", "scheduler.ahead=16", "scheduler.horizon=1024",
-        f"scheduler.probe={'true' if probe else 'false'}",
     ]
 
 
 def play(arm: str, seed: int, options: argparse.Namespace) -> float:
-    policy, predictor, probe = (*arm.split(":"), "", "")[:3]
+    policy, _, predictor = arm.partition(":")
     mean = statistics.fmean(n for task in make_trace(options.prompts, shape(), seed) for n in task.lengths)
     rate = options.load * ACTORS * ROWS / TOKEN_S / (GROUP * mean)
     tasks = make_trace(options.prompts, shape(arrivals_per_s=rate), seed)
-    topology = load(HERE.parents[1] / "configs" / "quickstart.toml", settings(policy, predictor, probe, seed))
+    topology = load(HERE.parents[1] / "configs" / "quickstart.toml", settings(policy, predictor, seed))
     answers = TraceAnswers(tasks, GROUP, LIMIT, flat_share=0.2, seed=seed, endless=False)
     world = World(
         topology, TIMES, answers, actors=ACTORS, steps=10**6, seed=seed, oracle=predictor in (*KNOWN, "oracle")

@@ -74,7 +74,6 @@ REFUSED = [
     ("[learner]\nupdates_per_batch = 40", "at most n_min updates", 12),
     ("[learner]\npublish_every = 3", "3 x n_min = 96 > B = 75; publish_every <= 2", 12),
     ('[learner]\npublish_every = 2\n[weights]\nmode = "sync"', "2 x n_min = 64 > B = 32; publish_every <= 1", 12),
-    ("[scheduler]\nprobe = true", "fifo does not use what a probe shows", 12),
     ('[scheduler]\npolicy = "ljf"\nhorizon = 1', "ljf has nothing to choose from within a horizon of one draw", 13),
     (
         '[scheduler]\npolicy = "adaptive"\nhorizon = 31\n[weights]\nmode = "sync"',

@@ -31,7 +31,6 @@ REFUSED = [
     ('rounds = "segments"\nlength = 16', "only synchronous steps have rounds"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[experiments]\nforced_age = 1', "of several ages"),
     ('rounds = "segments"\nlength = 16\n[weights]\nmode = "sync"\n[learner]\npublish_every = 2', "is published"),
-    (f"{WAVES}[weights]\nmode = 'sync'\n[scheduler]\npolicy = 'sjf'\nprobe = true", "siblings and the next wave"),
     (
         f"{WAVES}[weights]\nmode = 'sync'\ntransport = 'checkpoint_restart'\nrestart_every = 2\n",
         "weights.restart_every = 2: the next wave begins when what this one completed is published; restart_every = 1",

@@ -91,6 +91,7 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
     for row in run.metrics():
         assert row["episodes"]["prefix_hit_share"] > 0.1, "no row was continued"
         assert 0 < row["episodes"]["computed_per_trained"] < row["episodes"]["context_tokens_mean"]
+        assert row["episodes"]["unparsed"] == row["episodes"]["overridden"] == row["episodes"]["refused"] == 0
     assert {0.0} != {sum(one.turn_rewards) for one in samples}
 
 

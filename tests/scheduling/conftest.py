@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from busrl.scheduling.admission import Admission, Probes, Staleness, not_ahead
+from busrl.scheduling.admission import Admission, Staleness, not_ahead
 from busrl.scheduling.dispatch import make_policy
 from busrl.scheduling.groups import UNKNOWN, FinishedAnswers, GroupScanner, GroupView
 from busrl.scheduling.lengths import Candidate
@@ -72,7 +72,7 @@ class ClosedLoop:
     def __init__(self, seed: int, *, mode: str = "batch-async", n_min: int = 4, staleness: int = 2, group_size: int = 4,
                  over_age: str = "wait", streaming: bool = True, policy: str = "fifo", t_max_s: float = float("inf"),
                  accidents: float = 0.05, flats: float = 0.2, deaths: float = 0.02, lag: float = 0.0,
-                 publish_every: int = 1, slots: int = 0, checked: bool = True, probe: bool = False, rows: int = 0,
+                 publish_every: int = 1, slots: int = 0, checked: bool = True, rows: int = 0,
                  ahead: int = 0, n_lo: int | None = None, n_hi: int | None = None) -> None:
         self.random = random.Random(seed)
         self.limits = derive(mode, n_min, staleness, group_size, n_lo, n_hi)
@@ -86,7 +86,7 @@ class ClosedLoop:
         self.plan = LearnerPlan(self.limits, self.trigger, staleness_rule, streaming=streaming)
         self.publish_every = publish_every
         self.ahead = ahead
-        self.probes, self.rows = Probes(self.limits.W if probe else 0), rows  # rows 0: any number, taken in any order
+        self.rows = rows  # 0: any number, taken in any order
         self.next_admission = self.step = self.published = self.unpublished = 0
         self.claimed: list[int] = []
         self.trained: list[int] = []
@@ -128,13 +128,7 @@ class ClosedLoop:
     def schedule(self) -> bool:
         view = self.scanner.scan(self.table.lines.copy())
         self.tell(view)
-        waiting = self.probes.waiting(view, self.next_admission)
-        moved = self.finish_open(view, ~waiting)
-        moved += self.open_groups(view)
-        if waiting.any():
-            idle = self.rows - view.generating - view.queued - moved
-            moved += self.finish_open(view, self.probes.released(view, waiting, idle))
-        return moved > 0
+        return self.finish_open(view) + self.open_groups(view) > 0
 
     def tell(self, view: GroupView) -> None:
         """What the policy is told at each look."""
@@ -143,9 +137,9 @@ class ClosedLoop:
         self.policy.finished((uids // (2 * self.table.group_size)).tolist(), tokens.tolist())
         self.policy.look(view.draws.tolist(), (view.running + view.due).tolist(), self.rows)
 
-    def finish_open(self, view: GroupView, groups: np.ndarray) -> int:
+    def finish_open(self, view: GroupView) -> int:
         sent = 0
-        for todo in view.todo_of(groups):
+        for todo in view.todo:
             if not self.table.free:
                 break
             admission = max(0, self.next_admission - 1) if todo.admission == UNKNOWN else todo.admission
@@ -166,9 +160,9 @@ class ClosedLoop:
             assert candidate is not None
             admission = self.take_admission()
             self.opened.append(candidate.draw)
-            for member in range(1 if self.probes.on else self.table.group_size):
+            for member in range(self.table.group_size):
                 self.table.put(candidate.draw, member, admission=admission, step=self.published,
-                               priority=self.policy.priority(candidate.draw, admission, self.probes.on))
+                               priority=self.policy.priority(candidate.draw, admission))
                 sent += 1
                 if self.random.random() < self.deaths / 8:
                     self.start_scheduler()  # killed in the middle of a group: a successor finishes it

@@ -1,4 +1,4 @@
-"""What is known of open groups: finished answers, probes, slot priorities, rows, and the records of ended groups."""
+"""What is known of open groups: finished answers, slot priorities, rows, and the records of ended groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling.admission import Probes, Rows
-from busrl.scheduling.dispatch import PROBE, make_policy, priority_by_length
+from busrl.scheduling.admission import Rows
+from busrl.scheduling.dispatch import make_policy, priority_by_length
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, slot_priority
 from busrl.scheduling.lengths import Candidate, RulesPredictor
 from busrl.scheduling.pool import Pool, WaitingDraws, WaitingGroup
@@ -23,63 +23,6 @@ G = 4
 @pytest.fixture
 def ring(table: Any) -> Any:
     return table(G, 40)
-
-
-def waiting_for_probes(ring: Any, bound: int = 8, next_admission: int = 1) -> list[int]:
-    view = ring.view()
-    return view.draws[Probes(bound).waiting(view, next_admission)].tolist()
-
-
-# -- probes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state", [QUEUED, GENERATING])
-def test_siblings_wait_while_the_probe_is_being_generated_and_a_new_scheduler_sees_it(ring: Any, state: int) -> None:
-    ring.put(0, 0, state=state)
-    assert waiting_for_probes(ring) == [0] and waiting_for_probes(ring, bound=0) == []
-    view = ring.view()
-    assert view.due[0] == G - 1 and not view.resolved[0] and view.todo_of(np.array([False])) == ()
-
-
-@pytest.mark.parametrize("state", [GENERATED, REWARDING, REWARDED])
-def test_siblings_go_when_the_probe_was_generated(ring: Any, state: int) -> None:
-    ring.put(0, 0, state=state)
-    assert waiting_for_probes(ring) == []
-
-
-@pytest.mark.parametrize("fate", "PRHMX")
-def test_an_accident_of_the_probe_ends_the_wait_and_its_re_roll_is_no_probe(ring: Any, fate: str) -> None:
-    ring.end(ring.put(0, 0), fate)
-    assert waiting_for_probes(ring) == []
-    assert len(ring.view().todo) == G
-    ring.put(0, 0, attempt=1)
-    assert waiting_for_probes(ring) == []
-
-
-def test_a_group_with_a_second_member_out_waits_for_nothing(ring: Any) -> None:
-    ring.put(0, 0)
-    ring.end(ring.put(0, 2), "P")
-    assert waiting_for_probes(ring) == []
-
-
-def test_a_group_waits_no_longer_when_as_many_as_the_window_were_admitted_after_it(ring: Any) -> None:
-    ring.put(0, 0, admission=3)
-    assert waiting_for_probes(ring, 8, next_admission=10) == [0]
-    assert waiting_for_probes(ring, 8, next_admission=11) == []
-
-
-def test_idle_rows_release_the_groups_admitted_first_and_no_more_than_they_can_run(ring: Any) -> None:
-    for draw, admission in ((0, 5), (1, 4), (2, 6)):
-        ring.put(draw, 0, admission=admission)
-    view, probes = ring.view(), Probes(20)
-    waiting = probes.waiting(view, 7)
-    for idle, gone in ((-1, []), (0, []), (1, [1]), (3, [1]), (4, [0, 1]), (99, [0, 1, 2])):
-        assert view.draws[probes.released(view, waiting, idle)].tolist() == gone
-
-
-def test_a_negative_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="bound = -1"):
-        Probes(-1)
 
 
 # -- finished answers -----------------------------------------------------------------------------------------------
@@ -123,7 +66,7 @@ def test_the_longest_finished_member_decides_where_its_siblings_stand() -> None:
     policy = make_policy("ljf", 8, window=8, group_size=G)
     policy.offer([prompt(0), prompt(1)])
     assert [c.draw for c in (policy.next(), policy.next()) if c] == [0, 1]
-    assert policy.priority(0, 0, probe=True) > policy.priority(0, 0) == policy.priority(1, 1)
+    assert policy.priority(0, 0) == policy.priority(1, 1)
     policy.finished([0, 1, 1], [5, 100, 3])
     assert policy.priority(1, 1) > policy.priority(0, 0)
     short = make_policy("sjf", 8, window=8, group_size=G)
@@ -187,7 +130,7 @@ def test_a_group_is_overtaken_in_the_ring_only_inside_its_own_window(
     window: int, direction: int, a: int, b: int, x: float, y: float
 ) -> None:
     first, second = (priority_by_length(window, direction, *of) for of in ((a, x), (b, y)))
-    assert -(2**31) <= first < 1 and first <= PROBE
+    assert -(2**31) <= first <= 0
     if a < b < a + 10**6 and second > first:
         assert b - a < window and direction * y <= direction * x
 
@@ -255,4 +198,4 @@ def test_a_pool_takes_the_smallest_key_within_the_horizon_whatever_came_and_went
 def test_the_scan_of_a_group_with_a_probe_costs_no_list_of_members(ring: Any) -> None:
     ring.put(0, 0)
     view = GroupScanner(ring.fates, G).scan(ring.lines.copy())
-    assert view.todo_of(~Probes(4).waiting(view, 1)) == () and len(view.todo) == G - 1
+    assert len(view.todo) == G - 1

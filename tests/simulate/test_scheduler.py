@@ -1,4 +1,4 @@
-"""What the simulated scheduler does beyond fifo: probes, late dispatch, predictors that learn, segments that adapt."""
+"""What the simulated scheduler does beyond fifo: late dispatch, predictors that learn, segments that adapt."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def long_tailed(seed: int, groups: int = 60, members: int = 4) -> list[tuple[int
 
 @SOME
 @given(
-    seed=st.integers(0, 10_000), policy=st.sampled_from(["sjf", "ljf", "adaptive"]), probe=st.booleans(),
+    seed=st.integers(0, 10_000), policy=st.sampled_from(["sjf", "ljf", "adaptive"]),
     mode=st.sampled_from(["batch-async", "sync", "fully-async"]), ahead=st.sampled_from([0, 4]), rows=st.integers(1, 9),
     predictor=st.sampled_from(["rules", "history"]),
 )
 def test_no_schedule_loses_a_sample_or_breaks_a_limit(
-    checked: Make, seed: int, policy: str, probe: bool, mode: str, ahead: int, rows: int, predictor: str
+    checked: Make, seed: int, policy: str, mode: str, ahead: int, rows: int, predictor: str
 ) -> None:
     made = topology(
         "groups.size=4", "learner.trigger.n_min=3", f"weights.mode={mode}", f"generation.max_batch={rows}",
-        f"scheduler.policy={policy}", f"scheduler.probe={str(probe).lower()}", f"scheduler.predictor={predictor}",
+        f"scheduler.policy={policy}", f"scheduler.predictor={predictor}",
         f"scheduler.ahead={ahead if mode != 'sync' else 0}", "learner.micro_batch_min_samples=4",
     )
     world = checked(made, Times(), answers(long_tailed(seed), 0.2, seed=seed), actors=2, steps=6, seed=seed)
@@ -50,18 +50,6 @@ def test_no_schedule_loses_a_sample_or_breaks_a_limit(
     assert int((fates != 0).sum()) == still + found.samples_trained + 4 * sum(found.set_aside.values())
     if world.limits.max_staleness is not None:
         assert found.age_max <= world.limits.max_staleness
-
-
-def test_siblings_of_a_probe_wait_until_it_has_ended(checked: Make) -> None:
-    common = ("groups.size=4", "learner.trigger.n_min=2", "scheduler.policy=sjf", "learner.checkpoint_every=0")
-    for probe, most in ((False, 4), (True, 1)):
-        made = topology(*common, "generation.max_batch=2", f"scheduler.probe={str(probe).lower()}")
-        given_answers = answers([(30, 31, 32, 33)] * 8)
-        assert checked(made, FREE_TIMES, given_answers, steps=4).run().steps == 4
-        world = checked(made, FREE_TIMES, given_answers, steps=4)
-        world.scheduler.look(world.view(), world.learner, 0.0)
-        members = np.bincount([world.groups[d].candidate.draw for d, _ in world._of if d >= 0])
-        assert members.max() == most
 
 
 def test_late_dispatch_leaves_prompts_to_the_policy_until_an_engine_is_free(checked: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -174,3 +175,15 @@ def alone(model: Any, sample: Sample) -> Tensor:
             torch.log_softmax(model(input_ids=torch.tensor([before])).logits[0, -1], -1)[token]
             for before, token in plain(sample)
         ])
+
+
+@given(st.lists(shapes.map(lambda shape: shape[0]), min_size=1, max_size=4), st.integers(0, 3))
+def test_a_sample_began_with_some_weights_if_they_drew_all_of_its_turns(found: Any, version: int) -> None:
+    random, samples = np.random.default_rng(version), [made(shape, index) for index, shape in enumerate(found)]
+    told = []
+    for number, sample in enumerate(samples):
+        versions = np.sort(random.integers(0, 3, sample.generated)).astype(np.uint32)
+        samples[number] = dataclasses.replace(sample, policy_versions=versions)
+        told += [int(versions[0]) == version] * sample.generated  # versions never go down, from turn to turn either
+    flat = batch.flatten(samples, torch.float64, torch.device("cpu"))
+    assert flat.begun(version).tolist() == told

@@ -12,6 +12,7 @@ of losses, weights or the trigger; imports no torch.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +168,10 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     return found
 
 
-def context_at(ring: Ring, group: Claimed) -> tuple[int, int]:
-    """Ids that the calls of a group's episodes read, and how many of them were computed."""
-    found = [context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns]
-    return sum(read for read, _ in found), sum(computed for _, computed in found)
+def context_at(ring: Ring, group: Claimed) -> Counter[str]:
+    """What a group's episodes count besides tokens and rewards (`busrl.roles.episodes.CONTEXT`)."""
+    found = (context_of(ring, slot) for (slot, _), record in zip(group.slots, group.records) if record.turns)
+    return sum(found, Counter[str]())
 
 
 def tag_at(ring: Ring, slot: int, key: str) -> str:

@@ -360,7 +360,7 @@ class Learner(Actor):
         for group in groups:
             slots = [slot for slot, _ in group.slots]
             self.metrics.trained(group.group, parts_of(self.ring, slots), self._tag(slots[0]))
-            self.metrics.context(*context_at(self.ring, group))
+            self.metrics.context(context_at(self.ring, group))
             end(self.ring, group, Fate.TRAINED)
         self.claimed.clear()
         return excerpts

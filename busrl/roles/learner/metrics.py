@@ -171,7 +171,7 @@ class StepMetrics:
     def _clear(self) -> None:
         self.ended = Ended(self._solved)  # groups that were set aside since the last step
         self._tags: dict[int, str] = {}  # of the groups that are trained
-        self._context = 0, 0  # of their episodes
+        self._context = Counter[str]()  # of their episodes
         self._waited: Counter[str] = Counter()
         self._waiting_for = "start"
         self._blocker: int | None = None
@@ -238,9 +238,9 @@ class StepMetrics:
             for name, value in parts.items():
                 self.ended.add(PART + name, [value])
 
-    def context(self, read: int, computed: int) -> None:
-        """Ids that the calls of a group's episodes read, and how many of them engines had to compute."""
-        self._context = self._context[0] + read, self._context[1] + computed
+    def context(self, counted: Counter[str]) -> None:
+        """What a group's episodes count (`busrl.roles.episodes.CONTEXT`)."""
+        self._context += counted
 
     def waiting(self, reason: str, group: int | None) -> None:
         self._waiting_for, self._blocker = reason, group
@@ -272,10 +272,11 @@ class StepMetrics:
             "checkpoint_s": round(self.checkpoint_s, 4),
             **more,
         }
-        read, computed = self._context
-        if read:
+        if read := self._context["read"]:
+            computed = self._context["computed"]
             per_trained = computed / max(1, row["tokens"])
             row["episodes"] |= {"prefix_hit_share": 1 - computed / read, "computed_per_trained": per_trained}
+            row["episodes"] |= {name: self._context[name] for name in ("unparsed", "overridden", "refused")}
         if skips := newest_skips(self._skips):
             row["left_out"], row["resting"] = skips.left_out, skips.resting
         if self.own is not None and (found := self.own.measure(record.samples, row)):
