@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ class Trainer:
         self._reference_logprobs([NOTHING], flat)
         if self.teacher is not None:
             self.teacher([NOTHING], flat)
-        logprobs, _ = self._logprobs([NOTHING], flat)
+        logprobs, _ = self.forward.score([NOTHING], flat)
         (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
         self.on_progress()
 
@@ -267,33 +267,17 @@ class Trainer:
         """Log-probabilities under the reference, where there is one."""
         return None if self.reference is None else self.reference(samples, flat)
 
-    def _logprobs(self, samples: Sequence[Sample], flat: Flat) -> tuple[Tensor, Tensor]:
-        return self.forward.score(samples, flat)
-
     def _scores_and_values(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor | None]:
         """Of one forward."""
         if self.value_head is None:
-            return self._logprobs(samples, flat), None
+            return self.forward.score(samples, flat), None
         scores, hidden = self.forward.with_states(samples, flat)
         return scores, self.value_head(hidden)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """The value before each generated token under the present weights, in the order of `samples`."""
-        assert self.value_head is not None
-        return self._rows(samples, self._value_parts(samples))
-
-    def _value_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
-        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            yield part, self.values_at_once([samples[i] for i in part])
-            self.on_progress()
-
-    @torch.no_grad()
-    def values_at_once(self, samples: Sequence[Sample]) -> Tensor:
-        """What `values` gives of these samples, computed at once; of none for a rank without work."""
-        assert self.value_head is not None
-        found = self.value_head(self.forward.states(list(samples) or [NOTHING]))
-        return found if samples else found[:0]
+        return self._rows(samples, "value")
 
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
@@ -321,31 +305,17 @@ class Trainer:
     @torch.no_grad()
     def score_reference(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the reference, in the order of `samples`."""
-        return self._rows(samples, self._score_reference_parts(samples))
-
-    def _score_reference_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
-        for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            chosen = [samples[i] for i in part]
-            yield part, self.score_reference_at_once(chosen)
-            self.on_progress()
-
-    @torch.no_grad()
-    def score_reference_at_once(self, samples: Sequence[Sample]) -> Any:
-        """What `score_reference` gives of these samples, computed at once; of none for a rank without work."""
-        chosen = list(samples) or [NOTHING]
-        found = self._reference_logprobs(chosen, batch.flatten(chosen, self._dtype, self._device))
-        assert found is not None, "no reference"
-        return found if samples else found[:0]
+        return self._rows(samples, "reference")
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Floats]:
         """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
-        return self._rows(samples, ((part, logprobs) for part, logprobs, _ in self._score_parts(samples)))
+        return self._rows(samples)
 
-    def _rows(self, samples: Sequence[Sample], parts: Iterable[tuple[list[int], Any]]) -> list[Floats]:
-        """The values of all tokens as a row per sample."""
+    def _rows(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
+        """The first of the numbers that `at_once` gives of all tokens, as a row per sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
-        for part, values in parts:
+        for part, values, _ in self._parts(samples, by):
             if not part:  # of a rank without work
                 continue
             ends = np.cumsum([samples[i].generated for i in part])[:-1]
@@ -357,23 +327,31 @@ class Trainer:
     def entropy(self, samples: Sequence[Sample]) -> float:
         """Mean entropy in nats, full softmax at the sampling temperature, over the generated tokens of `samples`."""
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
-        for _, _, entropy in self._score_parts(samples):
+        for _, _, entropy in self._parts(samples):
             total, tokens = total + entropy.sum(dtype=torch.float64), tokens + len(entropy)
         return float(total) / max(tokens, 1)
 
-    def _score_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Per micro-batch the positions of its samples, log-probabilities and entropies of their tokens."""
+    def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Per micro-batch the positions of its samples, and what `at_once` gives of them."""
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
-            yield part, *self.score_at_once([samples[i] for i in part])
+            yield part, *self.at_once([samples[i] for i in part], by)
             self.on_progress()
 
     @torch.no_grad()
-    def score_at_once(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; of none, where a
-        rank without work has to make a forward like the others."""
+    def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; by "reference"
+        its log-probabilities alone, by "value" the values. Of none, where a rank without work has to make a forward
+        like the others."""
         chosen = list(samples) or [NOTHING]
-        logprobs, entropies = self._logprobs(chosen, batch.flatten(chosen, self._dtype, self._device))
-        return (logprobs, entropies) if samples else (logprobs[:0], entropies[:0])
+        if by == "value":
+            assert self.value_head is not None
+            found = self.value_head(self.forward.states(chosen)), torch.zeros(0)
+        else:
+            flat = batch.flatten(chosen, self._dtype, self._device)
+            referred = self._reference_logprobs(chosen, flat) if by else None
+            assert referred is not None or not by, "no reference"
+            found = self.forward.score(chosen, flat) if referred is None else (referred, torch.zeros(0))
+        return found if samples else (found[0][:0], found[1][:0])
 
     @property
     def counted(self) -> int:
@@ -616,7 +594,8 @@ def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) ->
         found = way_of(model, settings)
     masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
     found = found or way_of(model, settings)
-    checkpoint_if_asked(found, settings)
+    if computes_again(settings, model, model.device.type):
+        checkpoint_layers(found)
     if settings.compile:
         compile_layers(found)
     return found, masters
@@ -626,12 +605,6 @@ def way_of(model: Any, settings: TrainerSettings) -> Forward:
     """The cheapest way of the model with these settings."""
     head = Head.of(model.config, settings.head_rows, torch.float32 if settings.head_dtype == "float32" else None)
     return choose_forward(model, head, settings.attention)
-
-
-def checkpoint_if_asked(way: Forward, settings: TrainerSettings) -> None:
-    """Let the way's layers be computed again in backward, where the settings say so for its model."""
-    if computes_again(settings, way.model, way.model.device.type):
-        checkpoint_layers(way)
 
 
 def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:

@@ -151,7 +151,12 @@ def one_family(rank: int, world: int, folder: Path, steps: int, family: str) -> 
     held = sum(sharded.local(one).nbytes for one in model.parameters())
     whole = sum(one.nbytes for one in model.parameters())
     found = result(trainer, train(trainer, rank // layout.tensor, layout.shares, steps))
-    found["bytes"] = {"whole": whole, "held": held, "read": made.read, "largest": made.largest}
+    states = (value for own in trainer.optimizer.state_dict()["state"].values() for value in own.values())
+    found["bytes"] = {
+        "whole": whole, "held": held, "read": made.read, "largest": made.largest,
+        "gradient": sum(sharded.local(one).nbytes for one in trainer.parameters),  # of which each has one in float32
+        "states": sum(sharded.local(one).nbytes for one in states if isinstance(one, torch.Tensor) and one.ndim),
+    }
     found["counts"] = rank % layout.tensor == 0  # the others computed the same
     weights = found.pop("weights")
     if not rank:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from busrl.config.memory import Work, learner_sum
 from busrl.training.ranks import mesh
 from busrl.training.ranks.mesh import Layout
 from tests.training import rank_program
@@ -77,6 +78,16 @@ def assert_in_parts(ranks: Sequence[dict[str, int]]) -> None:
         assert one["largest"] < whole / 4
 
 
+def assert_as_check_says(folder: Path, family: str, layout: Layout, ranks: Sequence[dict[str, int]]) -> None:
+    """What each rank holds is within 10 % of the sum per device that `busrl check` prints."""
+    config = json.loads((folder / family.partition(":")[0] / "config.json").read_text())
+    work = Work(60, ranks=layout.ranks, replicate=layout.replicate, tensor=layout.tensor, expert=layout.expert)
+    said = learner_sum(config, work, ranks[0]["whole"] // 4)
+    for one in ranks:
+        for name, key in (("weights", "held"), ("gradient", "gradient"), ("optimiser (adamw)", "states")):
+            assert said[name] == pytest.approx(one[key], rel=0.1), f"{family}: {name}"
+
+
 def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -> None:
     """Trains each family, perhaps of a kind (`qwen3:lora`), on so many ranks and on one."""
     run_ranks(folder, world, steps, families)
@@ -92,6 +103,8 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
             np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
         else:
             assert_equal(found, expected)
+        if kind in ("", "again", "bfloat16"):
+            assert_as_check_says(folder, family, layout, found["bytes"])
         if not kind.startswith("lora") and layout == Layout(world):
             assert_in_parts(found["bytes"])
 

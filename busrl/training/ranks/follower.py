@@ -14,18 +14,16 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from busrl.algorithms.gae import Valued
 from busrl.errors import DiskFull, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded, value_head
-from busrl.training.batch import Sample
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.ranks import mesh, wire
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
@@ -144,7 +142,7 @@ def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessa
         case wire.Micro(work=work):
             _micro(trainer, work)
         case wire.Score(work=work, by=by):
-            found = _scores(trainer, wire.samples_of(work), by)
+            found = trainer.at_once(wire.samples_of(work), by)
             logprobs, entropies = (one.float().cpu().numpy().tobytes() for one in found)
             return wire.Scored(logprobs=logprobs, entropies=entropies)
         case wire.Step():
@@ -168,12 +166,6 @@ def _answer(trainer: Trainer, message: wire.ControlMessage) -> wire.ControlMessa
                 trainer.value_head.load(head, optimizer)
             return wire.Done()
     return None
-
-
-def _scores(trainer: Trainer, samples: Sequence[Sample], by: str) -> tuple[Tensor, Tensor]:
-    if not by:
-        return trainer.score_at_once(samples)
-    return (trainer.score_reference_at_once(samples) if by == "reference" else trainer.values_at_once(samples),) * 2
 
 
 def _micro(trainer: Trainer, work: wire.Work) -> None:

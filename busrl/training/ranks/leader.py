@@ -249,26 +249,13 @@ class Leader(Trainer):
         every = [own, *(RankStats(**_tuples(answer.stats)) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
-    def _score_reference_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
-        for part, found, _ in self._on_all(samples, "reference", lambda own: (self.score_reference_at_once(own),) * 2):
-            yield part, found
-
-    def _value_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Any]]:
-        for part, found, _ in self._on_all(samples, "value", lambda own: (self.values_at_once(own),) * 2):
-            yield part, found
-
-    def _score_parts(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        yield from self._on_all(samples, "", self.score_at_once)
-
-    def _on_all(
-        self, samples: Sequence[Sample], by: str, compute: Callable[[Sequence[Sample]], tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Two numbers of each token, from all ranks: per share the positions of its samples and the numbers."""
+    def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """The same from all ranks, per share."""
         for shares in self._rounds(samples):
             chosen = [[samples[i] for i in share] for share in shares]
             self.team.tell([wire.Score(work=wire.work_of(self, part), by=by) for part in self.team.each(chosen)])
             with self.team.together("scoring"):
-                own = compute(chosen[0])
+                own = self.at_once(chosen[0], by)
             yield shares[0], *own
             first = self.team.settings.axes.tensor  # those in between computed the same
             for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
