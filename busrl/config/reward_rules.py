@@ -19,7 +19,7 @@ from busrl.config import pretrained
 from busrl.config.declare import items
 from busrl.config.reader import show
 from busrl.config.rules import Check, Clash, Finding, by_path, clashes
-from busrl.config.schema import PART_KEYS, RewardPart, Topology
+from busrl.config.schema import AGENT, PART_KEYS, RewardPart, Topology
 
 TABLE = (
     Clash("reward.function, reward.kind == exact_match",
@@ -74,23 +74,26 @@ def _parts(t: Topology) -> Iterator[Finding]:
         if not re.fullmatch(r"[\w.-]{1,64}", part.name):
             rule = "a name is 1 to 64 letters, digits, dots, dashes or underscores"
             yield Finding((f"{at}.name",), rule, 'for example name = "style"')
-        yield from _keys(at, part)
+        yield from _keys(t, at, part)
     if t.reward.part and not any(part.weight for part in t.reward.part):
         yield Finding(("reward.part.0.weight",), "every part has weight 0: all rewards would be 0", "give one a weight")
 
 
-def _keys(at: str, part: RewardPart) -> Iterator[Finding]:
+def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     """What its kind needs, and what it would not read."""
     read, needed = PART_KEYS[part.kind], NEEDED.get(part.kind)
     for item in items(RewardPart).values():
         idle = item.name not in (*read, *BY_EVERY_KIND, *FILLED_IN)
         if idle and getattr(part, item.name) != item.default:
-            rule = f"a part of kind {part.kind} does not read it, it reads {', '.join(read)}"
+            rule = f"a part of kind {part.kind} does not read it, it reads {', '.join(read) or 'nothing of its own'}"
             yield Finding((f"{at}.{item.name}", f"{at}.kind"), rule, "remove it, or change kind")
     if needed and not getattr(part, needed):
         yield Finding((f"{at}.{needed}", f"{at}.kind"), f"a part of kind {part.kind} needs it", _example(needed))
     elif part.kind == "python":
         yield from by_path((f"{at}.function",), part.function, _example("function"))
+    elif part.kind == AGENT and not t.has_callers:
+        rule, remedy = "no episode returns a reward", 'add a [[process]] with role = "agent" or "serve"'
+        yield Finding((f"{at}.kind", "process"), rule, remedy)
     for name in ("extract", "pattern", "verdict"):
         yield from _expression(f"{at}.{name}", getattr(part, name))
     if part.verdict and _groups(part.verdict) == 0:

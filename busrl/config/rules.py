@@ -27,7 +27,7 @@ from busrl.config.reader import show
 from busrl.config.schema import AGENT, ONE_COPY, RESTARTS, SCRIPTED, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
-from busrl.states import CRASH_POINTS, FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
+from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched
@@ -543,6 +543,12 @@ def _episode_sizes(t: Topology) -> Iterator[Finding]:
     if own.sampled and sampled < t.generation.max_new_tokens:
         rule = "one answer may have generation.max_new_tokens"
         yield Finding(("agents.sampled", "generation.max_new_tokens"), rule, "raise it", warning=True)
+    played = own.episodes * sum(count(t, role) for role in CALLER_ROLES)
+    rows = t.generation.max_batch * count(t, "rollout")
+    if 2 * played < rows and played:
+        rule = f"{played} episodes at once, most with one call at a time, leave half of the engines' {rows} rows empty"
+        keys = ("agents.episodes", "generation.max_batch")
+        yield Finding(keys, rule, "raise agents.episodes, or lower max_batch, which takes memory", warning=True)
     if t.weights.over_age == "drop":
         rule = "an episode is as old as its oldest token, so that long ones are trained less"
         yield Finding(("weights.over_age", "process"), rule, 'over_age = "wait"', warning=True)

@@ -51,6 +51,7 @@ PART_KEYS: dict[str, tuple[str, ...]] = {
     "math": ("extract", "answer_key"),
     "gym": ("extract", "answer_key"),
     "python": ("function", "batch"),
+    AGENT: (),
     "model": ("path", "batch_tokens"),
     "judge": ("base_url", "model", "template", "verdict", "max_tokens", "concurrency", "retries", "api_key_env",
               "answer_key"),

@@ -141,6 +141,8 @@ def _subjects(t: Topology) -> Iterator[Subject]:
         yield Subject("reward.function", "", setup, own.timeout_s)
     more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0")}
     for index, part in enumerate(own.part):
+        if part.kind == AGENT:
+            continue  # there is no episode yet
         tries = min(1, part.retries)  # a judge that is not there is soon known
         placed: dict[str, Any] = {"place": f"reward.part {part.name!r}", "retries": tries}
         placed["memory_mb"] = 0 if part.kind == "model" else own.memory_mb

@@ -31,11 +31,7 @@ __all__ = ["launch"]
 
 
 def launch(
-    topology: Topology,
-    run_dir: str | os.PathLike[str],
-    *,
-    resume: bool = True,
-    stream: TextIO | None = None,
+    topology: Topology, run_dir: str | os.PathLike[str], *, resume: bool = True, stream: TextIO | None = None,
 ) -> int:
     """Run a topology in a directory; the exit code: 0 if its goal was reached, 128 + n after signal n, else 1.
 

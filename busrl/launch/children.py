@@ -134,12 +134,8 @@ def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str
 
 
 def start(
-    process: ProcessName,
-    paths: RunPaths,
-    keep_fds: tuple[int, ...] = (),
-    env: Mapping[str, str] | None = None,
-    cores: frozenset[int] = frozenset(),
-    mark: str = "",
+    process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = (), env: Mapping[str, str] | None = None,
+    cores: frozenset[int] = frozenset(), mark: str = "",
 ) -> RunningChild:
     """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
     if threading.current_thread() is not threading.main_thread():

@@ -186,11 +186,7 @@ class Wal:
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        sync: bool = True,
-        segment_bytes: int = SEGMENT_BYTES,
+        self, directory: str | os.PathLike[str], *, sync: bool = True, segment_bytes: int = SEGMENT_BYTES,
         superseded: int = -1,
     ) -> None:
         self.directory = Path(directory)

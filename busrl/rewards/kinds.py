@@ -156,6 +156,20 @@ class Gym:
         return float(self._score_of[task](answer, entry))
 
 
+class Returned:
+    """What the sample's episode itself returned; one that returned nothing cannot be judged."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.place = setup.place
+
+    def __call__(
+        self, record: dict[str, Any], completion: str, token_ids: list[int], episode: dict[str, Any] | None
+    ) -> float:
+        if episode is None or episode["reward"] is None:
+            raise ValueError(f"{self.place} is what an episode returns, and this sample's returned no reward")
+        return float(episode["reward"])
+
+
 def _library(name: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -163,4 +177,6 @@ def _library(name: str, place: str) -> ModuleType:
         raise RewardNotLoaded(f"{place}: {name} cannot be imported ({problem}): pip install 'busrl[rewards]'") from None
 
 
-KINDS: dict[str, Callable[[Setup], RewardFunction]] = {"numeric": Numeric, "regex": Regex, "math": Math, "gym": Gym}
+KINDS: dict[str, Callable[[Setup], RewardFunction]] = {
+    "numeric": Numeric, "regex": Regex, "math": Math, "gym": Gym, "agent": Returned,
+}

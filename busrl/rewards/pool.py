@@ -347,7 +347,7 @@ class JudgeProcess:
 
 
 ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
-WITH_IDS = ("python",)  # kinds that look at token ids
+WITH_IDS = {"python", "agent"}  # kinds that look at more than the text: token ids, and the episode
 
 
 class Stage:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from busrl.errors import SlotTooSmall
 from busrl.protocol import messages as m
-from busrl.rewards.pool import Item, Outcome, RewardPool
+from busrl.rewards.pool import WITH_IDS, Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
@@ -90,7 +90,7 @@ class Reward(Actor):
                 pass
         self.claimed: dict[int, int] = {}  # slot -> the word that we own it by
         kinds = {part.kind for part in own.part} or {own.kind}
-        self.wants_ids = "python" in kinds  # all others look at the text
+        self.wants_ids = bool(kinds & WITH_IDS)
         self.bell = Doorbell()
         self.streaming = False
         self.rung, self.next_look = True, 0.0

@@ -11,6 +11,7 @@ import pytest
 
 from busrl.config import Topology, load
 from busrl.config.explain import report
+from busrl.errors import TopologyError
 
 Refused = Callable[[str], list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,21 @@ def test_episodes_judge_themselves_where_nothing_else_is_said(tmp_path: Path) ->
 def test_a_slot_has_room_for_the_largest_episode() -> None:
     one, other = agents(), agents("agents.max_turns=1000", "agents.transcript_bytes=1048576")
     assert other.derived.slot_bytes - one.derived.slot_bytes >= 36 * 900 + (1 << 20) - (1 << 16)
+
+
+def test_too_few_episodes_for_the_engines_rows_are_a_warning_and_some_that_wait_are_none() -> None:
+    few, many = agents("agents.episodes=100"), agents("agents.episodes=128")
+    (told,) = [text for text in few.derived.warnings if "rows" in text]
+    assert "agents.episodes = 100" in told and "256 rows" in told and "raise agents.episodes" in told
+    assert not any("rows" in text for text in many.derived.warnings)
+
+
+def test_a_reward_part_of_episodes_needs_somebody_who_plays_them() -> None:
+    part = 'reward.part=[{kind="agent"}]'
+    topology = agents(part)
+    assert topology.reward.kind == "exact_match" and any(one.role == "reward" for one in topology.processes())
+    with pytest.raises(TopologyError, match=r'reward.part.0.kind = "agent".*no episode returns a reward'):
+        load(ROOT / "configs" / "quickstart.toml", [part])
 
 
 def test_engines_have_room_for_the_longest_call() -> None:

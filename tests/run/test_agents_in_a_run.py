@@ -29,6 +29,14 @@ async def episode(task, llm):
         messages += [reply, {"role": "user", "content": f"go on {turn}"}]
     return {"length": float(sum(len(one["content"] or "") for one in messages) % 7)}
 '''
+PARTS = """[[reward.part]]
+kind = "agent"
+[[reward.part]]
+kind = "python"
+name = "odd"
+function = "judge.py:score"
+weight = 0.5
+"""
 ENDS = '''
 import asyncio
 import os
@@ -93,6 +101,30 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
         assert 0 < row["episodes"]["computed_per_trained"] < row["episodes"]["context_tokens_mean"]
         assert row["episodes"]["unparsed"] == row["episodes"]["overridden"] == row["episodes"]["refused"] == 0
     assert {0.0} != {sum(one.turn_rewards) for one in samples}
+
+
+@pytest.mark.long
+def test_what_an_episode_returned_is_a_part_beside_others_and_its_turns_rewards_are_added(
+    chat_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = make_all(tmp_path / "mine", chat_folder("chatml"))
+    (tmp_path / "mine" / "talk.py").write_text(TALK)
+    (tmp_path / "mine" / "judge.py").write_text("def score(record, completion, ids, episode): return len(ids) % 3\n")
+    text = config.read_text().replace('[reward]\nkind = "python"\nfunction = "judge.py:score"\n', PARTS)
+    text += '[[process]]\nrole = "agent"\nfunction = "talk.py:episode"\n[agents]\ncontext = 256\n'
+    config.write_text(text)
+    run = Run(tmp_path / "run", "learner.checkpoint_every=0", "validation.samples=0", "log.samples=all", config=config,
+              steps=2)
+    with running(run):
+        check_end(run, run.wait())
+    kept = {row["uid"]: row for row in read_lines(run.paths.samples)}
+    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
+    assert samples and any(one.reward != samples[0].reward for one in samples)
+    for one in samples:
+        parts = kept[one.uid]["reward_parts"]
+        assert set(parts) >= {"agent", "odd"} and parts["agent"] == int(parts["agent"]) < 7
+        assert one.reward == pytest.approx(parts["agent"] + 0.5 * parts["odd"] + sum(one.turn_rewards))
+    assert all({"agent", "odd"} <= row["reward_parts"].keys() for row in run.metrics())
 
 
 @pytest.mark.slow

@@ -304,9 +304,7 @@ def slot_claims(slots: Slots) -> Iterator[Claims]:
     lines = slots.lines[believed(slots)]
     lines = lines[(lines["uid"] & VALIDATE) == 0]
     yield Claims(
-        np.array(lines["uid"], np.uint64),
-        lines["prompt_crc"].astype(np.int64),
-        lines["group"].astype(np.int64),
+        np.array(lines["uid"], np.uint64), lines["prompt_crc"].astype(np.int64), lines["group"].astype(np.int64),
         lines["member"].astype(np.int64),
     )
 
