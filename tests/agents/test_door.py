@@ -166,6 +166,33 @@ def test_a_stream_brings_the_same_message(chats: Callable[[str], Renderer]) -> N
     ask(chats("qwen2_5"), work, [calling("qwen2_5", (1, 2), text="Let me.")])
 
 
+def test_sub_agents_that_talk_at_the_same_time_and_call_each_other_are_sequences_of_one_episode(
+    chats: Callable[[str], Renderer]
+) -> None:
+    async def talk(client: AsyncOpenAI, name: str, turns: int, streams: bool) -> str:
+        """A conversation of its own under the episode's key; what was said last."""
+        messages: list[Any] = [{"role": "system", "content": f"You are {name}."}, {"role": "user", "content": "Begin."}]
+        for turn in range(turns):
+            if streams:
+                parts = [chunk.choices[0].delta.content or "" async for chunk in await client.chat.completions.create(
+                    model="policy", messages=messages, stream=True) if chunk.choices]
+                said = "".join(parts)
+            else:
+                found = await client.chat.completions.create(model="policy", messages=messages)
+                said = found.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"More {turn}."}]
+        return said
+
+    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+        async with client_of(episode) as client:
+            heard = await asyncio.gather(*(talk(client, f"helper {n}", 3, n % 2 == 0) for n in range(4)))
+            await talk(client, f"the head, told {heard}", 2, False)
+        assert engine.world.exact() == (0, 0, 0, 0)
+        assert len(episode.tree.turns) == 14 and len(episode.tree.sequences()) == 5
+
+    ask(chats("qwen2_5"), work, [f"Answer {n}." for n in range(14)])
+
+
 def test_token_ids_go_in_and_come_out_by_both_routes(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: Door) -> None:
         head, root = {"x-busrl-episode": episode.openai["api_key"]}, door.base_url.removesuffix("/v1")
