@@ -15,10 +15,12 @@ import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothesis, and its tests need none
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("same", derandomize=True)
-    settings.register_profile("explore")
+    # How fast the machine is is not the subject: neither a deadline nor slow generation is a failure.
+    unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("same", unhurried, derandomize=True)
+    settings.register_profile("explore", unhurried)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 from collections.abc import Callable
