@@ -8,7 +8,8 @@ bytes that a forward saves for its backward, per token, with and without activat
 real model in a few of its layers. `learner.py peak` makes true optimiser steps of a model with random weights in a
 process of its own and reports its peak of resident memory beside what `busrl check` says. `learner.py ranks` lets
 ranks load, train and publish a model with random weights, and reports the peaks of each rank's own memory (anonymous
-pages: neither mapped files nor the staging in shared memory count) beside what its parts take. `learner.py steps` makes
+pages: neither mapped files nor the staging in shared memory count) beside what its parts take, and the peak of two
+steps beside what `busrl check` says of a rank. `learner.py steps` makes
 optimiser steps at the quickstart's lengths, `--samples` answers of some 11 tokens to prompts of some 13, by its model;
 `--against TREE` takes the code of another checkout in turn. One thread each.
 """
@@ -390,30 +391,42 @@ def anonymous() -> int:
     return int(line.split()[1]) * 1024
 
 
-def rank_once(rank: int, world: int, folder: str, dtype: str) -> dict[str, Any]:
-    """Joins the team at FOLDER/team.sock, loads FOLDER, trains one step and publishes."""
+RANK_TOKENS = 512  # of a micro-batch of a rank
+
+
+def rank_once(rank: int, world: int, tensor: int, folder: str, dtype: str) -> dict[str, Any]:
+    """Joins the team at FOLDER/team.sock, loads FOLDER, trains two steps, the last of two micro-batches, and publishes.
+    `peak` is that of the resident memory until then, `said` the sum of `busrl check`."""
     import torch
 
+    from busrl.config import memory
     from busrl.training import sharded
     from busrl.training.ranks.builder import TeamSettings, facts
     from busrl.training.ranks.follower import Follower
     from busrl.training.ranks.leader import Team
+    from busrl.training.ranks.mesh import Layout
     from busrl.training.ranks.wire import Gather
     from busrl.training.trainer import TrainerSettings
     from busrl.weights.shm import ShmSender
 
     torch.set_num_threads(1)
     made_model("qwen2.5-0.5b", 1, 64)  # so that imports are no part of what is measured
-    home, settings = Path(folder), TrainerSettings(compute_dtype=dtype)
-    team = TeamSettings(world, home / "team.sock", facts("bench"), torch.device("cpu"), collective_s=600, start_s=600)
+    home, settings = Path(folder), TrainerSettings(compute_dtype=dtype, micro_batch_tokens=RANK_TOKENS)
+    team = TeamSettings(world, home / "team.sock", facts("bench"), torch.device("cpu"), collective_s=600, start_s=600,
+                        layout=Layout(world, tensor=tensor))
+    config = json.loads((home / "config.json").read_text())
+    said = memory.learner_sum(config, memory.Work(RANK_TOKENS, dtype, ranks=world, tensor=tensor))
+    Path("/proc/self/clear_refs").write_text("5")
     if not rank:
         leader = Team.gathered(team)
         with Peak() as load:
             trainer = leader.trainer(home, settings)
-        words = trainer.model.config.vocab_size
-        samples = made_samples(256, 64, words)
-        trainer.accumulate(samples, [1.0, -1.0] * (len(samples) // 2))
-        trainer.step(1e-6)
+        for tokens in ((64,), (64, RANK_TOKENS)):
+            for count in tokens:
+                samples = made_samples(count * world // tensor, count, config["vocab_size"])
+                trainer.accumulate(samples, [1.0] * len(samples))
+            trainer.step(1e-6)
+        most = peak()
         sender = ShmSender(home / "weights")
         sender.publish(1, 1, trainer.named_weights())  # the file is made, collectives have their buffers
         with Peak() as publish:
@@ -430,6 +443,7 @@ def rank_once(rank: int, world: int, folder: str, dtype: str) -> dict[str, Any]:
         while not gone:
             message = follower.hear(600)
             if isinstance(message, Gather) and not hasattr(publish, "before"):
+                most = peak()
                 publish.__enter__()
             gone = message is not None and not follower.act(message)
         publish.__exit__()
@@ -440,19 +454,20 @@ def rank_once(rank: int, world: int, folder: str, dtype: str) -> dict[str, Any]:
         "publish_s": publish.seconds, "load": load.most, "publish": publish.most,
         "held": sum(sharded.local(one).nbytes for one in parameters),
         "published": sum(one.numel() for one in parameters) * itemsize,
-        "largest": max(one.numel() for one in parameters) * itemsize,
+        "largest": max(one.numel() for one in parameters) * itemsize, "tensor": tensor,
+        "peak": most, "said": sum(said.values()), "ratio": sum(said.values()) / most, "parts": said,
     }
 
 
-def ranks(world: int, name: str, layers: int, words: int, dtype: str) -> list[dict[str, Any]]:
+def ranks(world: int, tensor: int, name: str, layers: int, words: int, dtype: str) -> list[dict[str, Any]]:
     """Of each rank its peaks, as shares of what it holds and in largest tensors."""
     with tempfile.TemporaryDirectory() as folder:
         made_model(name, layers, words).save_pretrained(folder)
         command = [sys.executable, __file__, "ranks-once"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         processes = [
-            subprocess.Popen([*command, str(rank), str(world), folder, dtype], env=environment, stdout=subprocess.PIPE,
-                             text=True)
+            subprocess.Popen([*command, str(rank), str(world), str(tensor), folder, dtype], env=environment,
+                             stdout=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
         told = [process.communicate()[0].splitlines() for process in processes]
@@ -487,6 +502,7 @@ def main() -> None:
     four.add_argument("--places", type=int, nargs="+", default=list(range(len(PEAKS))), help="of the configurations")
     five = verbs.add_parser("ranks")
     five.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    five.add_argument("--tensor", type=int, default=1, help="ranks that compute a layer together")
     five.add_argument("--name", default="qwen2.5-0.5b", choices=SHAPES)
     five.add_argument("--layers", type=int, default=12)
     five.add_argument("--words", type=int, default=32_000)
@@ -498,7 +514,7 @@ def main() -> None:
     for verb in (one, two, three, four, five, six):
         verb.add_argument("--rounds", type=int, default=3)
         verb.add_argument("--out", type=Path)
-    kinds = {"head-once": 4, "packing-once": 5, "saved-once": 3, "peak-once": 1, "ranks-once": 4, "steps-once": 2}
+    kinds = {"head-once": 4, "packing-once": 5, "saved-once": 3, "peak-once": 1, "ranks-once": 5, "steps-once": 2}
     for name, count in kinds.items():
         verbs.add_parser(name).add_argument("values", nargs=count)
     options = parser.parse_args()
@@ -516,7 +532,8 @@ def once(verb: str, values: list[str]) -> dict[str, Any]:
     if verb == "saved-once":
         return saved_once(values[1], values[0], values[2])
     if verb == "ranks-once":
-        return rank_once(int(values[0]), int(values[1]), values[2], values[3])
+        rank, world, tensor = map(int, values[:3])
+        return rank_once(rank, world, tensor, *values[3:])
     if verb in ("peak-once", "steps-once"):
         return (peak_once if verb == "peak-once" else steps_once)(*map(int, values))
     way, *numbers = values
@@ -533,7 +550,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.verb == "ranks":
         return [
             row for world in options.ranks for dtype in options.dtypes
-            for row in ranks(world, options.name, options.layers, options.words, dtype)
+            for row in ranks(world, options.tensor, options.name, options.layers, options.words, dtype)
         ]
     if options.verb == "peak":
         return [child("peak-once", str(place)) for place in options.places]
