@@ -23,7 +23,8 @@ from busrl.quickstart import ensure  # noqa: E402
 STEPS = 10
 NEEDED = {"/usr/include/zmq.h": "libzmq3-dev", "/usr/include/nlohmann/json.hpp": "nlohmann-json3-dev"}
 MISSING = [package for file, package in NEEDED.items() if not Path(file).exists()]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the example needs the packages {MISSING}")
+pytestmark = [pytest.mark.long,
+              pytest.mark.skipif(bool(MISSING), reason=f"the example needs the packages {MISSING}")]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,6 @@ def log_of(run: Run) -> str:
     return run.paths.log("reward/0").read_text()
 
 
-@pytest.mark.long
 def test_a_run_whose_rewards_come_from_cpp_learns_and_ends_clean(topology: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", config=topology, steps=STEPS)
     with running(run):

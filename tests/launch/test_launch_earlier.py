@@ -102,7 +102,6 @@ def test_an_edited_loss_metric_and_optimiser_are_said_too(place: Place) -> None:
     told = "\n".join(place.start(*named).notes)
     assert "own.py is not what it was: losses" in told and "counts.py is not what it was: metrics" in told
     assert "steps.py is not what it was: updates" in told
-    assert place.start(*named).notes == []
 
 
 def test_another_reward_model_in_the_same_folder_is_said_and_a_copy_of_it_is_not(place: Place, tmp_path: Path) -> None:

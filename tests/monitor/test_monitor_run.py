@@ -103,7 +103,12 @@ def test_a_recording_of_a_real_run_shows_it_again(
     run: Run, held: dict[str, Any], started: Start, short_dir: Path
 ) -> None:
     path, bind = held["folder"] / "part.rec", f"ipc://{short_dir}/bus.sock"
-    shutil.copy(held["folder"] / "whole.rec", path)  # it is written still: what is there can be read
+
+    def recorded() -> bool:  # it is written still, block by block: what is there can be read
+        shutil.copy(held["folder"] / "whole.rec", path)
+        return summary(path)["messages"].get("LEARNER_STATE_UPDATE", 0) > 3
+
+    run.until("some steps are in the recording", recorded)
     player = started("replay", str(path), "--speed", "max", "--bind", bind)
     told = json.loads(finished(started("monitor", bind, "--once", "--json")))
     finished(player)

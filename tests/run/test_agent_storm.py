@@ -52,7 +52,7 @@ def ready(run: Run, name: str):
 
 
 def drawn_per_ended(run: Run) -> float:
-    """Tokens that engines drew for each one of a sample that ended. (In all, runs differ by how many groups are flat.)"""
+    """Tokens drawn for each one of a sample that ended. (In all, runs differ by how many groups are flat.)"""
     rows = [row for row in run.metrics() if row.get("length_ended")]
     return run.summary()["generated_tokens"] / sum(row["samples_ended"] * row["length_ended"] for row in rows)
 

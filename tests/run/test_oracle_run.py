@@ -15,6 +15,8 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, running
 
+pytestmark = pytest.mark.long
+
 sys.path.insert(0, str(ROOT / "tools"))
 STEPS = 8
 SETTINGS = (

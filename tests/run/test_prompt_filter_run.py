@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
@@ -33,6 +34,7 @@ def prompts(path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_prompts_that_are_answered_too_well_are_left_out_and_a_killed_scheduler_changes_no_decision(
     tmp_path: Path, quickstart: None
 ) -> None:
