@@ -17,8 +17,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothesis, and its tests need none
     from hypothesis import HealthCheck, settings
 
-    # How fast the machine is is not the subject: neither a deadline nor slow generation is a failure.
-    unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # How fast the machine is is not the subject: neither a deadline nor slow generation is a failure. A fixture of a
+    # test may serve all of its examples.
+    unhurried = settings(
+        deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
     settings.register_profile("same", unhurried, derandomize=True)
     settings.register_profile("explore", unhurried)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

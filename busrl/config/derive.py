@@ -207,7 +207,7 @@ def episode_bytes(tokens: int, sampled: int, turns: int, sequences: int, transcr
     return {
         f"{tokens} ids": 4 * tokens, f"{sampled} sampled": 8 * sampled, f"{turns} turns": 36 * turns,
         f"{sequences} sequences": 4 * sequences, "messages": transcript, "text": max(1, text),
-        "counts": 16, "alignment": ALIGN * EPISODE_TENSORS,
+        "counts": 40, "alignment": ALIGN * EPISODE_TENSORS,
     }
 
 

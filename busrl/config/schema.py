@@ -262,6 +262,11 @@ class Reward:
     part: tuple[RewardPart, ...] = ()
 
     @property
+    def of_episodes(self) -> bool:
+        """Whether it needs what an episode returns: there is none for a single answer."""
+        return AGENT in (self.kind, *(part.kind for part in self.part))
+
+    @property
     def compares(self) -> tuple[str, str] | None:
         """Kind and `extract` of what finds the answer that is judged, for maj@k (`busrl.rewards.kinds.finder`); None
         where nothing does. What math-verify finds in a whole completion is no text."""

@@ -109,7 +109,7 @@ def run_tests(
 
 
 def described(files: Mapping[str, str], words: list[str], limits: Limits, trust: str) -> dict[str, Any]:
-    """What the launcher is told; `trust`: the folder in which code runs without a box."""
+    """What the launcher is told. `trust` names a folder to run the code in without a box; "" makes a box."""
     home = MOUNTED if os.getuid() == 0 and not trust else sys.base_prefix
     python = os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix))))
     return {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from busrl import files
 from busrl.config.pretrained import model_facts
@@ -52,7 +52,7 @@ class Keeper(Actor):
             self.calls.register(self.role, self.name)
         self._named: set[str] = set()
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
-        self.tally = Tally(read_counts(self.paths.gateway))
+        self.tally = Tally(files.read_map(self.paths.gateway).get("workers"))
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
         ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
@@ -163,8 +163,3 @@ class Keeper(Actor):
     def _save(self) -> None:
         self.tally.changed = False
         files.show(self.paths.gateway, {"workers": self.tally.plain()})
-
-
-def read_counts(path: Path) -> Any:
-    """The counts in gateway.json by worker; None where there are none."""
-    return files.read_map(path).get("workers")

@@ -31,7 +31,6 @@ from busrl.agents.episode import Episode
 from busrl.agents.http import ClaimBody, Door, EndBody
 from busrl.agents.llm import TEXT_LIMIT, Ended, RewardRequest
 from busrl.agents.pool import MAX_AGAIN
-from busrl.config.schema import AGENT
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.files import replace
 from busrl.rewards.base import MalformedReward, settle
@@ -211,7 +210,7 @@ class Serve(EpisodeHolder):
         if body.reward is None and not body.parts:
             if body.failed:
                 return Ended("used_up", text=why)
-            if self.topology.reward.kind == AGENT:
+            if self.topology.reward.of_episodes:
                 raise CallRefused("invalid", "reward: a number is needed, for the episode judges itself", "reward")
         try:
             reward, parts = settle(body.parts or body.reward or 0.0)

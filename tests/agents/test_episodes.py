@@ -14,7 +14,7 @@ from typing import Any
 import agent_worlds as worlds
 import pytest
 from agent_worlds import ADD, World, calling, dumped, rebuilt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.agents.renderer import Renderer
@@ -155,7 +155,7 @@ ACTIONS: dict[str, Callable[[list[Agent], random.Random], Any]] = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(program=programs(), seed=st.integers(0, 2**32))
 def test_every_token_is_trained_once_behind_what_the_engine_had_read(
     renderers: Renderers, template: str, program: list[str], seed: int
@@ -171,7 +171,7 @@ def test_every_token_is_trained_once_behind_what_the_engine_had_read(
 
 
 @pytest.mark.parametrize("template", APPENDED)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(cuts=st.lists(st.booleans(), min_size=1, max_size=8), seed=st.integers(0, 2**32), echo=st.sampled_from(ECHO))
 def test_an_episode_that_only_goes_on_is_one_sequence(
     renderers: Renderers, template: str, cuts: list[bool], seed: int, echo: Callable[[Any], Any]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from busrl.cli import main
 from busrl.config import Topology, load
 from busrl.config.explain import report
 from busrl.errors import TopologyError
@@ -50,6 +51,12 @@ def test_a_reward_part_of_episodes_needs_somebody_who_plays_them() -> None:
     assert topology.reward.kind == "exact_match" and any(one.role == "reward" for one in topology.processes())
     with pytest.raises(TopologyError, match=r'reward.part.0.kind = "agent".*no episode returns a reward'):
         load(ROOT / "configs" / "quickstart.toml", [part])
+
+
+@pytest.mark.parametrize("settings", [[], ["--set", 'reward.part=[{kind="agent"}]']])
+def test_a_model_is_not_measured_by_episodes_rewards(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(ROOT / "configs" / "agents.toml"), *settings]) == 2
+    assert "`busrl evaluate` draws single answers" in capsys.readouterr().err
 
 
 def test_engines_have_room_for_the_longest_call() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.config import Topology
@@ -105,7 +105,7 @@ def test_checkpoints_count_groups_where_the_batch_varies(loaded: Loaded) -> None
     assert not any(checkpoint_is_due(never, step, 32 * step, 32) for step in range(1, 50))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(every=st.integers(0, 5), steps=st.integers(1, 12), most=st.integers(0, 300), acts=st.booleans(), data=st.data())
 def test_every_checkpoint_is_foreseen_a_step_before_it(
     loaded: Loaded, every: int, steps: int, most: int, acts: bool, data: st.DataObject

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.config import Topology, load_for_simulation, recorded
@@ -125,7 +125,7 @@ def test_the_refused_size_names_one_that_is_accepted(loaded: Loaded, refused: Re
     assert loaded(f"[ring]\nslot_bytes = {size}\n").derived.slot_bytes == loaded().derived.slot_bytes == int(size)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=25)
 @given(prompt=st.integers(1, 5000), tokens=st.integers(1, 448), text=st.integers(1, 7))
 def test_an_automatic_slot_holds_the_longest_sample(
     here: Path, loaded: Loaded, prompt: int, tokens: int, text: int

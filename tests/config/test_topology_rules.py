@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.config import Topology
@@ -43,7 +43,7 @@ def test_validation_gets_slots_of_its_own(loaded: Loaded) -> None:
     assert not off.validates and off.derived.val_reserve == 0
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60)
 @given(n_min=st.integers(1, 300), stale=st.integers(0, 9), size=st.integers(2, 64))
 def test_every_accepted_run_keeps_the_bound_and_can_fire(loaded: Loaded, n_min: int, stale: int, size: int) -> None:
     text = f"[learner.trigger]\nn_min = {n_min}\n[weights]\nmax_staleness = {stale}\n[groups]\nsize = {size}\n"

@@ -60,7 +60,7 @@ def test_an_item_is_the_raw_line_without_its_newline_and_its_crc(tmp_path: Path)
 
 
 @given(st.lists(st.binary(max_size=12).map(lambda b: b.replace(b"\n", b"")), max_size=30), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_index_finds_the_same_lines_as_splitting(lines: list[bytes], ends: bool) -> None:
     data = b"\n".join(lines) + (b"\n" if ends and lines else b"")
     want = data.split(b"\n")
@@ -265,7 +265,7 @@ def test_shares_fill_a_block_and_none_is_off_by_a_whole_draw(weights: list[float
 
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs(
     parts: list[Part], seed: int, block: int, shuffle: bool
 ) -> None:
@@ -282,7 +282,7 @@ def test_every_block_of_a_mixture_has_its_shares_and_every_source_whole_epochs(
 
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.integers(0, 50))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_place_names_source_and_line_and_no_draw_of_a_block_is_in_a_later_epoch_than_its_end(
     parts: list[Part], seed: int, block: int
 ) -> None:
@@ -298,7 +298,7 @@ def test_a_place_names_source_and_line_and_no_draw_of_a_block_is_in_a_later_epoc
 
 
 @given(mixtures(), st.integers(0, 2**31 - 1), st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_draw_of_a_mixture_is_the_same_item_after_any_restart_and_for_the_audit(
     parts: list[Part], seed: int, draws: list[int]
 ) -> None:

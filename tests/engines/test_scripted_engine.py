@@ -155,7 +155,7 @@ def test_a_limit_cuts_a_prompt_without_room_gives_nothing_and_an_aborted_request
         engine.submit([request(n, 0) for n in range(5)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(length=st.integers(1, 90), segment=st.integers(1, 40), limit=st.integers(1, 100))
 def test_segments_by_different_actors_are_the_answer_in_one_piece(
     length: int, segment: int, limit: int, tmp_path_factory: pytest.TempPathFactory

@@ -25,7 +25,7 @@ def seated(count: int) -> Seats:
     return seats
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 24), st.data())
 def test_after_closing_up_the_first_rows_hold_exactly_those_who_stayed(count: int, data: st.DataObject) -> None:
     holes = sorted(data.draw(st.sets(st.integers(0, count - 1))))

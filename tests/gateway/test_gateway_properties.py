@@ -252,7 +252,7 @@ class Gateway(RuleBasedStateMachine):
         raise AssertionError([slot for slot in self.ledger.slots if not slot.ended])
 
 
-SHORT = settings(max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+SHORT = settings(max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 TestGateway = Gateway.TestCase
 TestGateway.settings = SHORT
 

@@ -45,7 +45,7 @@ def steps_seen_by_the_audit(directory: Path) -> list[int]:
     return [step.step for step in readers.read_log(directory, [])]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logs(), st.data(), st.sampled_from([1, 300, 1 << 20]))
 def test_a_log_cut_at_any_byte_is_a_prefix_of_its_records(
     records: list[Record], data: st.DataObject, size: int
@@ -70,7 +70,7 @@ def test_a_log_cut_at_any_byte_is_a_prefix_of_its_records(
             assert wal.cut_bytes == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logs().filter(bool), st.data())
 def test_a_log_with_a_damaged_byte_is_refused_or_loses_its_last_record_only(
     records: list[Record], data: st.DataObject
@@ -104,7 +104,7 @@ def test_a_trained_set_is_a_set(first: list[int], second: list[int]) -> None:
     assert trained.contains_all(asked).tolist() == [int(uid) in trained for uid in asked]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.sets(uids), st.data())
 def test_a_saved_set_comes_back_and_a_damaged_one_is_refused(wanted: set[int], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

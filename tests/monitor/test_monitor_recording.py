@@ -40,7 +40,7 @@ def write(path: Path, wanted: list[tuple[Kind, bytes, bytes]]) -> list[RecordedF
     return [RecordedFrame(at, kind, topic_, body) for at, (kind, topic_, body) in enumerate(wanted)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WRITTEN)
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, wanted: list[tuple[Kind, bytes, bytes]]):
     path = tmp_path_factory.getbasetemp() / "whole.rec"
@@ -50,7 +50,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, wante
         assert list(recording.entries()) == written and recording.torn == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WRITTEN.filter(bool), st.data())
 def test_a_file_cut_anywhere_gives_its_whole_records_and_says_where_it_is_torn(
     tmp_path_factory: pytest.TempPathFactory, wanted: list[tuple[Kind, bytes, bytes]], data: st.DataObject
@@ -67,7 +67,7 @@ def test_a_file_cut_anywhere_gives_its_whole_records_and_says_where_it_is_torn(
         assert bool(recording.torn) == (cut > whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WRITTEN.filter(bool), st.data())
 def test_no_damaged_record_is_ever_given(
     tmp_path_factory: pytest.TempPathFactory, wanted: list[tuple[Kind, bytes, bytes]], data: st.DataObject

@@ -78,7 +78,7 @@ def test_more_processes_than_lines_are_counted() -> None:
     assert any("more" in line for line in shown(picture(processes=60), 80, 24))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=300))
 def test_names_and_texts_from_outside_can_not_break_the_screen_or_the_lines(text: str) -> None:
     made = picture(name=text)

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.errors import (
@@ -88,7 +88,7 @@ def test_a_folder_a_link_or_a_cut_file_is_no_ring(folder):
         Ring.attach(str(folder / "ring"))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.integers(0, 0x7F), st.integers(1, 255))
 def test_no_changed_byte_of_the_header_is_accepted(folder, offset, flip):
     path = folder / f"ring.{offset}.{flip}"
@@ -101,7 +101,7 @@ def test_no_changed_byte_of_the_header_is_accepted(folder, offset, flip):
     path.unlink()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 2 * 128 - 1), st.integers(0, 255)), max_size=12))
 def test_a_hostile_tensor_table_never_reads_outside_its_slot(folder, changes):
     path = folder / "hostile"
@@ -151,7 +151,7 @@ def test_a_read_only_handle_reads_and_refuses_to_write(world):
 FATE_ORDER = {"D": {0}, "T": None, "V": None, "f": {ord("D")}, "P": {ord("D")}, 0: {ord("D")}}
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["D", "T", "V", "f", "P", 0])), max_size=30))
 def test_fates_only_move_forward(folder, stores):
     (folder / "fates").unlink(missing_ok=True)

@@ -97,7 +97,7 @@ class Living:
         return [decision.to_dict() if decision else None for decision in found], fresh.state()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), events=st.lists(st.sampled_from("sssssssckbl"), min_size=10, max_size=60))
 def test_the_file_explains_every_decision_whenever_the_learner_dies(
     topology: Topology, tmp_path_factory: pytest.TempPathFactory, seed: int, events: list[str]

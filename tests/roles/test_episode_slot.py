@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.agents.tree import Trajectory, Tree, Turn
@@ -20,7 +20,9 @@ from busrl.errors import BadTensor
 from busrl.ring import Fates, Ring, State
 from busrl.roles.episodes import (
     CALL,
+    CONTEXT,
     commit_episode,
+    context_of,
     last_call,
     messages_of,
     read_episode,
@@ -58,7 +60,7 @@ def claimed_for_generation(ring: Ring) -> tuple[int, int]:
 def rewarded(ring: Ring, episode: Trajectory, **more: Any) -> int:
     """The slot of an episode that went through generation and reward."""
     slot, word = claimed_for_generation(ring)
-    write_episode(ring, slot, word, episode, more.get("reward"), more.get("messages", b""))
+    write_episode(ring, slot, word, episode, more.get("reward"), more.get("messages", b""), more.get("context", ()))
     for name, array in more.get("lies", {}).items():
         ring.put(slot, word, name, array, 0)
     assert commit_episode(ring, slot, word, episode) is not None
@@ -101,7 +103,7 @@ def grown(plan: list[Any]) -> Tree:
     return tree
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(plan=st.lists(calls, min_size=1, max_size=6))
 def test_what_a_tree_holds_comes_back_from_its_slot_as_the_learners_record(ring: Ring, plan: list[Any]) -> None:
     tree = grown(plan)
@@ -230,16 +232,25 @@ def test_the_messages_are_left_out_where_they_have_no_room(ring: Ring) -> None:
     freed(ring, slot)
 
 
+@pytest.mark.parametrize("numbers", [[7, 3, 2, 1, 4], [7, 3], []])  # two in slots that an older program wrote
+def test_what_an_episode_counts_is_read_as_far_as_it_says(ring: Ring, numbers: list[int]) -> None:
+    slot = rewarded(ring, three_turns(), context=numbers)
+    assert context_of(ring, slot) == dict(zip(CONTEXT, numbers))
+    claim(ring, slot)
+    freed(ring, slot)
+
+
 def test_the_bytes_of_an_episode_are_what_its_slot_needs(tmp_path: Path) -> None:
     episode = replace(three_turns(), text="t" * 20)
     needed = episode_bytes(tokens=16, sampled=6, turns=3, sequences=2, transcript=40, text=20)
+    assert needed["counts"] == np.dtype(np.uint64).itemsize * len(CONTEXT)
     name = f"busrl.test.{os.getpid()}.bytes"
     made = Ring.create(name, slots=1, slot_bytes=sum(needed.values()) + 16 + 8, processes=2, uuid=b"b" * 16)
     try:
         made.register("learner", "test")
         made.bind_fates(Fates(str(tmp_path / "fates.bin"), create=True), None)
         slot, word = claimed_for_generation(made)
-        write_episode(made, slot, word, episode, 1.0, b"[" + b" " * 38 + b"]")
+        write_episode(made, slot, word, episode, 1.0, b"[" + b" " * 38 + b"]", range(len(CONTEXT)))
         assert read_episode(made, slot) is not None and "messages" in {name for name, _ in made.tensors(slot)}
     finally:
         made.close()

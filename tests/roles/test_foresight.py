@@ -31,7 +31,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.dictionaries(st.text(max_size=5), PLAIN, max_size=4), shape=st.tuples(st.integers(0, 3)))
 def test_plain_data_come_back_equal(data: dict[str, Any], shape: tuple[int], tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("plain") / "state.npz"

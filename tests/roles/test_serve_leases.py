@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from busrl.agents.http import ClaimBody, EndBody
+from busrl.config.schema import Reward, RewardPart
 from busrl.errors import CallRefused
 from busrl.roles.holder import EpisodeHolder
 from busrl.roles.serve import Lease, Serve
@@ -57,6 +58,20 @@ def test_a_silent_client_has_lost_its_episode_and_its_end_is_refused(served: tup
     with pytest.raises(CallRefused, match=r"7-1 is not open: its client was silent for 20 s") as refused:
         serve.end("7-1", EndBody(reward=1.0))
     assert refused.value.code == "ended" and serve.look("7-1")["outcome"] == "lost"
+
+
+@pytest.mark.parametrize("kind", ["agent", "regex"])
+def test_an_end_without_a_reward_is_refused_where_a_part_of_the_rewards_is_what_the_episode_returned(
+    served: tuple[Any, Lease, Any], kind: str
+) -> None:
+    serve, _, _ = served
+    serve.topology = SimpleNamespace(reward=Reward(part=(RewardPart(kind="regex", pattern="x"), RewardPart(kind=kind))))
+    if kind == "regex":
+        assert serve._verdict(EndBody()).reward == 0.0
+        return
+    with pytest.raises(CallRefused, match="a number is needed"):
+        serve._verdict(EndBody())
+    assert serve._verdict(EndBody(reward=0.5)).reward == 0.5
 
 
 def test_a_claim_that_waits_holds_no_other_up(served: tuple[Any, Lease, Any]) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.config.prompts import AskedSet, Validation
@@ -149,7 +149,7 @@ def test_an_answer_that_began_with_one_version_and_ended_with_another_makes_its_
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_round_is_mixed_exactly_when_its_oldest_and_newest_version_differ(
     make: Callable[..., Validator], drawn: list[tuple[int, int]]
 ) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling.dispatch import POLICIES
 from busrl.scheduling.limits import oldest_age, window_of
 from busrl.scheduling.trigger import window_of_ready
 
-LOOPS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LOOPS = settings(max_examples=15)
 SEEDS = st.integers(0, 2**32 - 1)
 N_MIN = st.integers(1, 6)
 

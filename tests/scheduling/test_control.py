@@ -129,7 +129,7 @@ def through_json(inputs: Inputs) -> Inputs:
     return Inputs.from_dict(json.loads(json.dumps(inputs.to_dict())))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(run=RUNS, options=OPTIONS, cut=st.integers(0, 120))
 def test_the_same_inputs_give_the_same_decisions_also_from_a_log_and_after_a_restart(
     run: list[dict[str, Any]], options: dict[str, Any], cut: int
@@ -147,7 +147,7 @@ def test_the_same_inputs_give_the_same_decisions_also_from_a_log_and_after_a_res
     assert first == again and living.state() == reading.state()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(run=RUNS, options=OPTIONS)
 def test_knobs_stay_in_range_one_moves_at_a_time_and_rest_is_kept(
     run: list[dict[str, Any]], options: dict[str, Any]

@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling.limits import derive
 
-LOOPS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LOOPS = settings(max_examples=15)
 SEEDS = st.integers(0, 2**32 - 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner
@@ -147,7 +147,7 @@ MEMBER = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(groups=st.lists(st.lists(MEMBER, min_size=G, max_size=G), min_size=1, max_size=6))
 def test_the_view_agrees_with_a_plain_reading_of_the_rules(table: Any, groups: list[list[str]]) -> None:
     ring = table(G, 60)
@@ -205,7 +205,7 @@ def test_a_sample_in_a_slot_without_a_fate_is_counted_because_a_damaged_table_mu
     assert ring.view().unrecorded == 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_scanner_that_skips_what_ended_long_ago_sees_what_one_that_looks_at_everything_sees(
     data: Any, table: Any

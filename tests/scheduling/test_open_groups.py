@@ -148,7 +148,7 @@ def test_rows_are_those_announced_lately_and_at_least_those_in_use() -> None:
     assert rows.workers(12.0) == ["b"] and rows.total(3) == 8 and rows.total(9) == 9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
 def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> None:
     flags, model = WaitingDraws(), set[int]()
@@ -163,7 +163,7 @@ def test_the_flags_of_waiting_draws_are_a_set(steps: list[tuple[bool, int]]) -> 
         assert flags.missing(asked) == [d for d in asked.tolist() if d not in model]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(horizon=2, steps=[(True, 13, 1), (True, 14, 1), (False, 0, 1), (True, 1, 1), (False, 0, 1)])
 @given(
     horizon=st.integers(1, 9),

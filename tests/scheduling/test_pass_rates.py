@@ -66,7 +66,7 @@ GROUPS = st.lists(
     max_size=40, unique_by=lambda one: one.draw)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(BANDS, GROUPS, st.randoms())
 def test_a_prompt_rests_by_its_newest_groups_whatever_the_order_in_which_they_ended(
     band: Band, groups: list[Told], chance: object
@@ -81,7 +81,7 @@ def test_a_prompt_rests_by_its_newest_groups_whatever_the_order_in_which_they_en
         assert one.resting(epochs(draw)) == resting
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(BANDS, GROUPS, st.integers(0, 80))
 def test_some_prompt_of_two_passes_is_opened_whatever_was_answered(band: Band, groups: list[Told], first: int) -> None:
     found = PromptFilter(rates_of(band, groups), place, epochs)
@@ -89,7 +89,7 @@ def test_some_prompt_of_two_passes_is_opened_whatever_was_answered(band: Band, g
     assert not all(left_out)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(BANDS, GROUPS, st.integers(0, 80), st.integers(0, 40))
 def test_a_successor_that_is_told_the_same_decides_the_same(
     band: Band, groups: list[Told], first: int, killed: int

@@ -26,7 +26,7 @@ def supply(policy: Policy, opened: set[int], lengths: list[int]) -> None:
     policy.offer([candidate(draw, lengths[draw % len(lengths)]) for draw in policy.missing(waiting)])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     name=st.sampled_from(POLICIES),
     horizon=st.integers(1, 12),
@@ -63,7 +63,7 @@ def test_no_draw_waits_for_more_than_two_horizons_and_order_stays_within_one(
             policy.feedback(entropies[count])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=st.integers(1, 8), lengths=st.lists(st.integers(0, 400), min_size=1, max_size=40))
 def test_adaptive_opens_the_draws_of_a_round_before_any_other_longest_first(groups: int, lengths: list[int]) -> None:
     policy = make_policy("adaptive", 2 * groups, round_groups=groups)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.data.trace import TracedPrompt, make_trace
@@ -214,7 +214,7 @@ CANDIDATES = st.builds(
     Candidate, st.integers(0, 9), PROMPTS | st.text(max_size=30), st.integers(1, 9000), st.sampled_from(["", "code"])
 )
 ANSWERS = st.lists(st.lists(st.tuples(CANDIDATES, st.integers(1, 10**6)), max_size=8), max_size=6)
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=25)
 
 
 @pytest.mark.parametrize("name", ALL)

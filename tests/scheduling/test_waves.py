@@ -75,7 +75,7 @@ def wave_loop(closed_loop: Any) -> Any:
     return WaveLoop
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**20), n_min=st.integers(1, 5), most=st.integers(1, 6), end=st.floats(0.0, 1.0),
     accidents=st.sampled_from([0.0, 0.05, 0.2]), deaths=st.sampled_from([0.0, 0.02]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import FREE_TIMES, answers, topology
 
@@ -18,7 +18,7 @@ from busrl.simulate.actors import Times
 from busrl.simulate.scheduler import keywords_of
 
 Make = Callable[..., Any]
-SOME = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(max_examples=15)
 
 
 def long_tailed(seed: int, groups: int = 60, members: int = 4) -> list[tuple[int, ...]]:

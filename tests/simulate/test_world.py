@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds import FREE_TIMES, answers, topology
 
@@ -20,7 +20,7 @@ from busrl.simulate.answers import TraceAnswers
 from busrl.states import ACCIDENTS
 
 Make = Callable[..., Any]
-SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(max_examples=25)
 
 
 @SOME

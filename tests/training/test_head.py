@@ -35,7 +35,7 @@ def inputs(rows: int, words: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Te
     return leaves[0], leaves[1], leaves[2], targets, 0.5 + torch.rand(rows, generator=made, dtype=torch.float64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 9), words=st.integers(2, 17), piece=st.integers(1, 10), seed=st.integers(0, 99),
     cap=st.sampled_from([0.0, 2.0]), scale=st.sampled_from([1.0, 0.3]), hot=st.booleans(), biased=st.booleans(),

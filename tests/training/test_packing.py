@@ -180,7 +180,7 @@ def test_a_call_without_a_plan_is_that_of_the_model_as_it_was() -> None:
 lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=70)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes=lengths)
 def test_a_plan_holds_every_token_once_and_every_prompt_once(shapes: list[tuple[int, int]]) -> None:
     prompts = [np.array(ids, np.int32) for ids in ([9], [1, 2], [1, 2, 3, 4])]

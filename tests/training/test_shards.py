@@ -71,7 +71,7 @@ def test_what_is_on_disk_already_is_not_copied(tmp_path: Path) -> None:
 GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 3))  # ranks along rows, and along columns
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 13), st.integers(1, 5), GRIDS, GRIDS)
 def test_any_number_of_ranks_reads_what_any_number_wrote(
     rows: int, width: int, wrote: tuple[int, int], reads: tuple[int, int]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl.training import packing
@@ -25,7 +25,7 @@ WAYS = [
     ("granite", "padded"),
     ("granite", "packed"),
 ]
-quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=12)
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from busrl import _blocks
@@ -76,7 +76,7 @@ def edit(named: Named, changes: list[tuple[int, int, bytes]]) -> None:
             tensor.view(-1)[place % tensor.numel()] = bits[0] & 1 == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(edits, min_size=1, max_size=5))
 def test_frames_lead_to_the_very_bits(rounds: list[list[tuple[int, int, bytes]]]) -> None:
     sent = model()
@@ -94,7 +94,7 @@ def test_frames_lead_to_the_very_bits(rounds: list[list[tuple[int, int, bytes]]]
         assert manifest.digest(here, version, version) == frame.whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10**6), st.integers(0, 7))
 def test_a_frame_with_any_flipped_bit_is_refused_before_anything_is_written(place: int, bit: int) -> None:
     sent = model()
@@ -207,7 +207,7 @@ deeds = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(deeds, st.integers(1, 5), st.booleans())
 def test_shared_memory_ends_bit_identical_after_any_sequence(
     path: Path, todo: list[tuple[str, Any]], key_every: int, checksums: bool
@@ -287,7 +287,7 @@ casts = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(casts, st.integers(1, 5))
 def test_a_broadcast_ends_bit_identical_or_is_refused(todo: list[tuple[str, Any]], key_every: int) -> None:
     """Send buffer and received versions without sockets between: every transfer may be lost for one of two."""
