@@ -1,12 +1,14 @@
 """One rank of the tests of several: trains tiny random models of real architectures on shares of the same samples.
 
 `python rank_program.py RANK WORLD PORT FOLDER STEPS FAMILY...` joins the others through the store at PORT, reads each
-family's model from FOLDER, and writes losses, norms and weights there. `alone` computes the same on one rank.
+family's model from FOLDER, and writes losses, norms and weights there. `alone` computes the same on one rank. `SMALL`
+in the environment is the size below which adamw8bit keeps float32 states.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl.training import sharded, sharded_state
+from busrl.training import optimizers, sharded, sharded_state
 from busrl.training.batch import Sample
 from busrl.training.model import Adapter, LoraSettings
 from busrl.training.ranks import mesh
@@ -92,7 +94,7 @@ def train(trainer: Trainer, rank: int, world: int, steps: int) -> list[RankStats
 KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
     "": {}, "bfloat16": {"compute_dtype": "bfloat16"}, "again": {"activation_checkpointing": "full"}, "lora": {},
     "lora16": {"compute_dtype": "bfloat16"}, "adafactor": {"optimizer": "adafactor"},
-    "layers": {"train_layers": "1, norm"},
+    "adamw8bit": {"optimizer": "adamw8bit"}, "layers": {"train_layers": "1, norm"},
 }
 
 
@@ -137,6 +139,7 @@ def result(trainer: Trainer, shares: list[RankStats]) -> dict[str, Any]:
 
 def main(rank: int, world: int, port: int, folder: Path, steps: int, families: list[str]) -> None:
     torch.set_num_threads(1)
+    optimizers.SMALL = int(os.environ.get("SMALL", optimizers.SMALL))
     mesh.join(mesh.find_store(port, world, 60), "tests", rank, world, torch.device("cpu"), 60)
     for family in families:
         one_family(rank, world, folder, steps, family)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from busrl.config.memory import Work, learner_sum
+from busrl.training import optimizers
 from busrl.training.ranks import mesh
 from busrl.training.ranks.mesh import Layout
 from tests.training import rank_program
@@ -49,7 +50,8 @@ def of_all(folder: Path, family: str, world: int) -> dict[str, Any]:
     assert len({json.dumps(one["norms"]) for one in found}) == 1, "the ranks disagree about the norm"
     for one in found:
         if again := one.get("again"):
-            assert again[0] == pytest.approx(again[1], rel=1e-5), "ranks of one axis continue what others saved"
+            limit = 1e-2 if ":lora16" in family else 1e-5  # sums over a cut layer are rounded
+            assert again[0] == pytest.approx(again[1], rel=limit), "ranks of one axis continue what others saved"
     counted = [one for one in found if one["counts"]]
     sums = np.sum([one["losses"] for one in counted], axis=0)
     tokens = np.sum([one["tokens"] for one in counted], axis=0)
@@ -66,6 +68,13 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         np.testing.assert_allclose(found["weights"][name], weight, atol=1e-5, err_msg=name)
+
+
+def assert_nearly_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Eight bits are by blocks of a part: those of several ranks are others than those of one, a little."""
+    np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=1e-2, atol=1e-2)
+    for name, weight in expected["weights"].items():
+        np.testing.assert_allclose(found["weights"][name], weight, atol=1e-2, err_msg=name)
 
 
 def assert_in_parts(ranks: Sequence[dict[str, int]]) -> None:
@@ -98,9 +107,12 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
         kind, layout, _ = rank_program.axes_of(kind, world)
         expected = rank_program.alone(name, steps, "" if kind == "again" else kind)  # which keeps what it computed
         if kind in ("bfloat16", "lora16"):
+            losses, norms = (5e-3, 1e-2) if layout.tensor > 1 else (1e-3, 1e-4)  # sums over a cut layer are rounded
             assert all(one.dtype == np.float32 for one in found["weights"].values()), "trained in float32"
-            np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=1e-3, atol=1e-3)
-            np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
+            np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=losses, atol=1e-3)
+            np.testing.assert_allclose(found["norms"], expected["norms"], rtol=norms)
+        elif kind == "adamw8bit":
+            assert_nearly_equal(found, expected)
         else:
             assert_equal(found, expected)
         if kind in ("", "again", "bfloat16"):
@@ -123,7 +135,8 @@ AXES = [
 KINDS = {
     "": list(rank_program.FAMILIES), "again": [f"{family}:again" for family in rank_program.FAMILIES],
     "lora": [f"{family}:lora" for family in rank_program.FAMILIES],
-    "others": ["qwen3:bfloat16", "qwen3:lora16", "qwen2:layers", "qwen2:adafactor", "qwen3:lora@tensor=2"],
+    "others": ["qwen3:bfloat16", "qwen3:lora16", "qwen2:layers", "qwen2:adafactor", "qwen3:lora@tensor=2",
+               "qwen3:lora16@tensor=2"],
 }
 
 
@@ -146,3 +159,14 @@ def test_ranks_train_as_one_does_for_every_family(tmp_path: Path, world: int, ki
     """Tied and untied, with what a backward needs kept and computed again, adapters, in bfloat16; steps of one to five
     micro-batches of uneven lengths, in some of which a rank has nothing to do."""
     as_one_rank(tmp_path, world, 20, KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_states_of_eight_bits_along_the_axes_train_nearly_as_those_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(optimizers, "SMALL", 256)
+    monkeypatch.setenv("SMALL", "256")
+    as_one_rank(tmp_path, 4, 3, [f"qwen3moe:adamw8bit@{axes}" for axes in ("expert=4", "tensor=2,expert=2")])
