@@ -45,7 +45,7 @@ MOST_NAMES, OTHERS = 256, "(others)"
 TASK_OVERHEAD = 512
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
 FATES = {
-    "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED},
+    "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON},
     "reward": REWARD_FATES,
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes

@@ -72,8 +72,9 @@ class CurveListener:
     - Refusals are counted by address and key; memory is bounded however many there are.
     """
 
-    def __init__(self, endpoint: str, directory: Path) -> None:
-        self.endpoints = tcp_pair(endpoint)
+    def __init__(self, endpoint: str, directory: Path, others: tuple[str, ...] = ()) -> None:
+        """Listens where publishers and subscribers of the bus connect, or at `others` instead."""
+        self.endpoints = others or tcp_pair(endpoint)
         self._directory = directory
         self._pair = keys.server_pair(directory)
         self._lock = threading.Lock()

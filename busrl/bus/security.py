@@ -61,6 +61,14 @@ def tcp_pair(endpoint: str) -> tuple[str, str]:
     return f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
 
 
+def relay_endpoint(endpoint: str) -> str:
+    """Where other hosts ask for topology, state and weights: the port after the two of the bus."""
+    host, port = host_and_port(tcp_pair(endpoint)[1])
+    if port == 65535:
+        raise BadEndpoint(f"bus endpoint {endpoint!r}: hosts need a third port, so 65533 is the last")
+    return f"tcp://{host}:{port + 1}"
+
+
 def _check_path(path: str) -> None:
     length = len(os.fsencode(path))
     if length > SUN_PATH_BYTES:

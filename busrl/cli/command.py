@@ -183,6 +183,13 @@ def _add_runs(verbs: Verbs) -> None:
     add("--dry-run", action="store_true", help="explain what would be started, and start nothing")
     text = "auto: go on from what the run directory holds (default); never: refuse if it holds a run; "
     add("--resume", default="auto", metavar="auto|never|PATH", help=f"{text}PATH: go on in this run directory")
+    more = "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md."
+    add = _verb(verbs, "host", "run:host", "run the processes that a run on another machine has on this one", more)
+    add("endpoint", metavar="ENDPOINT", help="tcp://ADDRESS:PORT, as in bus.endpoint of the run")
+    add("--keys", type=Path, required=True, metavar="FILE", help="the file that `busrl keys add NAME` printed there")
+    add("--name", default="", help="this host's name there (default: that of the key)")
+    add("--scratch", type=Path, metavar="DIR", help="where its files lie (default: below ~/.cache/busrl/hosts)")
+    add("--wait", type=positive, default=60.0, metavar="S", help="give up if the run does not answer (default 60)")
     text = "explain a topology: processes, sums, sizes, prompts, model; or everything that is wrong with it"
     add = _verb(verbs, "check", "run:check", text)
     add("topology", type=Path, metavar="TOPOLOGY", help="topology file (.toml)")

@@ -53,6 +53,13 @@ def launch(options: argparse.Namespace) -> int:
     return launching.launch(topology, directory, resume=options.resume != "never")
 
 
+def host(options: argparse.Namespace) -> int:
+    """The processes that a run has on this host; the exit code says what to do next."""
+    from busrl.launch import host as other
+
+    return other.host(options.endpoint, options.keys, options.name, options.scratch, options.wait)
+
+
 def check(options: argparse.Namespace) -> int:
     """Explain a topology, or say everything that is wrong with it."""
     topology = load(options.topology, options.overrides)

@@ -6,9 +6,11 @@ tables and their keys are declared in `schema`. Knows nothing of the roles or of
 """
 
 from busrl.config.files import model_folder
+from busrl.config.hosts import HostSource, of_host
 from busrl.config.load import load, load_for_simulation, materialise, recorded
 from busrl.config.schema import Process, ProcessName, Topology
 
 __all__ = [
-    "Process", "ProcessName", "Topology", "load", "load_for_simulation", "materialise", "model_folder", "recorded",
+    "HostSource", "Process", "ProcessName", "Topology", "load", "load_for_simulation", "materialise", "model_folder",
+    "of_host", "recorded",
 ]

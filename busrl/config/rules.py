@@ -27,7 +27,7 @@ from busrl.config.reader import show
 from busrl.config.schema import AGENT, ONE_COPY, RESTARTS, SCRIPTED, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
-from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, IMPLIED_ROLES, SINGLE_ROLES
+from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched
@@ -466,10 +466,52 @@ def _processes(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
     yield from _agents(t)
-    total = sum(entry.count for entry in t.process) + t.ranks - 1 + len(IMPLIED_ROLES) + RESERVE_PROCESSES
+    here = sum(entry.count for entry in t.process if not entry.hosts)
+    total = here + t.ranks - 1 + len(t.implied) + len(t.host_names) + RESERVE_PROCESSES
     if total > t.ring.processes:
-        rule = f"{total} entries are needed: the processes, {len(IMPLIED_ROLES)} implied, {RESERVE_PROCESSES} spare"
+        rule = f"{total} entries are needed: the processes, {len(t.implied)} implied, {RESERVE_PROCESSES} spare"
         yield Finding(("ring.processes",), rule, f"set it to {total} or more")
+
+
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # as workers from outside are named
+OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
+    ("bus.endpoint", lambda t: t.bus.endpoint != "ipc", "other hosts reach the bus over TCP",
+     'set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys with `busrl keys`'),
+    ("weights.transport", lambda t: t.weights.transport == "shm",
+     "other hosts get what lies in shared memory, and nothing else yet", 'set weights.transport = "shm"'),
+    ("weights.sparse.enabled", lambda t: not t.weights.sparse.enabled, "other hosts get whole versions",
+     "set weights.sparse.enabled = false"),
+    ("segments.length", lambda t: not t.segments.on, "an answer is made on one host, whole",
+     "set segments.length = 0"),
+)
+
+
+def _hosts(t: Topology) -> Iterator[Finding]:
+    """What runs on other hosts, and what they cannot do yet."""
+    for index, entry in enumerate(t.process):
+        yield from _hosts_of_entry(t, index, entry)
+    for key, suits, rule, remedy in OVER_HOSTS:
+        if t.host_names and not suits(t):
+            yield Finding((key,), rule, remedy, depends=("process",))
+
+
+def _hosts_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
+    at = f"process.{index}.hosts"
+    if not entry.hosts:
+        return
+    wrong = next((name for name in entry.hosts if not HOST_NAME.fullmatch(name)), None)
+    if wrong is not None:
+        rule = f"{wrong!r} is no name of a host: 1 to 39 letters, digits, dots, dashes or underscores"
+        yield Finding((at,), rule, "name it as `busrl host --name` there does")
+    if len(set(entry.hosts)) < len(entry.hosts):
+        yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
+    if entry.role != "rollout" or entry.command:
+        yield Finding((at, f"process.{index}.role"), "only busrl's own rollouts run on other hosts yet", "remove hosts")
+    if t.has_callers:
+        rule = "model calls of agents do not travel to other hosts yet"
+        yield Finding((at,), rule, "remove hosts: engines of agents run on this one", depends=("process",))
+    if entry.serves == "validation":
+        yield Finding((at, f"process.{index}.serves"), "rollouts that only validate run on this host", "remove hosts")
 
 
 def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
@@ -564,8 +606,8 @@ def _scripted(t: Topology) -> Iterator[Finding]:
 
 
 def count(t: Topology, role: str) -> int:
-    """How many processes of a role are started."""
-    return sum(entry.count for entry in t.process if entry.role == role)
+    """How many processes of a role are started, on all hosts."""
+    return sum(entry.count * max(1, len(entry.hosts)) for entry in t.process if entry.role == role)
 
 
 def only_validate(t: Topology) -> int:
@@ -691,6 +733,6 @@ def _entropy(t: Topology) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _scripted,
+    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _hosts, _scripted,
     _faults, _control, _entropy,
 )

@@ -376,6 +376,8 @@ class Process:
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
+    hosts: tuple[str, ...] = key((), "rollout: names of other hosts, each of which runs `count` of them; empty = this "
+                                 "one; see docs/hosts.md")
 
 
 @dataclass(frozen=True)
@@ -439,6 +441,16 @@ class Serve:
     host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
     port: int = key(0, "port of the first of them, the others have the next ones; 0 = any, told in serve-0.json", low=0,
                     high=65000)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """[hosts]: other hosts, as `hosts` of a [[process]] names them; see docs/hosts.md."""
+
+    ahead: int = key(0, "samples that a host holds beside those that its engines run; 0 = a group, or a sixteenth of "
+                     "its rows", low=0, high=1 << 16)
+    piece_mb: int = key(4, "MiB of weights that a host asks for at a time", low=1, high=256)
+    orphan_s: float = key(1800.0, "a host that hears nothing of the run for this long ends", above=0)
 
 
 # -- for trying things out -----
@@ -628,11 +640,13 @@ class Topology:
     lora: Lora = field(default_factory=Lora)
     agents: Agents = field(default_factory=Agents)
     serve: Serve = field(default_factory=Serve)
+    hosts: Hosts = field(default_factory=Hosts)
     log: Log = field(default_factory=Log)
     simulate: Simulate = field(default_factory=Simulate)
     experiments: Experiments = field(default_factory=Experiments)
     source: str = ""
     overrides: tuple[str, ...] = ()
+    here: str = ""  # the name of the host that these processes are for; empty = the one of the run directory
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -708,15 +722,28 @@ class Topology:
         """Whether rollouts that do nothing else answer validation, so that training goes on during a round."""
         return self.validation.mode == "dedicated" and self.validates
 
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """The other hosts of the run, sorted."""
+        return tuple(sorted({name for entry in self.process for name in entry.hosts}))
+
+    @property
+    def implied(self) -> tuple[str, ...]:
+        """The roles of which this host has a process that no entry names."""
+        relayed = bool(self.here or self.host_names)
+        other = "home" if self.here else "host"
+        return tuple(role for role in IMPLIED_ROLES if ROLES[role].where != other and (role != "relay" or relayed))
+
     def processes(self) -> list[ProcessName]:
-        """Every process of the run in starting order; several entries of one role are numbered through."""
-        names = [ProcessName(role, role, 0, Process(role)) for role in IMPLIED_ROLES]
+        """Every process on this host in starting order; several entries of one role are numbered through."""
+        names = [ProcessName(role, role, 0, Process(role)) for role in self.implied]
+        mine = [entry for entry in self.process if (self.here in entry.hosts if self.here else not entry.hosts)]
         for role in ROLES:
-            specs = [(spec, place) for spec in self.process if spec.role == role for place in range(spec.count)]
+            specs = [(spec, place) for spec in mine if spec.role == role for place in range(spec.count)]
             for index, (spec, place) in enumerate(specs):
                 name = role if role in SINGLE_ROLES else f"{role}/{index}"
                 names.append(ProcessName(name, role, index, spec, place))
-        ranks = ((one, i) for one in self.process if one.role == "learner" for i in range(1, one.ranks))
+        ranks = ((one, i) for one in mine if one.role == "learner" for i in range(1, one.ranks))
         return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, i in ranks]
 
     @property

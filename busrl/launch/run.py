@@ -155,6 +155,7 @@ TICK_S = 0.2
 STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
+ALONE = 3  # exit code of a host that has lost its run
 SIGKILLED = describe_end(-signal.SIGKILL)
 SUBSCRIBED = (
     m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
@@ -174,7 +175,7 @@ class Launch:
         self._running: dict[str, RunningChild] = {}
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
-        self._goal = {"learner", "validator"} & self._processes.keys()
+        self._goal = {"learner", "validator", "satellite"} & self._processes.keys()
         ranks = {name for name, one in self._processes.items() if one.role == RANK}
         self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
         self._done: set[str] = set()
@@ -226,6 +227,7 @@ class Launch:
     def _until_decided(self) -> RunOutcome:
         while True:
             outcome = self._signalled() or self._ledger_damaged() or self._start_due() or self._handle_deaths()
+            outcome = outcome or self._left_alone()
             if outcome is not None:
                 return outcome
             self._receive()
@@ -296,7 +298,7 @@ class Launch:
                 return outcome
             if child.name in self._team and not along:
                 self._end_team(child)
-        if "learner" in self._done and self._done == self._goal:
+        if self._done and self._done == self._goal:
             return RunOutcome("finished", self._why_finished(), 0)
         return None
 
@@ -309,6 +311,8 @@ class Launch:
 
     def _why_finished(self) -> str:
         """Of a run that made its last step the newest line of metrics.jsonl is that step's."""
+        if self.topology.here:
+            return "the run is over"
         step, goal = self._run.ring.header(HeaderWord.STEP), self.topology.run.max_steps
         if step < goal and run_of_files(RunFiles(self._paths)).idle:
             return (
@@ -405,6 +409,12 @@ class Launch:
             return None
         number = self._signals.first
         return RunOutcome("stopped", f"asked to by {signal.Signals(number).name}", 128 + number)
+
+    def _left_alone(self) -> RunOutcome | None:
+        """On another host: its relay has found that what is claimed here is nobody's any more."""
+        if not self.topology.here or self._run.ring.header(HeaderWord.RUN_STATE) != RunPhase.STOPPING:
+            return None
+        return RunOutcome("stopped", "the run cannot be reached, or has another ring", ALONE)
 
     def _ledger_damaged(self) -> RunOutcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""

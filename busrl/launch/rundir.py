@@ -24,13 +24,13 @@ import shutil
 import time
 import uuid as uuids
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
-from busrl.config import Topology, sources
+from busrl.config import HostSource, Topology, sources
 from busrl.errors import (
     LockTimeout,
     MachineError,
@@ -177,6 +177,31 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         for file in made.values():
             _take_prompts(file, paths.data / file.name)
         return _opened(paths, topology, lock, start)
+    except BaseException:
+        remove_runtime_dir(paths)
+        lock.release()
+        raise
+
+
+def open_host(scratch: Path, topology: Topology, source: HostSource) -> OpenRun:
+    """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring,
+    and nothing else that an earlier start left counts."""
+    paths = RunPaths.of(scratch)
+    for directory in (paths.root, paths.logs):
+        directory.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(paths)
+    try:
+        before = files.read_map(paths.host_source)
+        alike = before.get("ring_hex") == source.ring_hex and paths.ring_file.exists()
+        if not alike:
+            for file in (paths.fates, paths.validate_fates, paths.run_json, paths.open_bin):
+                file.unlink(missing_ok=True)
+            unlink_segments(paths.ring_name)
+        life = int(before.get("life", 0))
+        replace(source, life=life if alike else max(source.life, life + 1)).write(paths.host_source)
+        for endpoint in (paths.frontend, paths.backend):
+            prepare_endpoint(endpoint)
+        return _opened(paths, topology, lock, Start())
     except BaseException:
         remove_runtime_dir(paths)
         lock.release()

@@ -126,7 +126,8 @@ class Task(Struct):
     `completion`. `version` is the newest weight version when it was claimed. With `segment_tokens` the answer is made
     in segments: one that is not over after so many tokens is sent with `done` false, and its task is queued again.
     With `kind` "call" it is a model call of an agent: the tensor prompt_ids is all there is to read, `record` is empty,
-    and the answer has neither text nor prompt_ids.
+    and the answer has neither text nor prompt_ids. `cls` is 0 for training and 1 for validation; Of tasks that
+    a worker holds and does not run, the one of the highest `priority` is first, then that of the lowest `admission`.
     """
 
     task: TaskId
@@ -146,6 +147,9 @@ class Task(Struct):
     kind: Name = ""
     stream: Count = 0
     stop: Annotated[list[Count], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    cls: Count = 0
+    priority: int = 0
+    admission: Count = 0
 
 
 class GatewayTasks(Message, tag="GATEWAY_TASKS"):

@@ -112,6 +112,7 @@ class RingLedger:
                 top_p=float(line["top_p"]), version=self.ring.header(HeaderWord.VERSION),
                 completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
                 tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
+                cls=int(line["cls"]), priority=int(line["priority"]), admission=int(line["admission"]),
             )
         except (RingError, ValueError) as problem:
             log.warning("sample %d cannot be sent to a remote worker: %s", claim.uid, problem)

@@ -1,0 +1,125 @@
+"""A direct connection between a run and another host: one ROUTER that answers, DEALERs that ask, both with CURVE keys.
+
+Talks to sockets; what is said lies in `busrl.protocol.hosts`. The bus loses messages and bounds their size; weights and
+topologies need neither, so they travel here. Knows nothing of rings, weights or runs.
+
+- A question is asked again by whoever hears nothing; an answer to an earlier question is dropped.
+- A host is who its key says it is: the name in the allow-list, which libzmq gives with every message.
+- Both sides drop beyond their high-water marks instead of growing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import zmq
+
+from busrl.bus.broker import CurveListener
+from busrl.bus.endpoint import encrypt
+from busrl.errors import PeerTimeout
+from busrl.keys import ClientKeys
+from busrl.protocol import hosts as h
+
+HWM = 64
+MOST_BYTES = 1 << 30  # of a frame: a piece of weights, or a manifest
+BEAT_MS, SILENT_MS = 1000, 5000
+RECONNECT_MS, RECONNECT_MOST_MS = 100, 2000
+
+
+class Asked(NamedTuple):
+    """A question and who asked it: the socket's name for the way back, and the name that the key is listed under."""
+
+    peer: bytes
+    name: str
+    question: h.AnyQuestion
+
+
+class Answering:
+    """The run's side. `listener` says where to listen and which keys count."""
+
+    def __init__(self, listener: CurveListener) -> None:
+        self.listener = listener
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        _configure(self.socket)
+        listener.open(self._context, [self.socket])
+
+    def waiting(self, timeout_s: float) -> Iterator[Asked]:
+        """What was asked since the last call, at most HWM questions; what is no question is dropped."""
+        for turn in range(HWM):
+            if not self.socket.poll(0 if turn else int(1000 * timeout_s)):
+                return
+            frames = self.socket.recv_multipart(copy=False)
+            if len(frames) == 2 and (asked := h.question(frames[1].bytes)) is not None:
+                yield Asked(frames[0].bytes, str(frames[1].get("User-Id")), asked)
+
+    def answer(self, asked: Asked, reply: h.Reply, data: memoryview | None = None) -> None:
+        """Send it, with the bytes of a piece; a host that is gone or does not read hears nothing."""
+        reply.number = asked.question.number
+        frames: list[bytes | memoryview] = [asked.peer, h.encode(reply), *([] if data is None else [data])]
+        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+        self.listener.close()
+
+
+class Asking:
+    """A host's side. One thread; several questions may be open."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys, host: str) -> None:
+        self.endpoint, self.host = endpoint, host
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+        encrypt(self._socket, keys)
+        self._socket.connect(endpoint)
+        self._number = time.time_ns() // 1000  # so that an answer to an earlier life is not taken for one to this
+
+    def ask(self, question: h.Question, timeout_s: float) -> h.AnyReply:
+        """The answer. PeerTimeout: nothing was heard."""
+        number, end = self.post(question), time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            found = self.receive(left)
+            if found is not None and found[0].number == number:
+                return found[0]
+        raise PeerTimeout(
+            f"{self.endpoint} did not answer for {timeout_s:g} s: see that the run is there (`busrl status`), that "
+            f"this host can reach the port, and that {self.host}'s key is listed (`busrl keys list` on the run's host)"
+        )
+
+    def post(self, question: h.Question) -> int:
+        """Ask without waiting; returns the number of the question."""
+        self._number += 1
+        question.number, question.host = self._number, self.host
+        try:
+            self._socket.send(h.encode(question), zmq.NOBLOCK)
+        except zmq.Again:  # nobody there, and enough waits for them: asked again later
+            pass
+        return self._number
+
+    def receive(self, timeout_s: float) -> tuple[h.AnyReply, memoryview] | None:
+        """The next answer with the bytes that came with it, or None."""
+        if not self._socket.poll(int(1000 * timeout_s)):
+            return None
+        frames = self._socket.recv_multipart(copy=False)
+        found = h.reply(frames[0].bytes)
+        return None if found is None else (found, frames[1].buffer if len(frames) > 1 else memoryview(b""))
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self._context.term()
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    options = {
+        zmq.LINGER: 0, zmq.SNDHWM: HWM, zmq.RCVHWM: HWM, zmq.MAXMSGSIZE: MOST_BYTES, zmq.HEARTBEAT_IVL: BEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: SILENT_MS, zmq.TCP_KEEPALIVE: 1,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)

@@ -1,0 +1,79 @@
+"""What another host has of a run: its part of the topology, and the file that says where home is.
+
+`of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes. Knows nothing of
+sockets or rings.
+
+- A host's topology is home's in all that changes an answer; only processes, bus and the size of the ring are its own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from busrl import files, keys
+from busrl.config.derive import ring_bytes
+from busrl.config.schema import Derived, Faults, Topology
+from busrl.errors import UserError
+
+AHEAD_SHARE = 16  # of the rows, held beside those that engines run
+
+
+def rows_of(topology: Topology, host: str) -> int:
+    """Sequences that the engines of a host run at the same time."""
+    processes = sum(entry.count for entry in topology.process if host in entry.hosts)
+    return processes * topology.generation.max_batch
+
+
+def ahead_of(topology: Topology, rows: int) -> int:
+    """Samples that a host with so many rows holds beside those that it runs."""
+    return topology.hosts.ahead or max(topology.groups.size, rows // AHEAD_SHARE)
+
+
+def of_host(topology: Topology, host: str) -> Topology:
+    """The topology of the processes on `host`."""
+    rows = rows_of(topology, host)
+    slots = 2 * (rows + ahead_of(topology, rows))  # as many again for answers that wait to be sent
+    return replace(
+        topology, here=host, bus=replace(topology.bus, endpoint="ipc"), faults=Faults(),
+        derived=_sized(topology, slots),
+    )
+
+
+def _sized(topology: Topology, slots: int) -> Derived:
+    size = ring_bytes(slots, topology.derived.slot_bytes, topology.ring.processes)
+    return replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, ring_bytes=size)
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """Where home is, who this host is there, the ring that it claims from, and which life of its name this is."""
+
+    endpoint: str
+    key_file: str
+    name: str
+    ring_hex: str
+    life: int
+
+    @property
+    def ring(self) -> bytes:
+        return bytes.fromhex(self.ring_hex)
+
+    @property
+    def client(self) -> keys.ClientKeys:
+        return keys.load_client(Path(self.key_file))
+
+    def write(self, file: Path) -> None:
+        files.replace(file, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
+    @classmethod
+    def read(cls, file: Path) -> HostSource:
+        """UserError: the file is not what `busrl host` wrote."""
+        found: dict[str, Any] = files.read_map(file)
+        try:
+            return cls(**found)
+        except TypeError as problem:
+            text = f"{file}: not what `busrl host` wrote ({problem}); remove the directory and start it again"
+            raise UserError(text) from None

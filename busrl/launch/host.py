@@ -1,0 +1,89 @@
+"""`busrl host`: the processes of one run on another host, from the first contact with home to their end.
+
+Talks to home's relay (who joins, with which topology), to a scratch directory on this host, and to `Launch`, which
+starts and watches children as it does at home. Knows nothing of tasks or weights: satellite and relay carry those.
+
+- Everything below the scratch directory is this host's alone; deleting all of it costs tokens, never a sample.
+- Exit codes say what whoever started it should do: 0 the run is over, 2 mend something, 3 the run is lost to this host
+  (start it again where it should work), any other: start it again here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import setproctitle
+
+import busrl
+from busrl import keys
+from busrl.bus.link import Asking
+from busrl.bus.security import check_endpoint, relay_endpoint
+from busrl.config import HostSource, Topology
+from busrl.errors import PeerLost, UserError
+from busrl.launch.display import open_display
+from busrl.launch.run import ALONE, Launch, Signals, close_run
+from busrl.launch.rundir import open_host
+from busrl.protocol import hosts as h
+
+ASK_S = 2.0
+
+
+def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s: float) -> int:
+    """Work for the run at `endpoint` until it is over; the exit code. `wait_s`: for an answer of home."""
+    check_endpoint(endpoint, keys=True)
+    name = name or key_file.name.removesuffix(".key_secret")
+    client = keys.load_client(key_file)
+    setproctitle.setproctitle(f"busrl:host {name}")
+    with Signals() as signals:
+        while True:
+            topology, ring = _joined(endpoint, client, name, wait_s, signals)
+            source = HostSource(endpoint, str(key_file.resolve()), name, ring.hex(), time.time_ns() // 1_000_000)
+            code = _work(topology, source, scratch or scratch_of(ring, name), signals)
+            if code != ALONE or signals.count:
+                return code
+
+
+def scratch_of(ring: bytes, name: str) -> Path:
+    """Where this host keeps what belongs to a run, by the ring that it claims from."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "busrl" / "hosts" / f"{ring.hex()[:12]}-{name}"
+
+
+def _joined(
+    endpoint: str, client: keys.ClientKeys, name: str, wait_s: float, signals: Signals
+) -> tuple[Topology, bytes]:
+    """This host's topology and the ring of the run. UserError: home refuses. PeerTimeout: it does not answer."""
+    link = Asking(relay_endpoint(endpoint), client, name)
+    end = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                reply = link.ask(h.HostJoin(build=busrl.__version__), ASK_S)
+            except PeerLost:
+                if time.monotonic() > end or signals.count:
+                    raise
+                continue
+            if isinstance(reply, h.Welcome):
+                return Topology.from_json(reply.topology.decode()), reply.ring
+            raise UserError(f"{endpoint}: {reply.text if isinstance(reply, h.Refused) else reply}")
+    finally:
+        link.close()
+
+
+def _work(topology: Topology, source: HostSource, scratch: Path, signals: Signals) -> int:
+    """Run this host's processes to their end; the exit code."""
+    with contextlib.closing(open_display(sys.stdout, time.monotonic)) as display:
+        opened = open_host(scratch, topology, source)
+        display.log = opened.paths.log("launch")
+        display.say(f"{topology.run.name}: host {source.name} in {opened.paths.root}, run at {source.endpoint}")
+        for note in opened.notes:
+            display.say(note)
+        outcome = Launch(opened, display, signals).run()
+        display.settle()
+        close_run(opened)
+        display.say(f"host {source.name}: {outcome.why}")
+    return outcome.exit_code

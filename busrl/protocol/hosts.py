@@ -1,0 +1,132 @@
+"""What a host asks the run's relay for, and its answers: the topology, the state of the run, versions of weights.
+
+Talks to nothing. These travel between one DEALER and one ROUTER (`busrl.bus.link`), not on the bus: each question has a
+number, each answer repeats it, and whoever hears nothing asks again. A piece of weights is a frame behind its answer.
+
+- Every answer is a function of the run as it is: any question may be repeated, and none changes anything.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from busrl.protocol.messages import Count, Name, Text
+
+BUILD_BYTES = 64
+Manifest = Annotated[bytes, Meta(max_length=1 << 26)]
+
+
+class Question(Struct, tag_field="type", kw_only=True):
+    """A question of host `host`; `number` comes back with its answer."""
+
+    number: Count = 0
+    host: Name = ""
+
+
+class HostJoin(Question, tag="HOST_JOIN"):
+    """The host wants to work for the run, with this version of busrl. Answered by WELCOME or REFUSED."""
+
+    build: Name = ""
+
+
+class HostLook(Question, tag="HOST_LOOK"):
+    """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds."""
+
+    known: HomeState | None = None
+    wait_s: float = 0.0
+
+
+class WeightsHead(Question, tag="WEIGHTS_HEAD"):
+    """Which version is the newest, and how is it laid out? Answered by VERSION; REFUSED while there is none."""
+
+
+class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
+    """Bytes `at` to `at + size` of a version. Answered by PIECE with one frame; REFUSED if it is overtaken."""
+
+    version: Count = 0
+    at: Count = 0
+    size: Count = 0
+
+
+class Reply(Struct, tag_field="type", kw_only=True):
+    """An answer to question `number`."""
+
+    number: Count = 0
+
+
+class Refused(Reply, tag="REFUSED"):
+    """Not now, or not for this host: why, and what to do. `final`: asking again will not help."""
+
+    text: Text = ""
+    final: bool = False
+
+
+class Welcome(Reply, tag="WELCOME"):
+    """The topology of this host as JSON, and which ring its claims are of (16 bytes)."""
+
+    topology: bytes = b""
+    ring: bytes = b""
+
+
+class HomeState(Struct, frozen=True, array_like=True):
+    """Words of the ring's header, which engines go by, and the newest version whose weights can be had (-1: none)."""
+
+    ring: bytes = b""
+    run_state: Count = 0
+    step: Count = 0
+    version_step: Count = 0
+    version: Count = 0
+    pause: Count = 0
+    hold: Count = 0
+    weights: int = -1
+
+
+class State(Reply, tag="STATE"):
+    state: HomeState = msgspec.field(default_factory=HomeState)
+
+
+class Version(Reply, tag="VERSION"):
+    """A version of weights: `nbytes` in the order of `manifest` (JSON); `checksum` 0: it has none."""
+
+    version: Count = 0
+    step: Count = 0
+    nbytes: Count = 0
+    checksum: Count = 0
+    manifest: Manifest = b""
+
+
+class Piece(Reply, tag="PIECE"):
+    version: Count = 0
+    at: Count = 0
+
+
+AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece
+AnyReply = Refused | Welcome | State | Version | Piece
+_encoder = msgspec.msgpack.Encoder()
+_questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyQuestion)
+_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def encode(message: Question | Reply) -> bytes:
+    return _encoder.encode(message)
+
+
+def question(data: bytes) -> AnyQuestion | None:
+    """None for bytes that are no question."""
+    try:
+        found: AnyQuestion = _questions.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    return found
+
+
+def reply(data: bytes) -> AnyReply | None:
+    """None for bytes that are no answer."""
+    try:
+        found: AnyReply = _replies.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    return found

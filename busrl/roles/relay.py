@@ -1,0 +1,238 @@
+"""The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
+
+At home it talks to the ring's header (reading), the segment of weights and the hosts' relays. On a host it writes the
+words of the local ring's header that engines go by, and the local segment. Knows nothing of samples.
+
+- Words before weights, steps before versions: an engine may wait for weights, and a sample look too old, never too new.
+- A version reaches engines whole or not at all; one that is overtaken on its way is given up for the newer one.
+- A host whose home has another ring than the one it claimed from ends: its samples are nobody's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import busrl
+from busrl import keys
+from busrl.bus.broker import CurveListener
+from busrl.bus.link import Answering, Asked, Asking
+from busrl.bus.security import relay_endpoint
+from busrl.config import HostSource, of_host
+from busrl.errors import PeerLost, WeightsRefused
+from busrl.protocol import hosts as h
+from busrl.roles.actor import Actor
+from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
+from busrl.weights.relay import SegmentCopy, Snapshot
+
+log = logging.getLogger("busrl")
+LOOK_S = 0.02
+WAIT_S = 1.0  # for which home holds a question about the state
+ANSWER_S = 5.0  # beyond that, before a question is asked again
+AHEAD = 4  # pieces asked for at the same time
+SHOWN = (HeaderWord.RUN_STATE, HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION,
+         HeaderWord.GENERATION_PAUSE, HeaderWord.HOLD)
+
+
+class Relay(Actor):
+    role = "relay"
+    singleton = True
+
+    def setup(self) -> None:
+        self._side: Home | Away = Away(self) if self.topology.here else Home(self)
+
+    def work(self) -> bool:
+        return self._side.work()
+
+    def idle(self, timeout_s: float) -> None:
+        """The next pass waits at the other side's socket."""
+
+    def teardown(self) -> None:
+        self._side.close()
+
+
+# -- at home -----
+
+
+class Home:
+    """Answers hosts: who may join with which topology, the state of the run, pieces of the newest weights."""
+
+    def __init__(self, actor: Relay) -> None:
+        self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
+        own = self.topology.bus
+        place = relay_endpoint(own.endpoint)
+        self.link = Answering(CurveListener(own.endpoint, keys.directory_of(own.keys), (place,)))
+        self.weights = Snapshot(actor.paths.weights_file)
+        self._waiting: deque[tuple[float, Asked]] = deque()
+
+    def work(self) -> bool:
+        for asked in self.link.waiting(LOOK_S):
+            self._answer(asked)
+        self._tell_changes()
+        for refusal in self.link.listener.refusals():
+            self.actor.warn("relay", str(refusal), kind=f"refused {refusal.address}")
+        return True
+
+    def close(self) -> None:
+        """Hosts learn first that the run ends."""
+        for _, asked in self._waiting:
+            self.link.answer(asked, h.State(state=self.state()))
+        self.weights.close()
+        self.link.close()
+
+    def state(self) -> h.HomeState:
+        words = {word.value: self.ring.header(word) for word in SHOWN}
+        pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
+        return h.HomeState(ring=self.ring.uuid, pause=pause, weights=self.weights.newest()[0], **words)
+
+    def _answer(self, asked: Asked) -> None:
+        question = asked.question
+        if (why := self._objection(asked)) is not None:
+            self.actor.warn("relay", f"{asked.name}: {why.text}", kind=f"refused {asked.name}")
+            self.link.answer(asked, why)
+        elif isinstance(question, h.HostJoin):
+            made = of_host(self.topology, question.host).to_json().encode()
+            self.link.answer(asked, h.Welcome(topology=made, ring=self.ring.uuid))
+        elif isinstance(question, h.HostLook):
+            self._waiting.append((time.monotonic() + min(question.wait_s, WAIT_S), asked))
+        elif isinstance(question, h.WeightsHead):
+            self._head(asked)
+        else:
+            found = self.weights.piece(question.version, question.at, question.size)
+            reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
+            self.link.answer(asked, reply, found)
+
+    def _objection(self, asked: Asked) -> h.Refused | None:
+        """Why this host cannot take part, whatever it asks for."""
+        host, known = asked.question.host, self.topology.host_names
+        if host not in known:
+            text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(known)}"
+            return h.Refused(text=text, final=True)
+        if asked.name != host:
+            text = (f"the key is {asked.name}'s, the name {host}'s: make a key of its own with `busrl keys add {host}`,"
+                    " or start it with the name that the key has")
+            return h.Refused(text=text, final=True)
+        build = getattr(asked.question, "build", busrl.__version__)
+        if build != busrl.__version__:
+            text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
+            return h.Refused(text=text, final=True)
+        return None
+
+    def _head(self, asked: Asked) -> None:
+        taken = self.weights.take()
+        if taken is None:
+            self.link.answer(asked, h.Refused(text="no whole version just now"))
+            return
+        head = h.Version(version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
+                         manifest=taken.manifest)
+        self.link.answer(asked, head)
+
+    def _tell_changes(self) -> None:
+        """Answer those whose state is not today's, and those that have waited long enough."""
+        if not self._waiting:
+            return
+        now, state, still = time.monotonic(), self.state(), deque[tuple[float, Asked]]()
+        for until, asked in self._waiting:
+            if getattr(asked.question, "known", None) != state or now >= until:
+                self.link.answer(asked, h.State(state=state))
+            else:
+                still.append((until, asked))
+        self._waiting = still
+
+
+# -- on another host -----
+
+
+class Away:
+    """Mirrors the state of the run, then fetches weights that are newer than those here."""
+
+    def __init__(self, actor: Relay) -> None:
+        self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
+        source = HostSource.read(actor.paths.host_source)
+        self.claimed_from = source.ring
+        self.link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
+        self.weights = SegmentCopy(actor.paths.weights_file)
+        self.piece = self.topology.hosts.piece_mb << 20
+        self.state: h.HomeState | None = None
+        self._heard = time.monotonic()
+
+    def work(self) -> bool:
+        try:
+            reply = self.link.ask(h.HostLook(known=self.state, wait_s=WAIT_S), WAIT_S + ANSWER_S)
+        except PeerLost as problem:
+            self._silent(str(problem))
+            return True
+        self._heard = time.monotonic()
+        if isinstance(reply, h.Refused):
+            self._end(f"refused: {reply.text}")
+        elif isinstance(reply, h.State):
+            self._mirror(reply.state)
+        return True
+
+    def close(self) -> None:
+        self.weights.close()
+        self.link.close()
+
+    def _silent(self, why: str) -> None:
+        silent_s, limit_s = time.monotonic() - self._heard, self.topology.hosts.orphan_s
+        self.actor.warn("relay", f"nothing heard of the run for {silent_s:.0f} s: {why}", kind="silent")
+        if silent_s > limit_s:
+            self._end(f"nothing heard of the run for {silent_s:.0f} s (hosts.orphan_s = {limit_s:g})")
+
+    def _end(self, why: str) -> None:
+        """The processes of this host go by the ring: it says that the run is over for them."""
+        if self.ring.header(HeaderWord.RUN_STATE) == RunPhase.RUNNING:
+            self.actor.warn("relay", f"this host ends: {why}", "error")
+            self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
+
+    def _mirror(self, state: h.HomeState) -> None:
+        if state.ring != self.claimed_from:
+            self._end("the run has a new ring, in which nothing is claimed from here")
+            return
+        self.state = state
+        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.HOLD):
+            self.ring.set_header(word, getattr(state, word.value))
+        self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
+        if state.run_state != RunPhase.RUNNING:
+            self.ring.set_header(HeaderWord.RUN_STATE, state.run_state)
+        elif state.weights > max(self.weights.newest(), 0):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Bring the newest version here; without an answer, or overtaken, it is tried again at the next look."""
+        head = self.link.ask(h.WeightsHead(), ANSWER_S + self.topology.weights.timeout_s)
+        if not isinstance(head, h.Version) or head.version <= self.weights.newest():
+            return
+        begun = time.monotonic()
+        try:
+            self.weights.begin(head.version, head.step, head.checksum, head.manifest)
+            if self._pieces(head):
+                self.weights.done()
+                took = time.monotonic() - begun
+                log.info("version %d: %.1f MB in %.2f s", head.version, head.nbytes / 1e6, took)
+        except (PeerLost, WeightsRefused) as problem:
+            self.actor.warn("relay", f"version {head.version} is not here yet: {problem}", kind="weights")
+        finally:
+            self.weights.abandon()
+
+    def _pieces(self, head: h.Version) -> bool:
+        """Ask for all pieces, some ahead, and write each as it comes. False: a newer version has overtaken this one."""
+        wanted = deque(range(0, head.nbytes, self.piece))
+        asked: dict[int, int] = {}
+        while wanted or asked:
+            while wanted and len(asked) < AHEAD:
+                at = wanted.popleft()
+                size = min(self.piece, head.nbytes - at)
+                asked[self.link.post(h.WeightsPiece(version=head.version, at=at, size=size))] = at
+            found = self.link.receive(self.topology.weights.timeout_s)
+            if found is None:
+                raise PeerLost(f"no piece of it for {self.topology.weights.timeout_s:g} s (weights.timeout_s)")
+            reply, data = found
+            if asked.pop(reply.number, None) is None:
+                continue  # an answer to an earlier question
+            if not isinstance(reply, h.Piece):
+                return False
+            self.weights.write(reply.at, data)
+            self.ring.progress()
+        return True
