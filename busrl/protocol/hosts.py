@@ -72,10 +72,11 @@ class Welcome(Reply, tag="WELCOME"):
 
 
 class HomeState(Struct, frozen=True, array_like=True):
-    """Words of the ring's header, which engines go by, and the newest version whose weights can be had (-1: none)."""
+    """Words of the ring's header, which engines go by, and the newest version whose weights can be had (-1: none).
+    `over`: the run ends, in order, and hosts with it."""
 
     ring: bytes = b""
-    run_state: Count = 0
+    over: bool = False
     step: Count = 0
     version_step: Count = 0
     version: Count = 0

@@ -31,8 +31,9 @@ LOOK_S = 0.02
 WAIT_S = 1.0  # for which home holds a question about the state
 ANSWER_S = 5.0  # beyond that, before a question is asked again
 AHEAD = 4  # pieces asked for at the same time
-SHOWN = (HeaderWord.RUN_STATE, HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION,
-         HeaderWord.GENERATION_PAUSE, HeaderWord.HOLD)
+SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE, HeaderWord.HOLD)
+FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
+LATELY_S = 10.0
 
 
 class Relay(Actor):
@@ -65,6 +66,8 @@ class Home:
         self.link = Answering(CurveListener(own.endpoint, keys.directory_of(own.keys), (place,)))
         self.weights = Snapshot(actor.paths.weights_file)
         self._waiting: deque[tuple[float, Asked]] = deque()
+        self._seen: dict[str, float] = {}  # hosts, and when each last asked for anything
+        self._over = False
 
     def work(self) -> bool:
         for asked in self.link.waiting(LOOK_S):
@@ -75,16 +78,20 @@ class Home:
         return True
 
     def close(self) -> None:
-        """Hosts learn first that the run ends."""
-        for _, asked in self._waiting:
-            self.link.answer(asked, h.State(state=self.state()))
+        """Hosts learn first that the run is over; one that does not ask in time finds out by its silence."""
+        self._over, now = True, time.monotonic()
+        untold = {name for name, seen in self._seen.items() if now - seen < LATELY_S}
+        while untold and time.monotonic() < now + FAREWELL_S:
+            untold -= {asked.name for _, asked in self._waiting}
+            self.work()
         self.weights.close()
         self.link.close()
 
     def state(self) -> h.HomeState:
         words = {word.value: self.ring.header(word) for word in SHOWN}
         pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
-        return h.HomeState(ring=self.ring.uuid, pause=pause, weights=self.weights.newest()[0], **words)
+        newest, _ = self.weights.newest()
+        return h.HomeState(ring=self.ring.uuid, over=self._over, pause=pause, weights=newest, **words)
 
     def _answer(self, asked: Asked) -> None:
         question = asked.question
@@ -95,6 +102,7 @@ class Home:
             made = of_host(self.topology, question.host).to_json().encode()
             self.link.answer(asked, h.Welcome(topology=made, ring=self.ring.uuid))
         elif isinstance(question, h.HostLook):
+            self._seen[asked.name] = time.monotonic()
             self._waiting.append((time.monotonic() + min(question.wait_s, WAIT_S), asked))
         elif isinstance(question, h.WeightsHead):
             self._head(asked)
@@ -158,6 +166,9 @@ class Away:
         self._heard = time.monotonic()
 
     def work(self) -> bool:
+        if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
+            self.actor.bus.recv(LOOK_S)  # it is over: launch stops this process in its turn
+            return True
         try:
             reply = self.link.ask(h.HostLook(known=self.state, wait_s=WAIT_S), WAIT_S + ANSWER_S)
         except PeerLost as problem:
@@ -194,8 +205,8 @@ class Away:
         for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.HOLD):
             self.ring.set_header(word, getattr(state, word.value))
         self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
-        if state.run_state != RunPhase.RUNNING:
-            self.ring.set_header(HeaderWord.RUN_STATE, state.run_state)
+        if state.over:
+            self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
         elif state.weights > max(self.weights.newest(), 0):
             self._fetch()
 
