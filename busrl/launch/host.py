@@ -40,7 +40,11 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
     setproctitle.setproctitle(f"busrl:host {name}")
     with Signals() as signals:
         while True:
-            topology, ring = _joined(endpoint, client, name, wait_s, signals)
+            try:
+                topology, ring = _joined(endpoint, client, name, wait_s, signals)
+            except PeerLost as problem:
+                print(f"busrl: {problem}", file=sys.stderr)
+                return ALONE
             source = HostSource(endpoint, str(key_file.resolve()), name, ring.hex(), time.time_ns() // 1_000_000)
             code = _work(topology, source, scratch or scratch_of(ring, name), signals)
             if code != ALONE or signals.count:

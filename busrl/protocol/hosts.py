@@ -81,7 +81,6 @@ class HomeState(Struct, frozen=True, array_like=True):
     version_step: Count = 0
     version: Count = 0
     pause: Count = 0
-    hold: Count = 0
     weights: int = -1
 
 

@@ -31,7 +31,7 @@ LOOK_S = 0.02
 WAIT_S = 1.0  # for which home holds a question about the state
 ANSWER_S = 5.0  # beyond that, before a question is asked again
 AHEAD = 4  # pieces asked for at the same time
-SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE, HeaderWord.HOLD)
+SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
 LATELY_S = 10.0
 
@@ -202,7 +202,7 @@ class Away:
             self._end("the run has a new ring, in which nothing is claimed from here")
             return
         self.state = state
-        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.HOLD):
+        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
             self.ring.set_header(word, getattr(state, word.value))
         self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
         if state.over:

@@ -69,7 +69,8 @@ class Satellite(Actor):
             name, frontend, backend, subscribe=[f"{kind}/{name}/" for kind in ANSWERS], hwm=own.hwm,
             max_bytes=own.max_message_bytes, keys=self.source.client, report=lambda text: self.warn("home", text),
         )
-        self.joined, self.request = False, 0
+        # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
+        self.joined, self.request = False, time.time_ns() // 1_000_000
         self.rows: dict[str, tuple[int, float]] = {}  # of the engines here: how many, and when they said so
         self.waiting: dict[str, g.Task] = {}
         self.bell = Doorbell()

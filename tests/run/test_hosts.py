@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
+import pytest
 from checks import check_end
 from harness import running
 from hosts import Home, Host
 
+from busrl import keys
 
 
 def test_rollouts_on_two_other_hosts_train_a_run_to_its_end(tmp_path: Path, quickstart: None) -> None:
@@ -19,3 +23,94 @@ def test_rollouts_on_two_other_hosts_train_a_run_to_its_end(tmp_path: Path, quic
     check_end(home, 0)
     assert all("the run is over" in host.text() for host in hosts)
     assert not [path for host in hosts for path in (host.paths.ring_file, host.paths.weights_file) if path.exists()]
+
+
+@pytest.mark.long
+def test_a_run_survives_deaths_of_every_process_of_a_host_and_of_those_at_home_that_serve_it(
+    tmp_path: Path, quickstart: None
+) -> None:
+    home = Home(tmp_path, steps=40)
+    host = Host(home)
+    with running(home), running(host):
+        for number, (run, name) in enumerate([
+            (host, "satellite"), (host, "rollout/0"), (home, "relay"), (host, "relay"), (home, "keeper"),
+            (host, "keeper"), (home, "bus"), (host, "bus"), (host, "satellite"), (home, "learner"),
+        ]):
+            home.until_step(2 + 3 * number)
+            run.kill(name)
+        assert home.wait() == 0, home.tail()
+        assert host.wait(30) == 0, host.tail()
+    check_end(home, 0)
+
+
+@pytest.mark.long
+def test_a_host_that_is_lost_with_all_it_had_costs_tokens_and_no_sample(tmp_path: Path, quickstart: None) -> None:
+    home = Home(tmp_path, "limits.lease_s=3", steps=20)
+    with running(home):
+        with running(first := Host(home)):
+            home.until_step(3)
+            first.kill_launch()
+        first.paths.ring_file.unlink(missing_ok=True)
+        shutil.rmtree(first.directory)
+        with running(second := Host(home)):
+            assert home.wait() == 0, home.tail()
+            assert second.wait(30) == 0, second.tail()
+    check_end(home, 0)
+
+
+@pytest.mark.long
+def test_a_host_whose_launch_is_killed_goes_on_with_its_ring(tmp_path: Path, quickstart: None) -> None:
+    home = Home(tmp_path, steps=16)
+    host = Host(home)
+    with running(home), running(host):
+        home.until_step(3)
+        host.kill_launch()
+        host.start()
+        assert home.wait() == 0, home.tail()
+        assert host.wait(30) == 0, host.tail()
+    assert "adopted the ring" in host.text()
+    assert json.loads(home.paths.gateway.read_text())["workers"]["gpu-0"]["joined"] == 1, "it kept its claims"
+    check_end(home, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [False, True], ids=["its ring lives", "its ring is lost"])
+def test_home_is_killed_and_started_again_while_its_host_waits(lost: bool, tmp_path: Path, quickstart: None) -> None:
+    home = Home(tmp_path, steps=16)
+    host = Host(home)
+    with running(home), running(host):
+        home.until_step(3)
+        home.kill_launch()
+        if lost:
+            home.paths.ring_file.unlink()
+        home.start()
+        assert home.wait() == 0, home.tail()
+        assert host.wait(60) == 0, host.tail()
+    check_end(home, 0)
+
+
+def test_a_host_that_the_run_does_not_know_or_that_has_another_key_is_told_why(
+    tmp_path: Path, quickstart: None
+) -> None:
+    home = Home(tmp_path, steps=3)
+    keys.add(home.keys, "guest")
+    strangers = {
+        "no host 'guest' in this run: `hosts` of its [[process]] entries name gpu-0": Host(home, "guest"),
+        "the key is guest's, the name gpu-0's": Host(home, "gpu-0", key="guest"),
+    }
+    with running(home):
+        home.until("its relay is there", lambda: home.pid("relay"))
+        for said, host in strangers.items():
+            with running(host):
+                assert host.wait(30) == 2, host.text()
+            assert said in host.text()
+        with running(host := Host(home)):
+            assert home.wait() == 0, home.tail()
+            assert host.wait(30) == 0, host.text()
+
+
+def test_a_host_without_a_run_or_with_a_key_that_is_not_listed_says_what_to_look_at(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with running(host := Host(home, wait_s=1)):
+        assert host.wait(30) == 3, host.text()
+    assert "did not answer" in host.text() and "busrl keys list" in host.text()
