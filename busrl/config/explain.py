@@ -28,7 +28,7 @@ from busrl.states import RANK
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
-NOT_PRINTED = ("simulate", "process", "source", "overrides")  # what no process reads, and what stands elsewhere
+NOT_PRINTED = ("simulate", "process", "source", "overrides", "here")  # what no process reads, and what stands elsewhere
 
 
 def report(topology: Topology, verbose: bool = True) -> str:

@@ -14,12 +14,12 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import setproctitle
 
 import busrl
-from busrl import keys
 from busrl.bus.link import Asking
 from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.config import HostSource, Topology
@@ -36,16 +36,16 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
     """Work for the run at `endpoint` until it is over; the exit code. `wait_s`: for an answer of home."""
     check_endpoint(endpoint, keys=True)
     name = name or key_file.name.removesuffix(".key_secret")
-    client = keys.load_client(key_file)
+    known = HostSource(endpoint, str(key_file.resolve()), name, "", time.time_ns() // 1_000_000)
     setproctitle.setproctitle(f"busrl:host {name}")
     with Signals() as signals:
         while True:
             try:
-                topology, ring = _joined(endpoint, client, name, wait_s, signals)
+                topology, ring = _joined(known, wait_s, signals)
             except PeerLost as problem:
                 print(f"busrl: {problem}", file=sys.stderr)
                 return ALONE
-            source = HostSource(endpoint, str(key_file.resolve()), name, ring.hex(), time.time_ns() // 1_000_000)
+            source = replace(known, ring_hex=ring.hex(), life=time.time_ns() // 1_000_000)
             code = _work(topology, source, scratch or scratch_of(ring, name), signals)
             if code != ALONE or signals.count:
                 return code
@@ -57,11 +57,9 @@ def scratch_of(ring: bytes, name: str) -> Path:
     return Path(cache) / "busrl" / "hosts" / f"{ring.hex()[:12]}-{name}"
 
 
-def _joined(
-    endpoint: str, client: keys.ClientKeys, name: str, wait_s: float, signals: Signals
-) -> tuple[Topology, bytes]:
+def _joined(source: HostSource, wait_s: float, signals: Signals) -> tuple[Topology, bytes]:
     """This host's topology and the ring of the run. UserError: home refuses. PeerTimeout: it does not answer."""
-    link = Asking(relay_endpoint(endpoint), client, name)
+    link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
     end = time.monotonic() + wait_s
     try:
         while True:
@@ -73,7 +71,7 @@ def _joined(
                 continue
             if isinstance(reply, h.Welcome):
                 return Topology.from_json(reply.topology.decode()), reply.ring
-            raise UserError(f"{endpoint}: {reply.text if isinstance(reply, h.Refused) else reply}")
+            raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, h.Refused) else reply}")
     finally:
         link.close()
 

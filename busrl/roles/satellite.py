@@ -1,8 +1,8 @@
 """The satellite: on another host it is to the local ring what scheduler and learner are at home, and to home a worker.
 
-It takes tasks from the run's keeper through its gateway (`busrl.gateway`), puts each into a slot of the local
-ring, and sends the answers that local engines commit. Talks to the local ring, the local bus, and over TCP to the bus of the
-run. Knows nothing of engines, weights or groups.
+It takes tasks from the run's keeper through its gateway (`busrl.gateway`), puts each into a slot of the local ring, and
+sends the answers that local engines commit. Talks to the local ring and bus, and over TCP to the bus of the run. Knows
+nothing of engines, weights or groups.
 
 - A local slot is the record of a claim: its line holds the task's slot, seq and uid at home. So this process remembers
   nothing that its next life needs, and an engine's death is settled on this host.

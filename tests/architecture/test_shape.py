@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 253, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 260, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -39,6 +39,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "bus": {
         "security": "", "endpoint": "security", "broker": "endpoint security", "tap": "endpoint security",
+        "link": "broker endpoint",
     },
     "cli": {
         "checkpoints": "", "command": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
@@ -52,7 +53,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens schema declare",
         "files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
-        "derive": "files prompts rules schema",
+        "derive": "files prompts rules schema", "hosts": "derive schema",
         "explain": "machine memory pretrained prompts rates reader rules schema trial",
         "load": "derive engine_rules files pretrained prompts rates reader reward_rules rules schema sources",
     },
@@ -80,7 +81,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "launch": {
         "fates": "", "identity": "", "pythons": "", "supervisor": "", "children": "",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
-        "run": "children display fates rundir summary supervisor",
+        "run": "children display fates rundir summary supervisor", "host": "display run rundir",
     },
     "ledger": {
         "audit": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal", "trained": "trainlog wal",
@@ -94,7 +95,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "recording": "runfiles sources state status", "replay": "recording sources",
     },
     "protocol": {
-        "messages": "", "gateway": "messages", "codec": "gateway messages",
+        "messages": "", "gateway": "messages", "codec": "gateway messages", "hosts": "messages",
     },
     "quickstart": {
         "task": "", "cache": "task", "maker": "cache task",
@@ -138,7 +139,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",
         "broadcast": "base sparse tensors", "shm": "base sparse tensors",
-        "factory": "base broadcast folders one_copy shm tensors",
+        "factory": "base broadcast folders one_copy shm tensors", "relay": "base shm tensors",
     },
     "weights.broadcast": {
         "group": "", "receiver": "group", "sender": "group",

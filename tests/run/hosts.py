@@ -1,4 +1,4 @@
-"""Other hosts of a run in tests: `busrl host` on this machine, with a scratch directory, ring and sockets of its own."""
+"""Other hosts of a run in tests: `busrl host` on this machine, with a scratch directory, ring and sockets apart."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from hosts import Home, Host
 from busrl import keys
 
 
+@pytest.mark.long
 def test_rollouts_on_two_other_hosts_train_a_run_to_its_end(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, names=("gpu-0", "gpu-1"), steps=8)
     hosts = [Host(home, name) for name in ("gpu-0", "gpu-1")]
@@ -89,6 +90,7 @@ def test_home_is_killed_and_started_again_while_its_host_waits(lost: bool, tmp_p
     check_end(home, 0)
 
 
+@pytest.mark.long
 def test_a_host_that_the_run_does_not_know_or_that_has_another_key_is_told_why(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -123,6 +123,9 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "CALL_TOKENS": "slot_id seq at ids",
         "Task": "kind stream stop",
     },
+    "1.5": {
+        "Task": "cls priority admission",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 

@@ -1,0 +1,64 @@
+"""What a topology with other hosts is, at home and there, and what is refused in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from busrl import keys
+from busrl.config import Topology, load
+from busrl.config.hosts import ahead_of, of_host
+from busrl.errors import TopologyError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+
+
+@pytest.fixture
+def over_hosts(tmp_path: Path) -> Callable[..., Topology]:
+    keys.init(tmp_path / "keys")
+    own = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"', 'process.rollout.hosts=["b", "a"]']
+    return lambda *settings: load(QUICKSTART, [*own, *settings])
+
+
+def names(topology: Topology) -> list[str]:
+    return [process.name for process in topology.processes()]
+
+
+def test_each_host_has_its_own_processes_and_home_the_ledger(over_hosts: Callable[..., Topology]) -> None:
+    home = over_hosts("process.rollout.count=2")
+    assert home.host_names == ("a", "b")
+    assert names(home) == ["bus", "keeper", "relay", "scheduler", "learner", "reward/0", "validator"]
+    away = of_host(home, "a")
+    assert names(away) == ["bus", "keeper", "relay", "satellite", "rollout/0", "rollout/1"]
+    assert Topology.from_json(away.to_json()) == away and away.bus.endpoint == "ipc"
+
+
+def test_a_run_of_one_host_has_no_relay() -> None:
+    assert names(load(QUICKSTART))[:3] == ["bus", "keeper", "scheduler"]
+
+
+def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hosts: Callable[..., Topology]) -> None:
+    home = over_hosts("process.rollout.count=2", "generation.max_batch=40")
+    assert of_host(home, "a").derived.slots == 2 * (80 + 8)  # a group ahead
+    assert ahead_of(home, 1600) == 100 and ahead_of(over_hosts("hosts.ahead=3"), 1600) == 3
+    assert of_host(home, "a").derived.limits == home.derived.limits
+
+
+@pytest.mark.parametrize("setting, said", [
+    ("bus.endpoint=ipc", "other hosts reach the bus over TCP"),
+    ("weights.transport=broadcast", "other hosts get what lies in shared memory"),
+    ("weights.sparse.enabled=true", "other hosts get whole versions"),
+    ("segments.length=16", "an answer is made on one host, whole"),
+    ('process.rollout.hosts=["a", "a"]', "a host is named twice"),
+    ('process.rollout.hosts=["-a"]', "'-a' is no name of a host"),
+    ('process.reward.hosts=["a"]', "only busrl's own rollouts run on other hosts yet"),
+])
+def test_what_hosts_cannot_do_is_refused_with_its_remedy(
+    setting: str, said: str, over_hosts: Callable[..., Topology]
+) -> None:
+    with pytest.raises(TopologyError) as refused:
+        over_hosts(setting)
+    problem = next(one for one in refused.value.problems if said in one.rule)
+    assert problem.remedy
