@@ -21,7 +21,7 @@ from pathlib import Path
 from busrl.cli.sample import history
 from busrl.errors import RingError, RunInUse, UserError
 from busrl.launch.rundir import unlink_segments
-from busrl.monitor.sources import newest_run
+from busrl.monitor.sources import living, newest_run
 from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Ring, RingGuard, State
@@ -118,11 +118,10 @@ def users(name: str) -> str:
     except RingError as error:
         return f"it cannot be read ({error}), so another version of busrl may use it"
     try:
-        here = (one for one in ring.processes() if not one.remote and not ring.is_dead(one.index))
-        living = [f"{one.label} (pid {one.pid})" for one in here]
+        there = [f"{one.label} (pid {one.pid})" for one in living(ring)]
     finally:
         ring.close()
-    return f"in use by {', '.join(living)}" if living else ""
+    return f"in use by {', '.join(there)}" if there else ""
 
 
 def states(ring: Ring) -> dict[str, int]:

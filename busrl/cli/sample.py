@@ -28,7 +28,7 @@ from busrl.errors import BusrlError, NoSuchRun, NoSuchTensor, RingError, RingNot
 from busrl.files import json_lines
 from busrl.ledger.openbin import read_draws, read_open
 from busrl.ledger.trained import TrainedSet, checkpoints_of
-from busrl.ledger.wal import Record, SampleRecord, frames
+from busrl.ledger.wal import Record, SampleRecord, payloads
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.ring import UID_NONE, Fates, Ring, State
@@ -183,8 +183,8 @@ class SampleHistory:
 
     def _log(self) -> Iterator[str]:
         for path in sorted(self.paths.wal.glob("*.wal")):
-            for payload, _ in frames(path.read_bytes()):
-                record = _records.decode(payload)
+            data = path.read_bytes()
+            for record in map(_records.decode, payloads(data, len(data))):
                 for sample in record.samples:
                     if sample.uid == self.uid:
                         yield f"  log       {path.name}: step {record.step}, {logged(sample)}"
@@ -226,8 +226,9 @@ class SampleHistory:
 
     def _excerpt(self) -> Iterator[str]:
         for line in json_lines(self.paths.samples):
-            if line["uid"] == self.uid:
-                made = f"reward {line['reward']:g}, versions {line['versions']}"
+            if line.get("uid") == self.uid:
+                versions = line.get("versions") or [line.get("version")]  # one, where nothing was trained
+                made = f"reward {line['reward']:g}, versions {versions}"
                 yield f"  answer    {short(line['completion'])} ({made})"
 
     def _validation(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ from busrl.config.declare import REQUIRED, Rule, build, key, plain
 from busrl.config.learner import Learner
 from busrl.config.names import modern
 from busrl.config.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
-from busrl.scheduling.limits import AdmissionLimits
+from busrl.scheduling.limits import MODES, AdmissionLimits
 from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file
@@ -180,7 +180,7 @@ class Weights:
     restart_every: int = key(1, "lora_restart, checkpoint_restart: take one publication in so many", low=1, high=1024)
     on_restart: str = key("continue", "answers that run while an engine restarts: cut and continued after it, or ended "
                           "before it", choices=("continue", "finish"))
-    mode: str = key("batch-async", "how far ahead generation may run", choices=("sync", "batch-async", "fully-async"))
+    mode: str = key("batch-async", "how far ahead generation may run", choices=MODES)
     max_staleness: int = key(2, "batch-async: greatest age of a trained sample in steps, S", low=0, high=1024)
     over_age: str = key("wait", "a group above max_staleness holds admission, or is dropped", choices=("wait", "drop"))
     window: int = key(0, "W: groups past the oldest that may go first; 0 = 0.3 of the buffer B", low=0, high=65536)

@@ -31,6 +31,7 @@ from busrl.config import ProcessName
 from busrl.config.schema import AGENT
 from busrl.errors import TRACE, BugError, first_line
 from busrl.guardian import MARK, end_marked
+from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 
 PR_SET_PDEATHSIG = 1
@@ -58,8 +59,8 @@ class RunningChild:
     def fileno(self) -> int:
         return self.pidfd
 
-    def ended(self) -> str | None:
-        """How it ended, in words, or None while it runs; what it left behind in its group is killed first."""
+    def ended(self) -> Exit | None:
+        """How it ended, or None while it runs; what it left behind in its group is killed first."""
         if self.popen.returncode is None:
             if os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
@@ -68,7 +69,7 @@ class RunningChild:
             self.popen.wait()
             if self.mark:
                 end_marked(self.mark, MARKED_S)
-        return describe(self.popen.returncode)
+        return Exit(self.popen.returncode)
 
     def signal(self, number: int) -> None:
         """Send a signal to it alone; nothing happens if it has ended."""
@@ -91,16 +92,6 @@ class RunningChild:
 
     def close(self) -> None:
         os.close(self.pidfd)
-
-
-def describe(code: int) -> str:
-    """An exit status as a person reads it."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 def command_of(process: ProcessName, paths: RunPaths) -> list[str]:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from busrl.config.rules import MOST_SAMPLES
 from busrl.errors import UserError
 from busrl.ledger import openbin
-from busrl.ledger.trained import TrainedSet, add_logged, newest_checkpoint
+from busrl.ledger.trained import TrainedSet, add_logged, newest_checkpoint, step_of
 from busrl.paths import RunPaths
 from busrl.ring import Ring, State
 from busrl.states import FATE_NAMES, VALIDATE_BIT, Fate, place_of
@@ -72,7 +72,7 @@ def put_back(paths: RunPaths) -> PutBack:
         history = trained_uids(paths)
         known = history.contains_all(dispatched.astype(np.uint64))
         trained, again = dispatched[known], dispatched[~known]
-        openbin.put_back(paths.draws, again.tolist(), "the run was started without a ring")
+        openbin.record_put_back(paths.draws, again.tolist(), "the run was started without a ring")
         _store(paths.fates, trained, Fate.TRAINED)
         _store(paths.fates, again, Fate.NONE)
         called = (np.flatnonzero(codes == Fate.TRAINED) + at for at, codes in _written(paths.fates))
@@ -85,7 +85,9 @@ def put_back(paths: RunPaths) -> PutBack:
 def trained_uids(paths: RunPaths) -> TrainedSet:
     """Everything trained in the history that survives: the newest checkpoint and the log."""
     newest = newest_checkpoint(paths)
-    return add_logged(TrainedSet.load(newest / "trained.bin") if newest else TrainedSet(), paths.wal)
+    if newest is None:
+        return add_logged(TrainedSet(), paths.wal)
+    return add_logged(TrainedSet.load(newest / "trained.bin"), paths.wal, superseded=step_of(newest))
 
 
 def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:

@@ -35,12 +35,11 @@ from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.gateway import FairClock
 from busrl.guardian import Guardian, mark
 from busrl.launch.children import RunningChild, last_lines, last_words, start
-from busrl.launch.children import describe as describe_end
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage
-from busrl.launch.supervisor import Child, ForeignProcesses, Phase, Shutdown
+from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
@@ -156,7 +155,6 @@ STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
 ALONE = 3  # exit code of a host that has lost its run
-SIGKILLED = describe_end(-signal.SIGKILL)
 SUBSCRIBED = (
     m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
     m.Hello,
@@ -266,9 +264,9 @@ class Launch:
         except OSError as error:
             child.started(0, time.monotonic())
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._waits_for_space(child, str(error))
+                self._waits_for_space(child, Exit(NO_SPACE, str(error)))
                 return None
-            return self._died(child, f"it could not be started: {error}")
+            return self._died(child, Exit(NOT_STARTED, f"it could not be started: {error}"))
         running.on_end = self._guardian.let_go
         self._guardian.hold(running.pid)
         self._unlogged.pop(child.name, None)
@@ -285,7 +283,7 @@ class Launch:
         """Handle each child that has ended. The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
-            if child.name in self._goal and how == "exit code 0" and finishing:
+            if child.name in self._goal and how.code == 0 and finishing:
                 child.finished()
                 self._done.add(child.name)
                 continue
@@ -321,7 +319,7 @@ class Launch:
             )
         return "the learner has reached the goal"
 
-    def _ended(self) -> Iterator[tuple[Child, str]]:
+    def _ended(self) -> Iterator[tuple[Child, Exit]]:
         """Each child that has ended, and how. What it held goes back to rest before anything else is done."""
         for name, running in list(self._running.items()):
             how = running.ended()
@@ -334,7 +332,7 @@ class Launch:
             # It may have become ready since the last look; the ring says so until the entry is reaped.
             self._read_table()
             self._see(child)
-            if how == SIGKILLED and not child.condemned:
+            if how.killed and not child.condemned:
                 self.crashes.killed(child.name, child.restarts + 1)
             self._reap()
             yield child, how
@@ -352,12 +350,12 @@ class Launch:
         with contextlib.suppress(FateRefused):  # the keeper meets it too, and says so
             self._run.ring.finish_drops()
 
-    def _waits_for_space(self, child: Child, how: str) -> None:
+    def _waits_for_space(self, child: Child, how: Exit) -> None:
         if line := child.no_space(how, time.monotonic()):
             self._warn(line, "error")
 
-    def _died(self, child: Child, how: str) -> RunOutcome | None:
-        if child.was_ready and how == f"exit code {NO_SPACE}" and not self._processes[child.name].spec.command:
+    def _died(self, child: Child, how: Exit) -> RunOutcome | None:
+        if child.was_ready and how.code == NO_SPACE and not self._processes[child.name].spec.command:
             self._waits_for_space(child, how)
             return None
         if read_only := self._run.read_only():
@@ -398,11 +396,11 @@ class Launch:
                 return sum(ring.stats().transitions.values()) if process.spec.command else 0
         return None
 
-    def _is_hopeless(self, child: Child, how: str) -> bool:
+    def _is_hopeless(self, child: Child, how: Exit) -> bool:
         """A process of busrl's own says so by its exit code; one that was ready may only have met a bad moment."""
         if self._processes[child.name].spec.command:
             return False
-        return how == f"exit code {RUN_FAILED}" or (how == f"exit code {NEEDS_FIX}" and not child.was_ready)
+        return how.code == RUN_FAILED or (how.code == NEEDS_FIX and not child.was_ready)
 
     def _signalled(self) -> RunOutcome | None:
         if not self._signals.count:
@@ -509,7 +507,7 @@ class Launch:
     def _note_deaths(self) -> None:
         for child, how in self._ended():
             death = child.ended(how, time.monotonic())
-            if how != "exit code 0":
+            if how.code:
                 self._say(death.text)
                 self._events.died(child, death.text)
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import enum
 import math
+import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,12 +86,34 @@ SPACE_PAUSE_S = 2.0
 SERVED_S = 3.0
 ENDLESS_S = 1e8  # the ring cuts infinity to 1e9 s
 KILLS_FOR_ONE = 3
-KILLED = "signal SIGKILL"
 KILLED_BY_OTHERS = (
     f" ({KILLS_FOR_ONE} times SIGKILL from outside counting as one): the kernel may have killed it for want of memory "
     "(see `dmesg`), or somebody did; free memory, then start the run again"
 )
 DEATHS_WITHOUT_PAUSE = 5  # after ready, without work; then pauses
+
+
+NOT_STARTED = 127  # the exit code of a program that could not be started, as shells have it
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended; as text what a person reads. `code` as in Popen.returncode: -n after signal n."""
+
+    code: int
+    text: str = ""
+
+    def __str__(self) -> str:
+        if self.text or self.code >= 0:
+            return self.text or f"exit code {self.code}"
+        try:
+            return f"signal {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"signal {-self.code}"
+
+    @property
+    def killed(self) -> bool:
+        return self.code == -signal.SIGKILL
 
 
 class Phase(enum.Enum):
@@ -208,8 +231,8 @@ class Child:
         self.kills += 1
         return f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}"
 
-    def ended(self, how: str, now: float, hopeless: bool = False, did: int | None = 0) -> Death:
-        """It died; `how` is its exit code or signal in words. `hopeless`: it would end the same in its next life.
+    def ended(self, how: Exit, now: float, hopeless: bool = False, did: int | None = 0) -> Death:
+        """It died. `hopeless`: it would end the same in its next life.
         `did`: a number that grows with its own work; None: its work is to be there."""
         text = f"{self.name} (pid {self.pid}) ended while {self.phase.value}, after {now - self._since:.1f} s: {how}"
         if self._killed_for:
@@ -226,7 +249,7 @@ class Child:
             return Death(f"{self.name} was ended with {self._goes_with}; starting it again")
         if before is Phase.READY:
             return self._died_ready(text, now, did)
-        return self._died_early(text, now, how == KILLED and not self._killed_for)
+        return self._died_early(text, now, how.killed and not self._killed_for)
 
     def _died_ready(self, text: str, now: float, did: int | None) -> Death:
         worked = self._ready_s >= SERVED_S if did is None else did != self._did
@@ -258,7 +281,7 @@ class Child:
     def _pause_s(deaths: int) -> float:
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (deaths - 1)) if deaths > 0 else 0.0
 
-    def no_space(self, how: str, now: float) -> str:
+    def no_space(self, how: Exit, now: float) -> str:
         """It ended for want of space: restarted until there is some, uncounted. The first time, a line to show."""
         self.phase, self.pid, self.due = Phase.BACKOFF, 0, now + SPACE_PAUSE_S
         before, self.waits_for_space = self.waits_for_space, True

@@ -69,7 +69,7 @@ def remove_open(path: str | os.PathLike[str]) -> None:
     files.sync(Path(path).parent)
 
 
-class PutBack(msgspec.Struct, kw_only=True):
+class DrawsLine(msgspec.Struct, kw_only=True):
     """One batch of put-backs and why they were made."""
 
     time_ns: int
@@ -77,18 +77,18 @@ class PutBack(msgspec.Struct, kw_only=True):
     uids: list[int]
 
 
-def put_back(path: str | os.PathLike[str], uids: Iterable[int], why: str) -> None:
+def record_put_back(path: str | os.PathLike[str], uids: Iterable[int], why: str) -> None:
     """Record that these uids go back to "none" and may be dispatched again. One process at a time."""
-    entry = PutBack(time_ns=time.time_ns(), why=why, uids=sorted(uids))
+    entry = DrawsLine(time_ns=time.time_ns(), why=why, uids=sorted(uids))
     with contextlib.closing(files.LineFile(path, sync=True)) as lines:
         if entry.uids:
             lines.append(msgspec.json.encode(entry))
 
 
-def read_draws(path: str | os.PathLike[str]) -> list[PutBack]:
+def read_draws(path: str | os.PathLike[str]) -> list[DrawsLine]:
     """All put-backs in order; none if there is no file. Half a last line was never acted upon and is left out."""
     try:
         whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=PutBack) for line in whole.splitlines() if line]
+    return [msgspec.json.decode(line, type=DrawsLine) for line in whole.splitlines() if line]

@@ -339,10 +339,11 @@ def _trained_before(paths: RunPaths, folder: Path, step: int) -> TrainedSet:
     return add_logged(found, paths.wal, step)
 
 
-def add_logged(found: TrainedSet, log: Path, until: int = sys.maxsize) -> TrainedSet:
-    """The set, with the samples of the log's records up to a step."""
+def add_logged(found: TrainedSet, log: Path, until: int = sys.maxsize, superseded: int = -1) -> TrainedSet:
+    """The set, with the samples of the log's records up to a step; damage in those up to `superseded`, which the set
+    has already, is passed over."""
     if log.is_dir():
-        with Wal(log) as wal:
+        with Wal(log, superseded=superseded) as wal:
             for record in wal.records():
                 found.add(sample.uid for sample in record.samples if record.step <= until)
     return found

@@ -157,6 +157,16 @@ def frames(data: bytes, start: int = len(HEAD)) -> Iterator[tuple[memoryview, in
         at = end
 
 
+def payloads(data: bytes, size: int) -> Iterator[memoryview]:
+    """The payload of each whole record of a segment's first `size` bytes; a damaged one is passed over."""
+    at = len(HEAD)
+    while at:
+        for payload, end in frames(data, at):
+            at = end
+            yield payload
+        at = _later_record(data, at) if at < size else 0
+
+
 def _frame_end(view: memoryview, at: int) -> int:
     """The end of the whole record at `at`; 0 if there is none."""
     if at + _FRAME.size > len(view):
@@ -241,14 +251,9 @@ class Wal:
         for segment in list(self._segments):
             if segment.last_step <= after:
                 continue
-            data, at = segment.path.read_bytes(), len(HEAD)
-            while at:
-                for payload, end in frames(data, at):
-                    at = end
-                    record = decoder.decode(payload)
-                    if record.step > after:
-                        yield record
-                at = _later_record(data, at) if at < segment.size else 0
+            for record in map(decoder.decode, payloads(segment.path.read_bytes(), segment.size)):
+                if record.step > after:
+                    yield record
 
     def drop_before(self, step: int) -> int:
         """Remove the segments with no record of step `step` or later (a checkpoint's step + 1); how many."""

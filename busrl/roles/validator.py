@@ -252,12 +252,22 @@ class Validator(Actor):
             return True
         self.wanted = self.wanted or (self.ring.header(HeaderWord.VERSION), time.monotonic())
         version, since = self.wanted
-        late = time.monotonic() > since + self.topology.limits.ready_s
-        if late or (self._ready_at(version) and version_pin.pin(self.ring) and self._ready_at(version)):
+        if self._ready_at(version) and version_pin.pin(self.ring) and self._ready_at(version):
             self.wanted = None
             return True
+        if time.monotonic() > since + self.topology.limits.ready_s:
+            return self._pinned_late(version)
         version_pin.unpin(self.ring)
         return False
+
+    def _pinned_late(self, version: int) -> bool:
+        """Begin all the same: rollouts keep what they have, so that each answers with one version."""
+        self.wanted = None
+        seen = {one.label: one.version for one in self.ring.processes() if one.label in self.keepers}
+        text = f"the round begins though its rollouts do not all have version {version}: {seen or 'none is there'}"
+        self.warn("validator", text, kind="late round")
+        version_pin.pin(self.ring)
+        return True
 
     def _ready_at(self, version: int) -> bool:
         """Whether the rollouts that only validate all have one version, this or a later one."""

@@ -103,9 +103,10 @@ class AdmissionLimits:
         """What works but will disappoint."""
         found = []
         if not self.sync and 1 <= self.W < self.B // 8:
+            bound = f"weights.max_staleness to {least_staleness(self.n_lo, self.n_hi)} or more"
+            remedy = "weights.window, or set it to 0, so that it is derived" if self.window else bound
             found.append(
-                f"W = {self.W} of B = {self.B}: one slow group holds up nearly everything behind it; raise "
-                f"weights.max_staleness to {least_staleness(self.n_lo, self.n_hi)} or more"
+                f"W = {self.W} of B = {self.B}: one slow group holds up nearly everything behind it; raise {remedy}"
             )
         if self.mode == "fully-async":
             found.append("fully-async: nothing bounds the age of a sample; watch age_max and the clip fraction")
@@ -184,7 +185,9 @@ def _explain_mode(limits: AdmissionLimits) -> str:
     if limits.sync:
         return f"sync: B = W = n_min = {admitted}; a round is trained and published before the next is admitted (age 0)"
     if limits.max_staleness is None:
-        return f"fully-async: B = 4 x n_min = {admitted}, W = floor(0.3 B) = {window}; no bound on age"
+        most = f"4 x n_min = {admitted}" if limits.n_hi <= 4 * limits.n_min else f"n_hi = {admitted}"
+        width = "weights.window" if limits.window else "floor(0.3 B)"
+        return f"fully-async: B = {most}, W = {width} = {window}; no bound on age"
     bound = (limits.max_staleness + 1) * n + 1
     return (
         f"batch-async: B + W = {admitted} + {window} = {admitted + window} <= (max_staleness + 1) x n_lo + 1 = "

@@ -79,7 +79,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "plan": "", "messages": "plan",
     },
     "launch": {
-        "fates": "", "identity": "", "pythons": "", "supervisor": "", "children": "",
+        "fates": "", "identity": "", "pythons": "", "supervisor": "", "children": "supervisor",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
         "run": "children display fates rundir summary supervisor", "host": "display run rundir",
     },

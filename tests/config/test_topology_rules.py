@@ -126,6 +126,7 @@ WARNED = [
     ('[validation]\ndata = "train.jsonl"', "these are the training prompts", 1),
     (NO_ROUNDS, "nothing to do", 1),
     ("[weights]\nmax_staleness = 0", "one slow group holds up nearly everything", 1),
+    ("[weights]\nmax_staleness = 40\nwindow = 1", "raise weights.window, or set it to 0", 1),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from busrl.launch.fates import PutBack, put_back
 from busrl.ledger.trained import TrainedSet
-from busrl.ledger.wal import Record, SampleRecord, Wal
+from busrl.ledger.wal import Record, SampleRecord, Wal, frames
 from busrl.paths import RunPaths
 from busrl.ring import Fates
 
@@ -70,3 +70,18 @@ def test_a_table_of_fates_that_is_another_run_s_is_named_with_what_to_do(paths):
     found = put_back(paths)
     assert found == PutBack(trained=0, again=1, validation=0, unlogged=2)
     assert "fates.bin calls 2 others trained that neither" in str(found) and "restore or remove it" in str(found)
+
+
+def test_damage_in_records_that_the_newest_checkpoint_holds_costs_nothing(paths):
+    fates = fates_of(paths.fates, {1: "D", 2: "D", 3: "D", 4: "D"})
+    checkpoint(paths, 3, [1, 2, 3])
+    with Wal(paths.wal) as wal:
+        for step in (1, 2, 3, 4):
+            wal.append(Record(step=step, version=step, cause="count", groups=[0], samples=[sample(step)]))
+    (segment,) = paths.wal.glob("*.wal")
+    data = bytearray(segment.read_bytes())
+    second = next(end for _, end in frames(bytes(data)))
+    data[second + 20] ^= 0xFF
+    segment.write_bytes(data)
+    assert put_back(paths) == PutBack(trained=4)
+    assert [chr(fates.get(uid)) for uid in (1, 2, 3, 4)] == ["T", "T", "T", "T"]

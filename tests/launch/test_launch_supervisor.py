@@ -15,6 +15,7 @@ from busrl.launch.supervisor import (
     SERVED_S,
     Child,
     Ending,
+    Exit,
     Phase,
     Shutdown,
     stage_of,
@@ -63,25 +64,25 @@ def test_a_death_after_ready_restarts_at_once_and_never_gives_up():
     child = started()
     for life in range(1, 50):
         child.became_ready()
-        death = child.ended("signal SIGKILL", 100.0)
+        death = child.ended(Exit(-9), 100.0)
         assert not death.gives_up and child.is_due(100.0) and child.restarts == life
         child.started(4711, 100.0)
 
 
 def test_a_child_for_which_another_life_is_of_no_use_is_given_up_at_once_but_not_while_it_stops():
     child = started()
-    death = child.ended("exit code 2", 100.0, hopeless=True)
+    death = child.ended(Exit(2), 100.0, hopeless=True)
     assert death.gives_up and "to start it again would change nothing" in death.text and child.phase is Phase.GONE
     stopping = started(ready=True)
     stopping.stop()
-    assert not stopping.ended("exit code 2", 100.0, hopeless=True).gives_up
+    assert not stopping.ended(Exit(2), 100.0, hopeless=True).gives_up
 
 
 def test_a_child_remembers_that_it_was_ready_in_an_earlier_life():
     child = started()
     assert not child.was_ready
     child.became_ready()
-    child.ended("signal SIGKILL", 100.0)
+    child.ended(Exit(-9), 100.0)
     child.started(4711, 100.0)
     assert child.was_ready
 
@@ -90,11 +91,11 @@ def test_pauses_grow_up_to_a_limit_and_the_last_attempt_gives_up():
     child, pauses = Child("rollout/0", Limits(ready_s=60.0, progress_s=30.0, restart_attempts=10, crash_attempts=0)), []
     for _ in range(9):
         child.started(1, 0.0)
-        assert not child.ended("exit code 1", 0.0).gives_up
+        assert not child.ended(Exit(1), 0.0).gives_up
         pauses.append(child.due)
     assert pauses == sorted(pauses) and pauses[0] == 0.25 and pauses[-1] == LONGEST_PAUSE_S
     child.started(1, 0.0)
-    death = child.ended("exit code 1", 0.0)
+    death = child.ended(Exit(1), 0.0)
     assert death.gives_up and "10 times in a row" in death.text and child.phase is Phase.GONE
 
 
@@ -102,10 +103,10 @@ def test_becoming_ready_forgives_earlier_deaths():
     child = Child("rollout/0", Limits(ready_s=60.0, progress_s=30.0, restart_attempts=2, crash_attempts=0))
     for _ in range(20):
         child.started(1, 0.0)
-        assert not child.ended("exit code 1", 0.0).gives_up
+        assert not child.ended(Exit(1), 0.0).gives_up
         child.started(1, 0.0)
         child.became_ready()
-        child.ended("exit code 1", 0.0)
+        child.ended(Exit(1), 0.0)
 
 
 def test_silence_beyond_the_limit_is_a_kill_that_names_child_state_and_time():
@@ -114,7 +115,7 @@ def test_silence_beyond_the_limit_is_a_kill_that_names_child_state_and_time():
     kill = silent(child, Entry(1), 1.0)
     assert "rollout/0 (pid 4711), state ready: no progress for 30.2 s (limit 30 s" in kill
     assert not silent(child, Entry(1), 100.0)  # asked for once
-    assert "killed for no progress" in child.ended("signal SIGKILL", 140.0).text
+    assert "killed for no progress" in child.ended(Exit(-9), 140.0).text
 
 
 @pytest.mark.parametrize("moved", [Entry(2), Entry(1, activity="saving")])
@@ -164,7 +165,7 @@ def test_a_stopped_child_is_neither_killed_for_silence_nor_started_again():
     child = started(ready=True)
     child.stop()
     assert not silent(child, Entry(1), 1000.0)
-    child.ended("exit code 0", 200.0)
+    child.ended(Exit(0), 200.0)
     assert child.phase is Phase.GONE and not child.is_due(1e9)
     waiting = Child("reward/0", PATIENCE)
     waiting.stop()
@@ -218,7 +219,7 @@ def test_deaths_after_ready_with_no_work_done_in_between_end_the_run_after_growi
         child.started(4711, now)
         child.became_ready()
         child.looked(Entry(7), 0.2)
-        death = child.ended("signal SIGKILL", now)
+        death = child.ended(Exit(-9), now)
         pauses.append(child.due - now)
         now = child.due
     assert pauses[:7] == [0, 0, 0, 0, 0, 0.25, 0.5]
@@ -232,7 +233,7 @@ def test_one_that_does_its_work_between_its_deaths_is_started_again_at_once_for_
         child.started(4711, 0.0)
         child.became_ready()
         child.looked(Entry(7, samples=int(own)), 0.2)
-        assert not child.ended("exit code 1", 0.0, did=0 if own else life // 5).gives_up
+        assert not child.ended(Exit(1), 0.0, did=0 if own else life // 5).gives_up
         assert child.is_due(0.0)
 
 
@@ -246,7 +247,7 @@ def test_whose_work_is_to_be_there_has_worked_once_it_was_there_for_a_while(serv
         child.became_ready()
         for look in range(20):
             child.looked(Entry(look), (SERVED_S + 0.1 if served else SERVED_S / 2) / 20)
-        child.ended("exit code 1", 0.0, did=None)
+        child.ended(Exit(1), 0.0, did=None)
         lives += 1
     assert lives == (100 if served else 8)
 
@@ -255,7 +256,7 @@ def test_kills_from_outside_before_ready_weigh_less_than_ends_of_its_own():
     child, deaths = Child("rollout/0", ENDING), 0
     while child.phase is not Phase.GONE:
         child.started(4711, 0.0)
-        death = child.ended("signal SIGKILL", 0.0)
+        death = child.ended(Exit(-9), 0.0)
         deaths += 1
     assert deaths == 15 and "5 times in a row before it was ready" in death.text and "dmesg" in death.text
 
@@ -265,7 +266,7 @@ def test_a_kill_by_launch_itself_counts_as_an_end_of_its_own():
     for _ in range(5):
         child.started(4711, 0.0)
         assert child.looked(None, 61.0)
-        death = child.ended("signal SIGKILL", 0.0)
+        death = child.ended(Exit(-9), 0.0)
     assert death.gives_up
 
 
@@ -274,12 +275,12 @@ def test_want_of_space_counts_for_nothing_and_is_told_once_until_the_child_was_r
     child.started(1, 0.0)
     assert child.became_ready()
     for turn in range(5):
-        told = child.no_space("exit code 4", 10.0 * turn)
+        told = child.no_space(Exit(4), 10.0 * turn)
         assert ("without space" in told) == (turn == 0)
         assert child.phase is Phase.BACKOFF and not child.is_due(10.0 * turn + 1) and child.is_due(10.0 * turn + 2)
         child.started(2 + turn, 10.0 * turn + 2)
     assert child.became_ready() and child.early_deaths == 0
-    assert child.no_space("exit code 4", 99.0)
+    assert child.no_space(Exit(4), 99.0)
 
 
 def test_a_rank_that_is_ended_with_another_starts_again_at_once_and_that_counts_for_nothing():
@@ -291,6 +292,6 @@ def test_a_rank_that_is_ended_with_another_starts_again_at_once_and_that_counts_
         assert not child.went_along
         child.goes_with("rank/1")
         assert child.went_along and child.condemned
-        death = child.ended("signal SIGKILL", 101.0)
+        death = child.ended(Exit(-9), 101.0)
         assert not death.gives_up and "was ended with rank/1" in death.text
         assert child.is_due(101.0) and child.restarts == life + 1

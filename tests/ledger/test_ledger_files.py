@@ -18,7 +18,7 @@ from busrl import files
 from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
 from busrl.files import LineFile, json_lines
 from busrl.ledger.audit import histogram
-from busrl.ledger.openbin import OpenSlot, put_back, read_draws, read_open, remove_open, write_open
+from busrl.ledger.openbin import OpenSlot, read_draws, read_open, record_put_back, remove_open, write_open
 from busrl.ledger.trained import UID_LIMIT, TrainedSet
 from busrl.ledger.trainlog import TrainLine, last_step, step_lines
 from busrl.ledger.wal import Record
@@ -100,12 +100,12 @@ def test_a_damaged_open_bin_is_refused(tmp_path: Path, at: int) -> None:
 def test_put_backs_are_kept_and_half_a_line_was_never_acted_upon(tmp_path: Path) -> None:
     path = tmp_path / "draws.log"
     assert read_draws(path) == []
-    put_back(path, [9, 4], "no slot")
-    put_back(path, [], "nothing")
+    record_put_back(path, [9, 4], "no slot")
+    record_put_back(path, [], "nothing")
     with path.open("ab") as file:
         file.write(b'{"time_ns": 1, "why": "ki')
     assert [(entry.uids, entry.why) for entry in read_draws(path)] == [([4, 9], "no slot")]
-    put_back(path, [5], "again")
+    record_put_back(path, [5], "again")
     assert [entry.uids for entry in read_draws(path)] == [[4, 9], [5]]
 
 

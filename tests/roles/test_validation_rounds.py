@@ -207,3 +207,21 @@ def test_results_of_other_prompts_than_are_asked_now_are_not_counted(make: Calla
 def test_long_answers_that_differ_at_their_ends_stay_different() -> None:
     assert _short("x" * 200 + "1") != _short("x" * 200 + "2") and _short("7") == "7" and _short(None) is None
     assert len(_short("x" * 200) or "") <= 64
+
+
+def test_a_round_of_rollouts_that_are_late_begins_with_its_pin_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    monkeypatch.setattr("busrl.roles.version_pin.pin", lambda ring: did.append("pin") or True)
+    monkeypatch.setattr("busrl.roles.version_pin.unpin", lambda ring: did.append("unpin"))
+    behind = SimpleNamespace(label="rollout/1", version=2)
+    one = SimpleNamespace(
+        keepers={"rollout/1"}, wanted=(5, time.monotonic()), topology=SimpleNamespace(limits=SimpleNamespace(ready_s=9)),
+        ring=SimpleNamespace(processes=lambda: [behind], header=lambda word: 5),
+        warn=lambda where, text, kind: did.append(text),
+    )
+    one._ready_at = lambda version: Validator._ready_at(one, version)
+    one._pinned_late = lambda version: Validator._pinned_late(one, version)
+    assert not Validator._pinned(one) and did == ["unpin"]
+    one.wanted = (5, time.monotonic() - 10)
+    assert Validator._pinned(one)
+    assert did[1:] == ["the round begins though its rollouts do not all have version 5: {'rollout/1': 2}", "pin"]

@@ -24,10 +24,10 @@ from busrl.config import Topology, load
 from busrl.data import JsonlStream
 from busrl.files import LineFile
 from busrl.ledger.errors import record_error
-from busrl.ledger.openbin import OpenSlot, put_back, write_open
+from busrl.ledger.openbin import OpenSlot, record_put_back, write_open
 from busrl.ledger.trained import TrainedSet
 from busrl.ledger.trainlog import TrainLine
-from busrl.ledger.wal import Record, SampleRecord, Wal
+from busrl.ledger.wal import Record, SampleRecord, Wal, frames
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
 from busrl.ring.locks import taken_back
@@ -155,6 +155,19 @@ def test_a_trained_sample_is_found_in_log_checkpoint_train_log_and_samples_witho
     assert "slot" not in text
 
 
+def test_a_sample_that_an_idle_line_shows_and_one_behind_damage_in_the_log_are_found(made: Made) -> None:
+    for sample, step in ((20, 3), (21, 4), (22, 5)):
+        made.train(sample, step)
+    (segment,) = made.paths.wal.glob("*.wal")
+    data = bytearray(segment.read_bytes())
+    first = next(end for _, end in frames(bytes(data)))
+    data[first + 20] ^= 0xFF
+    segment.write_bytes(data)
+    assert "step 5, attempt 1" in made.inspect(22) and "step 4, attempt" not in made.inspect(21)
+    made.paths.samples.write_text('{"kind": "idle"}\n{"uid": 3, "completion": "2|3", "reward": 0.5, "version": 7}\n')
+    assert "answer    2|3 (reward 0.5, versions [7])" in made.inspect(3)
+
+
 def test_an_accident_and_its_re_roll_name_each_other(made: Made) -> None:
     slot, word = made.dispatch(3)
     assert made.ring.drop(slot, word, "P")
@@ -201,7 +214,7 @@ def test_samples_of_a_dead_worker_are_named_with_the_takeover(made: Made) -> Non
 def test_put_backs_open_slots_and_samples_in_no_slot_are_told(made: Made) -> None:
     made.fates.reserve(9)
     made.fates.store(8, "D")
-    put_back(made.paths.draws, [8], "the run was started without a ring")
+    record_put_back(made.paths.draws, [8], "the run was started without a ring")
     write_open(made.paths.open_bin, [OpenSlot(8, int(State.QUEUED), 6)])
     text = made.inspect(8)
     assert "the run was started without a ring" in text and "was QUEUED in slot 6 when the run ended in order" in text

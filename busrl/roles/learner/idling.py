@@ -22,9 +22,6 @@ from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, Fate, Finish, fate_name
 
-Ints = npt.NDArray[np.int64]
-Shares = npt.NDArray[np.float64]
-
 AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
 RARE = 32  # a streak in which so many usable groups were to be expected is no chance
 QUARTERS = 4

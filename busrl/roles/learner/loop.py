@@ -159,6 +159,8 @@ class Learner(Actor):
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._commit_checkpoint()
+        # `idle` waits from this count: a reward that is committed from here on ends its wait at once.
+        self.looked = self.ring.transitions(State.REWARDED)
         self._free_trained()
         view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
@@ -202,8 +204,8 @@ class Learner(Actor):
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
         begun = time.monotonic_ns()
-        due = min(timeout_s, max(0.001, self.plan.trigger.deadline_s(time.monotonic())))
-        # Waits from the count of the last look: a reward committed since then ends the wait at once.
+        left_s = self.plan.trigger.deadline_s(time.monotonic())
+        due = min(timeout_s, left_s) if left_s > 0 else timeout_s  # past it only a reward changes what may be trained
         self.ring.wait(State.REWARDED, self.looked, due)
         waited = time.monotonic_ns() - begun
         self.metrics.waited(waited / 1e9)
@@ -213,7 +215,6 @@ class Learner(Actor):
 
     def _free_trained(self) -> None:
         """REWARDED slots whose uid is in checkpoint or log already: a predecessor trained them."""
-        self.looked = self.ring.transitions(State.REWARDED)
         if not self.history.unfinished:
             return
         lines = self.ring.lines()
