@@ -215,7 +215,8 @@ def test_a_round_of_rollouts_that_are_late_begins_with_its_pin_and_names_them(mo
     monkeypatch.setattr("busrl.roles.version_pin.unpin", lambda ring: did.append("unpin"))
     behind = SimpleNamespace(label="rollout/1", version=2)
     one = SimpleNamespace(
-        keepers={"rollout/1"}, wanted=(5, time.monotonic()), topology=SimpleNamespace(limits=SimpleNamespace(ready_s=9)),
+        keepers={"rollout/1"}, wanted=(5, time.monotonic()),
+        topology=SimpleNamespace(limits=SimpleNamespace(ready_s=9)),
         ring=SimpleNamespace(processes=lambda: [behind], header=lambda word: 5),
         warn=lambda where, text, kind: did.append(text),
     )
