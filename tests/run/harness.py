@@ -33,7 +33,10 @@ LOOK_EVERY_S = 0.01
 
 
 class Run:
-    """One `busrl launch` and the run directory that it writes. It may be started again in the same directory."""
+    """One `busrl launch` and the run directory that it writes. It may be started again in the same directory.
+    `prefix`: what its command stands behind, to be in another namespace, say."""
+
+    prefix: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Run:
         self.forget()
         with open(self.output, "ab") as file:
             self.child = subprocess.Popen(
-                [*command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
+                [*self.prefix, *command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
                 env={**os.environ, **self.env},
             )
         self.pidfd = os.pidfd_open(self.child.pid)

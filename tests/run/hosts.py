@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import ROOT, Run
 
 from busrl import keys
@@ -30,11 +31,62 @@ def free_ports() -> int:
                 one.close()
 
 
+class Cable:
+    """Two network namespaces of this machine and a pair of interfaces between them; `away` has a /dev/shm and a host
+    name of its own. Skips the test where the kernel or the user's rights do not give them."""
+
+    home = "10.77.0.1:5600"
+
+    def __init__(self) -> None:
+        self.names = [f"busrl{os.getpid()}{end}" for end in "ab"]
+        inside = 'mount -t tmpfs t /dev/shm && hostname gpu-0 && exec "$@"'
+        self.at_home: tuple[str, ...] = ("ip", "netns", "exec", self.names[0])
+        self.away: tuple[str, ...] = (
+            "ip", "netns", "exec", self.names[1], "unshare", "--mount", "--uts", "sh", "-c", inside, "sh",
+        )
+
+    def __enter__(self) -> Cable:
+        one, other = self.names
+        try:
+            _ip("netns", "add", one)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no network namespaces here: they need ip and the rights of root")
+        _ip("netns", "add", other)
+        _ip("-n", one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", other)
+        for name, address in ((one, "10.77.0.1/24"), (other, "10.77.0.2/24")):
+            _ip("-n", name, "addr", "add", address, "dev", "cable")
+            for link in ("lo", "cable"):
+                _ip("-n", name, "link", "set", link, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+    def plug(self, state: str) -> None:
+        """Pull the cable ("down"), or put it back ("up")."""
+        _ip("-n", self.names[0], "link", "set", "cable", state)
+
+    def slow(self, rate: str) -> None:
+        """Let home send no faster than `rate` ("200mbit")."""
+        tc = ["tc", "-n", self.names[0], "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate]
+        subprocess.run([*tc, "burst", "64k", "latency", "50ms"], check=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
 class Home(Run):
     """A run whose rollouts are on the hosts `names`; at home there are none."""
 
-    def __init__(self, folder: Path, *settings: str, names: tuple[str, ...] = ("gpu-0",), steps: int = 20) -> None:
-        self.endpoint, self.keys = f"tcp://127.0.0.1:{free_ports()}", folder / "keys"
+    def __init__(
+        self, folder: Path, *settings: str, names: tuple[str, ...] = ("gpu-0",), steps: int = 20,
+        cable: Cable | None = None,
+    ) -> None:
+        address = cable.home if cable else f"127.0.0.1:{free_ports()}"
+        self.endpoint, self.keys = f"tcp://{address}", folder / "keys"
+        self.prefix = cable.at_home if cable else ()
         keys.init(self.keys)
         for name in names:
             keys.add(self.keys, name)
@@ -48,8 +100,11 @@ class Home(Run):
 class Host(Run):
     """`busrl host` of the run `home`, under `name`, by the key of `key`."""
 
-    def __init__(self, home: Home, name: str = "gpu-0", key: str = "", wait_s: float = 60.0) -> None:
+    def __init__(
+        self, home: Home, name: str = "gpu-0", key: str = "", wait_s: float = 60.0, cable: Cable | None = None
+    ) -> None:
         super().__init__(home.directory.parent / f"scratch-{name}")
+        self.prefix = cable.away if cable else ()
         file = keys.client_file(home.keys, key or name)
         self.command = [
             sys.executable, "-m", "busrl.cli", "host", home.endpoint, "--keys", str(file), "--name", name,
@@ -60,7 +115,7 @@ class Host(Run):
         self.forget()
         with open(self.output, "ab") as file:
             self.child = subprocess.Popen(
-                [*self.command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
+                [*self.prefix, *self.command, *arguments], stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
                 env={**os.environ, **self.env},
             )
         self.pidfd = os.pidfd_open(self.child.pid)

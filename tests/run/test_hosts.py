@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checks import check_end
 from harness import running
-from hosts import Home, Host
+from hosts import Cable, Home, Host
 
 from busrl import keys
 
@@ -116,3 +116,19 @@ def test_a_host_without_a_run_or_with_a_key_that_is_not_listed_says_what_to_look
     with running(host := Host(home, wait_s=1)):
         assert host.wait(30) == 3, host.text()
     assert "did not answer" in host.text() and "busrl keys list" in host.text()
+
+
+@pytest.mark.long
+def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Path, quickstart: None) -> None:
+    with Cable() as cable:
+        home = Home(tmp_path, "limits.lease_s=4", steps=16, cable=cable)
+        host = Host(home, cable=cable)
+        with running(home), running(host):
+            for step, cut_s in ((3, 1.0), (6, 8.0)):  # shorter than the lease, and longer
+                home.until_step(step)
+                cable.plug("down")
+                home.let_pass(cut_s)
+                cable.plug("up")
+            assert home.wait() == 0, home.tail()
+            assert host.wait(60) == 0, host.text()
+    check_end(home, 0)
