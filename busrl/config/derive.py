@@ -18,7 +18,7 @@ from busrl.config import rules
 from busrl.config.files import FileFacts
 from busrl.config.prompts import AskedSet
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
-from busrl.config.schema import TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
+from busrl.config.schema import MESSAGE_FIELD_BYTES, TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.limits import AdmissionLimits, derive
@@ -61,6 +61,7 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
     calls_bytes = ring_bytes(call_slots, call_slot_bytes, topology.ring.processes) if call_slots else 0
     found.extend(_most_answers(topology, val_samples))
+    found.extend(_answers_of_hosts(topology, slot_bytes))
     derived = Derived(
         limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
@@ -121,6 +122,14 @@ def _validating(topology: Topology) -> int:
     if topology.validation.mode == "dedicated":
         return topology.generation.max_batch * max(1, only_validate(topology))
     return in_flight(topology)
+
+
+def _answers_of_hosts(topology: Topology, slot_bytes: int) -> Iterator[Finding]:
+    """An answer of another host comes in one message."""
+    needed, most = slot_bytes + MESSAGE_FIELD_BYTES, topology.bus.max_message_bytes
+    if topology.host_names and needed > most:
+        rule = f"an answer of another host may have {needed} bytes, and comes in one message"
+        yield Finding(("bus.max_message_bytes",), rule, f"set it to {needed} or more", depends=BYTES_FROM)
 
 
 def _most_answers(topology: Topology, answers: int) -> Iterator[Finding]:

@@ -49,13 +49,15 @@ def _sized(topology: Topology, slots: int) -> Derived:
 
 @dataclass(frozen=True)
 class HostSource:
-    """Where home is, who this host is there, the ring that it claims from, and which life of its name this is."""
+    """Where home is, who this host is there, the ring that it claims from, and which life of its name this is.
+    `replaced`: another start of the name has taken its place."""
 
     endpoint: str
     key_file: str
     name: str
     ring_hex: str
     life: int
+    replaced: bool = False
 
     @property
     def ring(self) -> bytes:

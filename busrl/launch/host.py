@@ -27,6 +27,7 @@ from busrl.errors import PeerLost, UserError
 from busrl.launch.display import open_display
 from busrl.launch.run import ALONE, Launch, Signals, close_run
 from busrl.launch.rundir import open_host
+from busrl.paths import RunPaths
 from busrl.protocol import hosts as h
 
 ASK_S = 2.0
@@ -46,8 +47,9 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
                 print(f"busrl: {problem}", file=sys.stderr)
                 return ALONE
             source = replace(known, ring_hex=ring.hex(), life=time.time_ns() // 1_000_000)
-            code = _work(topology, source, scratch or scratch_of(ring, name), signals)
-            if code != ALONE or signals.count:
+            scratch_dir = scratch or scratch_of(ring, name)
+            code = _work(topology, source, scratch_dir, signals)
+            if code != ALONE or signals.count or HostSource.read(RunPaths.of(scratch_dir).host_source).replaced:
                 return code
 
 

@@ -412,7 +412,7 @@ class Launch:
         """On another host: its relay has found that what is claimed here is nobody's any more."""
         if not self.topology.here or self._run.ring.header(HeaderWord.RUN_STATE) != RunPhase.STOPPING:
             return None
-        return RunOutcome("stopped", "the run cannot be reached, or has another ring", ALONE)
+        return RunOutcome("stopped", "this host has no part in the run any more: see errors.jsonl", ALONE)
 
     def _ledger_damaged(self) -> RunOutcome | None:
         """Before anybody is started again: a scheduler that finds no fates would dispatch samples a second time."""

@@ -184,15 +184,16 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
 
 
 def open_host(scratch: Path, topology: Topology, source: HostSource) -> OpenRun:
-    """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring,
-    and nothing else that an earlier start left counts."""
+    """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring and
+    topology, and nothing else that an earlier start left counts."""
     paths = RunPaths.of(scratch)
     for directory in (paths.root, paths.logs):
         directory.mkdir(parents=True, exist_ok=True)
     lock = take_lock(paths)
     try:
         before = files.read_map(paths.host_source)
-        alike = before.get("ring_hex") == source.ring_hex and paths.ring_file.exists()
+        same = paths.topology.is_file() and paths.topology.read_text() == topology.to_json()
+        alike = same and before.get("ring_hex") == source.ring_hex and paths.ring_file.exists()
         if not alike:
             for file in (paths.fates, paths.validate_fates, paths.run_json, paths.open_bin):
                 file.unlink(missing_ok=True)

@@ -40,7 +40,10 @@ class HostLook(Question, tag="HOST_LOOK"):
 
 
 class WeightsHead(Question, tag="WEIGHTS_HEAD"):
-    """Which version is the newest, and how is it laid out? Answered by VERSION; REFUSED while there is none."""
+    """Which version above `have` can be had, and how is it laid out? Answered by VERSION; REFUSED while there is none.
+    While other hosts fetch one it is that one, though a newer may be there: nobody is overtaken for another's sake."""
+
+    have: int = -1
 
 
 class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
@@ -73,10 +76,11 @@ class Welcome(Reply, tag="WELCOME"):
 
 class HomeState(Struct, frozen=True, array_like=True):
     """Words of the ring's header, which engines go by, and the newest version whose weights can be had (-1: none).
-    `over`: the run ends, in order, and hosts with it."""
+    `over`: the run ends, in order, and hosts with it. `topology`: a number that changes with home's topology."""
 
     ring: bytes = b""
     over: bool = False
+    topology: Count = 0
     step: Count = 0
     version_step: Count = 0
     version: Count = 0

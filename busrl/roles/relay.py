@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections import deque
+from collections.abc import Callable
 
 import busrl
 from busrl import keys
@@ -66,8 +68,9 @@ class Home:
         self.link = Answering(CurveListener(own.endpoint, keys.directory_of(own.keys), (place,)))
         self.weights = Snapshot(actor.paths.weights_file)
         self._waiting: deque[tuple[float, Asked]] = deque()
-        self._seen: dict[str, float] = {}  # hosts, and when each last asked for anything
-        self._over = False
+        self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
+        self._fetching: dict[str, float] = {}  # those that asked for a piece since then, and when
+        self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
 
     def work(self) -> bool:
         for asked in self.link.waiting(LOOK_S):
@@ -91,7 +94,9 @@ class Home:
         words = {word.value: self.ring.header(word) for word in SHOWN}
         pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
         newest, _ = self.weights.newest()
-        return h.HomeState(ring=self.ring.uuid, over=self._over, pause=pause, weights=newest, **words)
+        return h.HomeState(
+            ring=self.ring.uuid, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
+        )
 
     def _answer(self, asked: Asked) -> None:
         question = asked.question
@@ -103,10 +108,12 @@ class Home:
             self.link.answer(asked, h.Welcome(topology=made, ring=self.ring.uuid))
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
+            self._fetching.pop(asked.name, None)
             self._waiting.append((time.monotonic() + min(question.wait_s, WAIT_S), asked))
         elif isinstance(question, h.WeightsHead):
-            self._head(asked)
+            self._head(asked, question.have)
         else:
+            self._fetching[asked.name] = time.monotonic()
             found = self.weights.piece(question.version, question.at, question.size)
             reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
             self.link.answer(asked, reply, found)
@@ -127,10 +134,13 @@ class Home:
             return h.Refused(text=text, final=True)
         return None
 
-    def _head(self, asked: Asked) -> None:
-        taken = self.weights.take()
-        if taken is None:
-            self.link.answer(asked, h.Refused(text="no whole version just now"))
+    def _head(self, asked: Asked, have: int) -> None:
+        own, now = self.topology.weights.timeout_s, time.monotonic()
+        others = any(now - at < own for name, at in self._fetching.items() if name != asked.name)
+        with self.actor.activity("copy weights", self.topology.limits.work_s):
+            taken = self.weights.take(refresh=not others)
+        if taken is None or taken.version <= have:
+            self.link.answer(asked, h.Refused(text="no newer version just now"))
             return
         head = h.Version(version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
                          manifest=taken.manifest)
@@ -201,6 +211,9 @@ class Away:
         if state.ring != self.claimed_from:
             self._end("the run has a new ring, in which nothing is claimed from here")
             return
+        if self.state is not None and state.topology != self.state.topology:
+            self._end("the run has another topology, which is asked for anew")
+            return
         self.state = state
         for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
             self.ring.set_header(word, getattr(state, word.value))
@@ -212,13 +225,14 @@ class Away:
 
     def _fetch(self) -> None:
         """Bring the newest version here; without an answer, or overtaken, it is tried again at the next look."""
-        head = self.link.ask(h.WeightsHead(), ANSWER_S + self.topology.weights.timeout_s)
+        head = self.link.ask(h.WeightsHead(have=self.weights.newest()), ANSWER_S + self.topology.weights.timeout_s)
         if not isinstance(head, h.Version) or head.version <= self.weights.newest():
             return
         begun = time.monotonic()
         try:
             self.weights.begin(head.version, head.step, head.checksum, head.manifest)
-            if self._pieces(head):
+            limit_s, moved = self.topology.weights.timeout_s, self.ring.progress
+            if fetch_pieces(self.link, self.weights, head.version, head.nbytes, self.piece, limit_s, moved):
                 self.weights.done()
                 took = time.monotonic() - begun
                 log.info("version %d: %.1f MB in %.2f s", head.version, head.nbytes / 1e6, took)
@@ -227,23 +241,25 @@ class Away:
         finally:
             self.weights.abandon()
 
-    def _pieces(self, head: h.Version) -> bool:
-        """Ask for all pieces, some ahead, and write each as it comes. False: a newer version has overtaken this one."""
-        wanted = deque(range(0, head.nbytes, self.piece))
-        asked: dict[int, int] = {}
-        while wanted or asked:
-            while wanted and len(asked) < AHEAD:
-                at = wanted.popleft()
-                size = min(self.piece, head.nbytes - at)
-                asked[self.link.post(h.WeightsPiece(version=head.version, at=at, size=size))] = at
-            found = self.link.receive(self.topology.weights.timeout_s)
-            if found is None:
-                raise PeerLost(f"no piece of it for {self.topology.weights.timeout_s:g} s (weights.timeout_s)")
-            reply, data = found
-            if asked.pop(reply.number, None) is None:
-                continue  # an answer to an earlier question
-            if not isinstance(reply, h.Piece):
-                return False
-            self.weights.write(reply.at, data)
-            self.ring.progress()
-        return True
+
+def fetch_pieces(
+    link: Asking, copy: SegmentCopy, version: int, nbytes: int, size: int, timeout_s: float, moved: Callable[[], None]
+) -> bool:
+    """Ask for all pieces of a version, some ahead, and write each as it comes; `moved` is called at each. False: a
+    newer version has overtaken it. PeerLost: nothing came for `timeout_s`."""
+    wanted, asked = deque(range(0, nbytes, size)), dict[int, int]()
+    while wanted or asked:
+        while wanted and len(asked) < AHEAD:
+            at = wanted.popleft()
+            asked[link.post(h.WeightsPiece(version=version, at=at, size=min(size, nbytes - at)))] = at
+        found = link.receive(timeout_s)
+        if found is None:
+            raise PeerLost(f"no piece of it for {timeout_s:g} s (weights.timeout_s)")
+        reply, data = found
+        if asked.pop(reply.number, None) is None:
+            continue  # an answer to an earlier question
+        if not isinstance(reply, h.Piece):
+            return False
+        copy.write(reply.at, data)
+        moved()
+    return True

@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from busrl.bus import Endpoint, tcp_pair
 from busrl.config import HostSource
 from busrl.config.hosts import ahead_of
-from busrl.errors import BusNotReady, MessageTooLarge, UserError
+from busrl.errors import BusNotReady, MessageTooLarge
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
@@ -143,7 +143,7 @@ class Satellite(Actor):
         if answer.code == "unknown":
             self.joined = False  # a new keeper, or this host was silent for too long
         elif answer.code == "replaced":
-            raise UserError(f"another host has joined as {self.source.name}: {answer.text}")
+            self._replaced()
         for task in answer.lost:
             self._lose(task)
         if answer.task in self.held:
@@ -153,6 +153,13 @@ class Satellite(Actor):
                 self._settled(self.held[answer.task])
         elif answer.code in ("refused", "full", "too_large", "malformed", "version"):
             self.warn("home", f"{answer.about}: {answer.code}: {answer.text}", "error", kind=answer.code)
+
+    def _replaced(self) -> None:
+        """Two hosts of one name would take each other's place for ever: the older one ends."""
+        self.warn("satellite", f"another host has joined as {self.source.name}: this one ends", "error")
+        replace(self.source, replaced=True).write(self.paths.host_source)
+        self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
+        self.stop("replaced")
 
     def _settled(self, one: Held) -> None:
         """Home needs nothing more of it."""

@@ -52,12 +52,13 @@ class Snapshot(VersionReceiver):
 
     taken: Taken | None = None
 
-    def take(self) -> Taken | None:
-        """The newest version; None if there is none, or it was written over while it was copied (ask again)."""
+    def take(self, refresh: bool = True) -> Taken | None:
+        """The newest version, or without `refresh` the one that was taken last; None if there is none, or it was
+        written over while it was copied (ask again)."""
         version, _ = self.newest()
         if version < 0:
             return None
-        if self.taken is None or self.taken.version != version:
+        if self.taken is None or (refresh and self.taken.version != version):
             self.taken = None  # its memory goes first: a model is large
             self.taken = self._copied()
         return self.taken

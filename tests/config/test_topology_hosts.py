@@ -50,6 +50,7 @@ def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hos
     ("bus.endpoint=ipc", "other hosts reach the bus over TCP"),
     ("weights.transport=broadcast", "other hosts get what lies in shared memory"),
     ("weights.sparse.enabled=true", "other hosts get whole versions"),
+    ("bus.max_message_bytes=5000", "comes in one message"),
     ("segments.length=16", "an answer is made on one host, whole"),
     ('process.rollout.hosts=["a", "a"]', "a host is named twice"),
     ('process.rollout.hosts=["-a"]', "'-a' is no name of a host"),

@@ -101,9 +101,10 @@ class Host(Run):
     """`busrl host` of the run `home`, under `name`, by the key of `key`."""
 
     def __init__(
-        self, home: Home, name: str = "gpu-0", key: str = "", wait_s: float = 60.0, cable: Cable | None = None
+        self, home: Home, name: str = "gpu-0", key: str = "", wait_s: float = 60.0, cable: Cable | None = None,
+        place: str = "",
     ) -> None:
-        super().__init__(home.directory.parent / f"scratch-{name}")
+        super().__init__(home.directory.parent / (place or f"scratch-{name}"))
         self.prefix = cable.away if cable else ()
         file = keys.client_file(home.keys, key or name)
         self.command = [

@@ -75,15 +75,17 @@ def test_a_host_whose_launch_is_killed_goes_on_with_its_ring(tmp_path: Path, qui
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", [False, True], ids=["its ring lives", "its ring is lost"])
-def test_home_is_killed_and_started_again_while_its_host_waits(lost: bool, tmp_path: Path, quickstart: None) -> None:
+@pytest.mark.parametrize("change", ["", "its ring is lost", "another topology"])
+def test_home_is_killed_and_started_again_while_its_host_waits(change: str, tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, steps=16)
     host = Host(home)
     with running(home), running(host):
         home.until_step(3)
         home.kill_launch()
-        if lost:
+        if change == "its ring is lost":
             home.paths.ring_file.unlink()
+        if change == "another topology":
+            home.settings.append("limits.lease_s=7")
         home.start()
         assert home.wait() == 0, home.tail()
         assert host.wait(60) == 0, host.tail()
@@ -131,4 +133,17 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Pa
                 cable.plug("up")
             assert home.wait() == 0, home.tail()
             assert host.wait(60) == 0, host.text()
+    check_end(home, 0)
+
+
+@pytest.mark.long
+def test_a_second_host_of_one_name_takes_the_place_of_the_first_which_ends(tmp_path: Path, quickstart: None) -> None:
+    home = Home(tmp_path, steps=12)
+    first, second = Host(home), Host(home, place="elsewhere")
+    with running(home), running(first):
+        home.until_step(3)
+        with running(second):
+            assert first.wait(30) == 3, first.tail()
+            assert home.wait() == 0, home.tail()
+            assert second.wait(30) == 0, second.tail()
     check_end(home, 0)

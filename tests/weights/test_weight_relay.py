@@ -70,6 +70,7 @@ def test_an_overtaken_or_older_version_is_given_up(tmp_path: Path) -> None:
     old = source.take()
     sender.publish(2, 2, tensors(2))
     assert old is not None and source.piece(1, 0, PIECE) is not None, "what was taken stays until a newer one is"
+    assert source.take(refresh=False) == old, "others still fetch it"
     new = source.take()
     assert new is not None and source.piece(1, 0, PIECE) is None
     begun(copy, new)
