@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from busrl.config.schema import BusFault, CrashFault, Faults
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
-_MOVERS: Final = tuple(one.name for one in ROLES.values() if one.moves)
+# Not those of another host: there are no faults on purpose there.
+_MOVERS: Final = tuple(one.name for one in ROLES.values() if one.moves and one.where != "host")
 _HOLDERS: Final = tuple(one for one in _MOVERS if one != "scheduler")  # the keeper for remote workers
 _GENERATE: Final = ("rollout", *CALLER_ROLES, "keeper")
 # Which of busrl's own programs pass a point; docs/faults.md has the same table.

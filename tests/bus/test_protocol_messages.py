@@ -19,6 +19,7 @@ TASK_MAP = {
     "task": "1.2.3", "slot_id": 1, "seq": 2, "uid": 3, "record": "{}", "segment": 0, "attempt": 0,
     "max_new_tokens": 0, "temperature": 1.0, "top_p": 1.0, "version": 0, "completion": "x",
     "tensors": {"tokens": IDS_MAP}, "segment_tokens": 0, "kind": "", "stream": 0, "stop": [],
+    "cls": 0, "priority": 0, "admission": 0,
 }
 GOLDEN: list[tuple[m.Message, dict]] = [
     (
