@@ -24,8 +24,9 @@ from busrl.protocol import hosts as h
 
 HWM = 64
 MOST_BYTES = 1 << 30  # of a frame: a piece of weights, or a manifest
-BEAT_MS, SILENT_MS = 1000, 5000
-RECONNECT_MS, RECONNECT_MOST_MS = 100, 2000
+BEAT_MS, SILENT_MS = 500, 2000
+RECONNECT_MS, RECONNECT_MOST_MS = 100, 1000
+AGAIN_S = 2.0
 
 
 class Asked(NamedTuple):
@@ -82,12 +83,16 @@ class Asking:
         self._number = time.time_ns() // 1000  # so that an answer to an earlier life is not taken for one to this
 
     def ask(self, question: h.Question, timeout_s: float) -> h.AnyReply:
-        """The answer. PeerTimeout: nothing was heard."""
-        number, end = self.post(question), time.monotonic() + timeout_s
-        while (left := end - time.monotonic()) > 0:
-            found = self.receive(left)
-            if found is not None and found[0].number == number:
-                return found[0]
+        """The answer; the question is sent again now and then, as a connection that breaks loses what is on its way.
+        PeerTimeout: nothing was heard."""
+        end, numbers = time.monotonic() + timeout_s, set[int]()
+        while time.monotonic() < end:
+            numbers.add(self.post(question))
+            again = min(end, time.monotonic() + AGAIN_S)
+            while (left := again - time.monotonic()) > 0:
+                found = self.receive(left)
+                if found is not None and found[0].number in numbers:
+                    return found[0]
         raise PeerTimeout(
             f"{self.endpoint} did not answer for {timeout_s:g} s: see that the run is there (`busrl status`), that "
             f"this host can reach the port, and that {self.host}'s key is listed (`busrl keys list` on the run's host)"

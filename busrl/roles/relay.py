@@ -11,6 +11,7 @@ words of the local ring's header that engines go by, and the local segment. Know
 from __future__ import annotations
 
 import logging
+import math
 import time
 import zlib
 from collections import deque
@@ -31,11 +32,13 @@ from busrl.weights.relay import SegmentCopy, Snapshot
 log = logging.getLogger("busrl")
 LOOK_S = 0.02
 WAIT_S = 1.0  # for which home holds a question about the state
-ANSWER_S = 5.0  # beyond that, before a question is asked again
+ANSWER_S = 2.5  # beyond that, before home counts as silent
 AHEAD = 4  # pieces asked for at the same time
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
 LATELY_S = 10.0
+LOOK_MEANWHILE_S = 0.5
+SILENT = "hears nothing of the run"
 
 
 class Relay(Actor):
@@ -173,7 +176,7 @@ class Away:
         self.weights = SegmentCopy(actor.paths.weights_file)
         self.piece = self.topology.hosts.piece_mb << 20
         self.state: h.HomeState | None = None
-        self._heard = time.monotonic()
+        self._heard, self._next_look = time.monotonic(), 0.0
 
     def work(self) -> bool:
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
@@ -185,6 +188,7 @@ class Away:
             self._silent(str(problem))
             return True
         self._heard = time.monotonic()
+        self.ring.activity("")
         if isinstance(reply, h.Refused):
             self._end(f"refused: {reply.text}")
         elif isinstance(reply, h.State):
@@ -196,10 +200,20 @@ class Away:
         self.link.close()
 
     def _silent(self, why: str) -> None:
+        self.ring.activity(SILENT, math.inf)  # the satellite takes nothing meanwhile
         silent_s, limit_s = time.monotonic() - self._heard, self.topology.hosts.orphan_s
         self.actor.warn("relay", f"nothing heard of the run for {silent_s:.0f} s: {why}", kind="silent")
         if silent_s > limit_s:
             self._end(f"nothing heard of the run for {silent_s:.0f} s (hosts.orphan_s = {limit_s:g})")
+
+    def _meanwhile(self, reply: h.AnyReply) -> None:
+        """Engines must know how far they are behind, however long a version takes."""
+        self.ring.progress()
+        if isinstance(reply, h.State) and reply.state.ring == self.claimed_from:
+            self._set_words(reply.state)
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_MEANWHILE_S
+            self.link.post(h.HostLook())
 
     def _end(self, why: str) -> None:
         """The processes of this host go by the ring: it says that the run is over for them."""
@@ -214,25 +228,32 @@ class Away:
         if self.state is not None and state.topology != self.state.topology:
             self._end("the run has another topology, which is asked for anew")
             return
-        self.state = state
-        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
-            self.ring.set_header(word, getattr(state, word.value))
-        self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
+        self._set_words(state)
         if state.over:
             self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
         elif state.weights > max(self.weights.newest(), 0):
             self._fetch()
 
+    def _set_words(self, state: h.HomeState) -> None:
+        self.state = state
+        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
+            self.ring.set_header(word, getattr(state, word.value))
+        self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
+
     def _fetch(self) -> None:
         """Bring the newest version here; without an answer, or overtaken, it is tried again at the next look."""
-        head = self.link.ask(h.WeightsHead(have=self.weights.newest()), ANSWER_S + self.topology.weights.timeout_s)
+        try:
+            head = self.link.ask(h.WeightsHead(have=self.weights.newest()), self.topology.weights.timeout_s)
+        except PeerLost as problem:
+            self.actor.warn("relay", f"weights: {problem}", kind="weights")
+            return
         if not isinstance(head, h.Version) or head.version <= self.weights.newest():
             return
         begun = time.monotonic()
         try:
             self.weights.begin(head.version, head.step, head.checksum, head.manifest)
-            limit_s, moved = self.topology.weights.timeout_s, self.ring.progress
-            if fetch_pieces(self.link, self.weights, head.version, head.nbytes, self.piece, limit_s, moved):
+            limit_s = self.topology.weights.timeout_s
+            if fetch_pieces(self.link, self.weights, head.version, head.nbytes, self.piece, limit_s, self._meanwhile):
                 self.weights.done()
                 took = time.monotonic() - begun
                 log.info("version %d: %.1f MB in %.2f s", head.version, head.nbytes / 1e6, took)
@@ -243,10 +264,11 @@ class Away:
 
 
 def fetch_pieces(
-    link: Asking, copy: SegmentCopy, version: int, nbytes: int, size: int, timeout_s: float, moved: Callable[[], None]
+    link: Asking, copy: SegmentCopy, version: int, nbytes: int, size: int, timeout_s: float,
+    meanwhile: Callable[[h.AnyReply], None],
 ) -> bool:
-    """Ask for all pieces of a version, some ahead, and write each as it comes; `moved` is called at each. False: a
-    newer version has overtaken it. PeerLost: nothing came for `timeout_s`."""
+    """Ask for all pieces of a version, some ahead, and write each as it comes; `meanwhile` is called with each answer.
+    False: a newer version has overtaken it. PeerLost: nothing came for `timeout_s`."""
     wanted, asked = deque(range(0, nbytes, size)), dict[int, int]()
     while wanted or asked:
         while wanted and len(asked) < AHEAD:
@@ -256,10 +278,10 @@ def fetch_pieces(
         if found is None:
             raise PeerLost(f"no piece of it for {timeout_s:g} s (weights.timeout_s)")
         reply, data = found
+        meanwhile(reply)
         if asked.pop(reply.number, None) is None:
             continue  # an answer to an earlier question
         if not isinstance(reply, h.Piece):
             return False
         copy.write(reply.at, data)
-        moved()
     return True

@@ -29,8 +29,9 @@ from busrl.errors import BusNotReady, MessageTooLarge
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.ring import State, segments_of, seq_of
+from busrl.ring import Process, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.relay import SILENT
 from busrl.roles.trajectory import UNREADABLE, read_generated, read_prompt_ids, read_text
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
@@ -300,11 +301,16 @@ class Satellite(Actor):
             self.home.send(m.Hello(role="rollout", pid=os.getpid(), host=os.uname().nodename))
             self._ask(g.RemoteJoin(life=life, role="rollout"))
             return
-        rows = sum(count for count, at in self.rows.values() if now - at < ROWS_COUNT_S)
+        hears = any(one.role == "relay" and one.state == "ready" and one.activity != SILENT for one in self._here())
+        # Without a relay nobody here knows how old its weights are.
+        rows = sum(count for count, at in self.rows.values() if now - at < ROWS_COUNT_S) if hears else 0
         wanted = rows + ahead_of(self.topology, rows) if rows else 0
         unfinished = sum(one.result is None for one in self.held.values())
         room = min(max(0, wanted - unfinished), self.ring.n_slots - len(self.held))
         self._ask(g.RemoteClaim(life=life, capacity=len(self.held) + max(0, room), holding=list(self.held)))
+
+    def _here(self) -> list[Process]:
+        return [one for one in self.ring.processes() if not one.remote]
 
     def _send(self, one: Held) -> None:
         assert one.result is not None

@@ -134,6 +134,7 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Pa
             assert home.wait() == 0, home.tail()
             assert host.wait(60) == 0, host.text()
     check_end(home, 0)
+    assert all(row["tokens"] for row in home.metrics()), "nothing was drawn with weights that are too old to train"
 
 
 @pytest.mark.long

@@ -143,7 +143,7 @@ def _fetch(away: Any, source: Any, copy: Any) -> None:
 
     taken = source.taken
     copy.begin(taken.version, taken.step, taken.checksum, taken.manifest)
-    assert fetch_pieces(away, copy, taken.version, len(taken.data), 4 << 20, 60.0, lambda: None)
+    assert fetch_pieces(away, copy, taken.version, len(taken.data), 4 << 20, 60.0, lambda reply: None)
     copy.done()
 
 
