@@ -18,6 +18,7 @@ from busrl.config.derive import ring_bytes
 from busrl.config.schema import Derived, Faults, Topology
 from busrl.errors import UserError
 
+SILENT = "hears nothing of the run"  # what the relay of a host is doing while that is so
 AHEAD_SHARE = 16  # of the rows, held beside those that engines run
 
 

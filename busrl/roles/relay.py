@@ -23,6 +23,7 @@ from busrl.bus.broker import CurveListener
 from busrl.bus.link import Answering, Asked, Asking
 from busrl.bus.security import relay_endpoint
 from busrl.config import HostSource, of_host
+from busrl.config.hosts import SILENT
 from busrl.errors import PeerLost, WeightsRefused
 from busrl.protocol import hosts as h
 from busrl.roles.actor import Actor
@@ -38,7 +39,6 @@ SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWor
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
 LATELY_S = 10.0
 LOOK_MEANWHILE_S = 0.5
-SILENT = "hears nothing of the run"
 
 
 class Relay(Actor):

@@ -24,14 +24,13 @@ import numpy as np
 
 from busrl.bus import Endpoint, tcp_pair
 from busrl.config import HostSource
-from busrl.config.hosts import ahead_of
+from busrl.config.hosts import SILENT, ahead_of
 from busrl.errors import BusNotReady, MessageTooLarge
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Process, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.relay import SILENT
 from busrl.roles.trajectory import UNREADABLE, read_generated, read_prompt_ids, read_text
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
