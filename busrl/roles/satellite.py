@@ -39,6 +39,7 @@ ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER")
 CLAIM_S, RESEND_S, PRESENT_S = 0.25, 2.0, 1.0
 ROWS_COUNT_S = 4.0  # for which an engine that told of its rows is taken to be there
 COLLECT_AT_ONCE = 256
+REMEMBERED = 8192
 DROPS = {Fate.UNRENDERED: "prompt", Fate.LONG: "too_long", Fate.MALFORMED: "malformed", Fate.POISON: "poison"}
 
 
@@ -73,6 +74,7 @@ class Satellite(Actor):
         self.joined, self.request = False, time.time_ns() // 1_000_000
         self.rows: dict[str, tuple[int, float]] = {}  # of the engines here: how many, and when they said so
         self.waiting: dict[str, g.Task] = {}
+        self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
         self.bell = Doorbell()
         self._next_claim = self._next_presence = 0.0
         self.held = {one.task: one for one in self._adopted()}
@@ -133,7 +135,7 @@ class Satellite(Actor):
             self.joined, self._next_claim = True, 0.0
         elif isinstance(message, g.GatewayTasks):
             for task in message.tasks:
-                if task.task not in self.held:
+                if task.task not in self.held and task.task not in self.over:
                     self.held[task.task] = Held(task.task, task.uid)
                     self.waiting[task.task] = task
         elif isinstance(message, g.GatewayAnswer):
@@ -146,13 +148,20 @@ class Satellite(Actor):
             self._replaced()
         for task in answer.lost:
             self._lose(task)
-        if answer.task in self.held:
-            if answer.code not in ("done", "already", "late"):
-                self.warn("home", f"sample {self.held[answer.task].uid}: {answer.code}: {answer.text}", "error")
+        if answer.code == "refused" and answer.task in self.held:
+            self._refused(self.held[answer.task], answer.text)
+        elif answer.task in self.held:
             if answer.code != "unknown":
                 self._settled(self.held[answer.task])
         elif answer.code in ("refused", "full", "too_large", "malformed", "version"):
             self.warn("home", f"{answer.about}: {answer.code}: {answer.text}", "error", kind=answer.code)
+
+    def _refused(self, one: Held, why: str) -> None:
+        """Home cannot use its answer, and would not use the next one: the sample is given up."""
+        self.warn("home", f"sample {one.uid} is refused: {why}", "error", uids=[one.uid])
+        if isinstance(one.result, g.RemoteGenerated):
+            one.result = g.RemoteFail(life=self.source.life, task=one.task, drop="malformed", text=why)
+            self._send(one)
 
     def _replaced(self) -> None:
         """Two hosts of one name would take each other's place for ever: the older one ends."""
@@ -184,6 +193,9 @@ class Satellite(Actor):
     def _forget(self, one: Held) -> None:
         self.held.pop(one.task, None)
         self.waiting.pop(one.task, None)
+        self.over[one.task] = None
+        if len(self.over) > REMEMBERED:
+            del self.over[next(iter(self.over))]
 
     # -- the local ring -----
 
@@ -306,7 +318,8 @@ class Satellite(Actor):
         wanted = rows + ahead_of(self.topology, rows) if rows else 0
         unfinished = sum(one.result is None for one in self.held.values())
         room = min(max(0, wanted - unfinished), self.ring.n_slots - len(self.held))
-        self._ask(g.RemoteClaim(life=life, capacity=len(self.held) + max(0, room), holding=list(self.held)))
+        holding = [task for task, one in self.held.items() if not one.lost][:m.MAX_MAP]
+        self._ask(g.RemoteClaim(life=life, capacity=len(self.held) + max(0, room), holding=holding))
 
     def _here(self) -> list[Process]:
         return [one for one in self.ring.processes() if not one.remote]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -139,12 +140,16 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Pa
 
 @pytest.mark.long
 def test_a_second_host_of_one_name_takes_the_place_of_the_first_which_ends(tmp_path: Path, quickstart: None) -> None:
-    home = Home(tmp_path, steps=12)
+    home = Home(tmp_path, steps=100_000)
     first, second = Host(home), Host(home, place="elsewhere")
     with running(home), running(first):
         home.until_step(3)
         with running(second):
-            assert first.wait(30) == 3, first.tail()
-            assert home.wait() == 0, home.tail()
+            assert first.wait(60) == 3, first.tail()
+            home.until_step(home.step() + 5)
+            assert home.child is not None
+            home.child.send_signal(signal.SIGTERM)
+            assert home.wait() == 128 + signal.SIGTERM, home.tail()
             assert second.wait(30) == 0, second.tail()
-    check_end(home, 0)
+    report = home.audit()
+    assert not report.errors and report.counts.lost == 0 and report.counts.trained_twice == 0, report
