@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,31 +47,32 @@ class Cable:
         )
 
     def __enter__(self) -> Cable:
-        one, other = self.names
         try:
-            _ip("netns", "add", one)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no network namespaces here: they need ip and the rights of root")
-        _ip("netns", "add", other)
+            self._lay()
+        except (OSError, subprocess.CalledProcessError) as problem:
+            self.__exit__()
+            pytest.skip(f"no network namespaces here, which need ip and the rights of root: {problem}")
+        return self
+
+    def _lay(self) -> None:
+        one, other = self.names
+        for name in self.names:
+            _ip("netns", "add", name)
         _ip("-n", one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", other)
         for name, address in ((one, "10.77.0.1/24"), (other, "10.77.0.2/24")):
             _ip("-n", name, "addr", "add", address, "dev", "cable")
             for link in ("lo", "cable"):
                 _ip("-n", name, "link", "set", link, "up")
-        return self
+        subprocess.run([*self.away, "true"], check=True, capture_output=True)
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def plug(self, state: str) -> None:
         """Pull the cable ("down"), or put it back ("up")."""
         _ip("-n", self.names[0], "link", "set", "cable", state)
-
-    def slow(self, rate: str) -> None:
-        """Let home send no faster than `rate` ("200mbit")."""
-        tc = ["tc", "-n", self.names[0], "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate]
-        subprocess.run([*tc, "burst", "64k", "latency", "50ms"], check=True)
 
 
 def _ip(*words: str) -> None:
