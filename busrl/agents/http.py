@@ -140,7 +140,7 @@ class Door:
         return episode
 
     def _is_the_runs(self, request: web.Request) -> bool:
-        return _same(self._key_of(request), self._key)
+        return same_key(self._key_of(request), self._key)
 
     def _need_the_runs(self, request: web.Request) -> Desk:
         if self._desk is None or not self._is_the_runs(request):
@@ -154,13 +154,13 @@ class Door:
             return await handler(request)
         except CallRefused as refused:
             status = 401 if refused.code == "invalid_api_key" else 409 if refused.code == "ended" else 400
-            return _answer(openai.error(str(refused), refused.code, refused.param), status)
+            return answer_of(openai.error(str(refused), refused.code, refused.param), status)
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {BODY_BYTES >> 20} MiB"
-            return _answer(openai.error(text, "invalid"), 413)
+            return answer_of(openai.error(text, "invalid"), 413)
         except web.HTTPException as problem:
             text = f"{request.method} {request.path}: {problem.reason}"
-            return _answer(openai.error(text, "not_found"), problem.status)
+            return answer_of(openai.error(text, "not_found"), problem.status)
 
     def _routes(self) -> list[web.RouteDef]:
         found = [
@@ -246,7 +246,7 @@ class Door:
             await stream.write_eof()
             given.delivered()
             return stream
-        response = _answer(getattr(answers, shape)())
+        response = answer_of(getattr(answers, shape)())
         await response.prepare(request)
         await response.write_eof()
         given.delivered()
@@ -261,10 +261,10 @@ class Door:
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "busrl", "max_model_len": self._context}
-        return _answer({"object": "list", "data": [card]})
+        return answer_of({"object": "list", "data": [card]})
 
     async def _health(self, request: web.Request) -> web.Response:
-        return _answer({})
+        return answer_of({})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self._known(request)
@@ -276,14 +276,14 @@ class Door:
             found = self._renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
         else:
             found = self._renderer.encode(body.prompt)
-        return _answer({"tokens": found, "count": len(found), "max_model_len": self._context})
+        return answer_of({"tokens": found, "count": len(found), "max_model_len": self._context})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         self._known(request)
         body: openai.DetokenizeBody = openai.read(await request.read(), openai.DetokenizeBody)
         if wrong := [one for one in body.tokens if not 0 <= one < self._renderer.vocabulary]:
             raise CallRefused("invalid", f"tokens: {wrong[0]} is no token id", "tokens")
-        return _answer({"prompt": self._renderer.decode(body.tokens)})
+        return answer_of({"prompt": self._renderer.decode(body.tokens)})
 
     def _known(self, request: web.Request) -> None:
         if not self._is_the_runs(request):
@@ -297,29 +297,29 @@ class Door:
         if not 1 <= body.n <= MOST_CLAIMS or not 0 <= body.wait_s <= LONGEST_WAIT_S:
             rule = f"1 to {MOST_CLAIMS} episodes, at most {LONGEST_WAIT_S:g} s"
             raise CallRefused("invalid", f"n = {body.n}, wait_s = {body.wait_s:g}: {rule}", "n")
-        return _answer(await desk.claim(body))
+        return answer_of(await desk.claim(body))
 
     async def _end(self, request: web.Request) -> web.Response:
         desk = self._owner(request)
         body: EndBody = openai.read(await request.read() or b"{}", EndBody)
-        return _answer(desk.end(request.match_info["name"], body))
+        return answer_of(desk.end(request.match_info["name"], body))
 
     async def _extend(self, request: web.Request) -> web.Response:
-        return _answer(self._owner(request).renew(request.match_info["name"]))
+        return answer_of(self._owner(request).renew(request.match_info["name"]))
 
     async def _look(self, request: web.Request) -> web.Response:
-        return _answer(self._owner(request).look(request.match_info["name"]))
+        return answer_of(self._owner(request).look(request.match_info["name"]))
 
     def _owner(self, request: web.Request) -> Desk:
         """Whoever claimed the episode, or has its key, which lasts as long as its answers are kept."""
         assert self._desk is not None
         expected = self._desk.key_of(request.match_info["name"])
-        if not self._is_the_runs(request) and not _same(self._key_of(request), expected):
+        if not self._is_the_runs(request) and not same_key(self._key_of(request), expected):
             raise CallRefused("invalid_api_key", "this is neither the run's key nor that of the episode")
         return self._desk
 
 
-def _same(key: str, expected: str) -> bool:
+def same_key(key: str, expected: str) -> bool:
     """In constant time; never where none is expected."""
     return bool(expected) and hmac.compare_digest(_digest(key), _digest(expected))
 
@@ -328,5 +328,5 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).digest()
 
 
-def _answer(value: Any, status: int = 200) -> web.Response:
+def answer_of(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=openai.written(value), status=status, content_type="application/json")

@@ -15,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from busrl.agents.episode import Answer, Call, Episode, Settings
 from busrl.agents.llm import Ended
@@ -33,12 +37,13 @@ from busrl.config.pretrained import end_ids
 from busrl.config.schema import AGENT
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
+from busrl.files import replace
 from busrl.protocol import messages as m
 from busrl.ring import Ring, State, seq_of
 from busrl.ring.calls import AsyncCaller, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
 from busrl.roles.episodes import CONTEXT, commit_episode, reward_of, turn_rewards_of, write_episode
-from busrl.roles.trajectory import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
 from busrl.states import REWARD_FATES, Fate
 
 log = logging.getLogger("busrl")
@@ -67,7 +72,7 @@ class Claim:
 
 class EpisodeHolder(Actor):
     """A role gives `serving` and decides in `work` how many samples it `take`s; an episode is `begin`ning with a
-    claim, and ends with `settle`, `gone_wrong`, `drop` or `give_back`."""
+    claim, and ends with `settle`, `gone_wrong`, `drop` or `give_back`. What was written otherwise is `commit`ted."""
 
     failed: BaseException | None = None  # what ended a task of this process: a fault of its own
 
@@ -83,6 +88,7 @@ class EpisodeHolder(Actor):
         self.unanswered: Counter[int] = Counter()  # by uid
         self.bell, self.reward_bell = Doorbell(), Doorbell()
         self._next_request = 0.0
+        self._passed = asyncio.Event()  # of the pass that is next
         self.loop = asyncio.new_event_loop()
 
     def _understand(self, folder: Path) -> None:
@@ -142,6 +148,8 @@ class EpisodeHolder(Actor):
         while not self.stopping:
             self.look_around()
             self.work()
+            self._passed.set()  # whoever waits for a sample looks again
+            self._passed = asyncio.Event()
             await self._wait(self.tick_s)
             if self.failed is not None:
                 raise self.failed
@@ -151,6 +159,21 @@ class EpisodeHolder(Actor):
         self.news.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.news.wait(), timeout_s)
+
+    async def next_pass(self, timeout_s: float) -> None:
+        """Wait for the end of a pass, at most so long."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._passed.wait(), timeout_s)
+
+    @contextlib.contextmanager
+    def told(self, **about: str) -> Iterator[None]:
+        """Where this process listens, in a file for its owner alone."""
+        file, about = self.paths.served(self.worker_id), {**about, "key": str(self.paths.serve_key)}
+        replace(file, msgspec.json.encode({**about, "pid": os.getpid()}))
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Let it run beside the passes; what it raises ends this process."""
@@ -197,9 +220,9 @@ class EpisodeHolder(Actor):
             self.drop(claim, Fate.MALFORMED, f"its task cannot be read: {problem}")
             return None
 
-    def begin(self, claim: Claim) -> Episode:
+    def begin(self, claim: Claim, limits: Limits | None = None) -> Episode:
         """The calls of an attempt at it."""
-        settings = Settings(int(claim.line["max_new_tokens"]), self.limits, self.topology.agents.parallel)
+        settings = Settings(int(claim.line["max_new_tokens"]), limits or self.limits, self.topology.agents.parallel)
         return Episode(claim.uid, lambda call: self._ask(claim, call), self.renderer, self.maker, settings)
 
     async def _ask(self, claim: Claim, call: Call) -> Answer:
@@ -231,12 +254,16 @@ class EpisodeHolder(Actor):
             self._write(claim, made, ended, episode)
         except SlotTooSmall as problem:
             return self.drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
+        self.commit(claim, made)
+        return ""
+
+    def commit(self, claim: Claim, made: Trajectory) -> None:
+        """What was written of it is its sample."""
         message = commit_episode(self.ring, claim.slot, claim.word, made)
         del self.claims[claim.slot]
         if message is not None:
             self.bell.add(lambda: message)
             self.ring.add(samples=1)
-        return ""
 
     def _write(self, claim: Claim, made: Trajectory, ended: Ended, episode: Episode) -> None:
         own = self.topology.agents
@@ -301,3 +328,12 @@ class EpisodeHolder(Actor):
             self.ring.drop(slot, word, Fate.MALFORMED)
             return None
         return found[0] + turn_rewards_of(self.ring, slot)
+
+
+def run_key(path: Path) -> str:
+    """The key of the run: made by the first that needs it, for its owner's eyes alone."""
+    with contextlib.suppress(FileExistsError):
+        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(made, "w") as file:
+            file.write(secrets.token_hex(16))
+    return path.read_text()

@@ -13,16 +13,12 @@ by every request with its key and by every open call; a silent one is lost, and 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,10 +28,9 @@ from busrl.agents.http import ClaimBody, Door, EndBody
 from busrl.agents.llm import TEXT_LIMIT, Ended, RewardRequest
 from busrl.agents.pool import MAX_AGAIN
 from busrl.errors import CallRefused, CallUnanswered
-from busrl.files import replace
 from busrl.rewards.base import MalformedReward, settle
 from busrl.ring import seq_of
-from busrl.roles.holder import Claim, EpisodeHolder
+from busrl.roles.holder import Claim, EpisodeHolder, run_key
 from busrl.states import SampleClass
 
 ANSWERS_KEPT = 10_000
@@ -62,7 +57,6 @@ class Serve(EpisodeHolder):
         self.by_episode: dict[Episode, Lease] = {}
         self.answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key, and what `/end` was answered
         self.again: Counter[int] = Counter()  # by uid
-        self.passed = asyncio.Event()  # of the pass that is next
         self.key = run_key(self.paths.serve_key)
 
     @contextlib.asynccontextmanager
@@ -72,12 +66,8 @@ class Serve(EpisodeHolder):
         port = own.port + place if own.port else 0
         async with Door(self.limits.context, self.renderer, self.topology.agents.sampling, own.host, port,
                         self.topology.run.name, self, self.key) as self.door:
-            about = {"base_url": self.door.base_url, "pid": os.getpid(), "key": str(self.paths.serve_key)}
-            replace(self.paths.served(self.worker_id), msgspec.json.encode(about))
-            try:
+            with self.told(base_url=self.door.base_url):
                 yield
-            finally:
-                self.paths.served(self.worker_id).unlink(missing_ok=True)
 
     def work(self) -> bool:
         now = time.monotonic()
@@ -87,8 +77,6 @@ class Serve(EpisodeHolder):
             elif lease.until < now:
                 self._lose(lease, f"its client was silent for {self.lease_s:g} s (limits.lease_s)")
                 self.give_back(lease.claim)
-        self.passed.set()  # whoever waits for a sample looks again
-        self.passed = asyncio.Event()
         return super().work()
 
     # -- what clients ask for (`busrl.agents.http.Desk`) -----
@@ -101,8 +89,7 @@ class Serve(EpisodeHolder):
             left = end - time.monotonic()
             if made or left <= 0 or self.stopping:
                 return made
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.passed.wait(), left)
+            await self.next_pass(left)
 
     def end(self, name: str, body: EndBody) -> dict[str, Any]:
         """Commit, drop or give back; the same answer to those that ask again."""
@@ -218,12 +205,3 @@ class Serve(EpisodeHolder):
             raise CallRefused("invalid", f"reward: {problem}", "reward") from None
         whole = reward if body.reward is None else body.reward
         return Ended("failed" if body.failed else "returned", whole, parts, why)
-
-
-def run_key(path: Path) -> str:
-    """The key of the run: made by the first that needs it, for its owner's eyes alone."""
-    with contextlib.suppress(FileExistsError):
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(made, "w") as file:
-            file.write(secrets.token_hex(16))
-    return path.read_text()

@@ -1,0 +1,296 @@
+"""The trainer's side of Atropos: the routes by which its environments post scored groups, and what a group must be.
+
+Talks to environments (aiohttp; atroposlib 0.4.0) and to a `Trainer`, which trains what they post. OpenAI's routes are
+those of `busrl.agents.http`. Knows nothing of slots, rings or engines.
+
+- A group is G token sequences with masks (-100, or the token where it is trained), log-probabilities and scores.
+- 200 says that a group is kept; 422 that it never will be, with the field and the rule; 503 that there is no room: its
+  client posts a 5xx three times, and a 4xx never again.
+- An address holds the run's key, as these clients have no headers of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from busrl.agents import openai
+from busrl.agents.episode import Episode
+from busrl.agents.http import Door, answer_of, same_key
+from busrl.agents.renderer import Renderer
+from busrl.agents.tree import Limits, Trajectory
+from busrl.errors import CallRefused, CallUnanswered
+from busrl.states import Finish
+
+IGNORED = -100  # of a mask: the token is not trained
+MOST_GROUPS, MOST_ENVIRONMENTS, LONGEST_NAME = 256, 1024, 200
+ZIPPED_BYTES = 1000  # an answer from here on is compressed, for clients that want it
+NOT_TRAINED = ("advantages", "images", "overrides", "group_overrides", "distill_token_ids", "distill_logprobs")
+Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class Group(msgspec.Struct):
+    """`POST /scored_data`. The fields of NOT_TRAINED are refused: they would change what is trained."""
+
+    tokens: list[list[Token]]
+    masks: list[list[Token]]
+    scores: list[float]
+    inference_logprobs: list[list[float]] | None = None
+    env_id: int | None = None
+    advantages: Any = None
+    images: Any = None
+    overrides: Any = None
+    group_overrides: Any = None
+    distill_token_ids: Any = None
+    distill_logprobs: Any = None
+
+    def digest(self) -> bytes:
+        """16 bytes that a copy has too."""
+        own = (self.env_id, self.tokens, self.masks, self.scores, self.inference_logprobs)
+        return hashlib.blake2b(msgspec.json.encode(own), digest_size=16).digest()
+
+
+class Environment(msgspec.Struct):
+    """`POST /register-env`; its shares of a batch are not used."""
+
+    desired_name: str
+    group_size: int
+    connected: bool = True
+
+
+class Named(msgspec.Struct):
+    """`/status-env` and `/disconnect-env`."""
+
+    env_id: int
+
+
+class State(NamedTuple):
+    """How the run goes: its newest step, the steps it makes, groups that wait to be trained, samples of a step, the
+    version of the weights, and the step that made it."""
+
+    step: int
+    steps: int
+    waiting: int
+    batch: int
+    version: int
+    version_step: int
+
+
+class Trainer(Protocol):
+    """Who trains groups: keeps one that is not `known` (False: no room), and lends calls that belong to no sample."""
+
+    async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool: ...
+    def known(self, digest: bytes) -> bool: ...
+    def state(self) -> State: ...
+    def unclaimed(self) -> Episode: ...
+
+
+# -- what a group must be -----
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`size`: sequences of a group; `limits`: of each; `ends`: ids that end a turn of the model."""
+
+    size: int
+    vocabulary: int
+    limits: Limits
+    ends: frozenset[int]
+
+    def members(self, group: Group, decode: Decode, version: int, step: int) -> list[Trajectory]:
+        """Each sequence as an episode, whose turns are what its mask trains; CallRefused names the field that is wrong,
+        and the rule. The contract has no field for versions: they are those that the run has now."""
+        for name in NOT_TRAINED:
+            if _says(getattr(group, name)):
+                raise _refused(name, "cannot be used here: advantages come from the scores, tokens alone are read")
+        if group.inference_logprobs is None:
+            raise _refused("inference_logprobs", "is missing: the log-probability of each trained token is needed")
+        for name in ("tokens", "masks", "scores", "inference_logprobs"):
+            if (count := len(getattr(group, name))) != self.size:
+                raise _refused(name, f"has {count} entries: must be the {self.size} of a group (groups.size)")
+        parts = enumerate(zip(group.tokens, group.masks, group.inference_logprobs))
+        return [self._episode(*self._arrays(i, *part), decode, version, step) for i, part in parts]
+
+    def _arrays(self, i: int, tokens: list[int], masks: list[int], scores: list[float]) -> tuple[Any, Any, Any]:
+        """The ids of sequence `i`, the spans [turn, 2] that are trained, and the log-probabilities of those."""
+        at, limits = f"[{i}]", self.limits
+        longest = min(limits.context, limits.tokens)
+        if not 2 <= len(tokens) <= longest:
+            raise _refused("tokens" + at, f"has {len(tokens)} tokens: must be 2 to {longest} (agents.context)")
+        for name, values in (("masks", masks), ("inference_logprobs", scores)):
+            if len(values) != len(tokens):
+                raise _refused(name + at, f"has {len(values)} entries: must be as many as tokens, {len(tokens)}")
+        ids, mask = np.array(tokens, np.int32), np.array(masks, np.int32)
+        if (wrong := np.flatnonzero((ids < 0) | (ids >= self.vocabulary))).size:
+            raise _refused(f"tokens{at}[{wrong[0]}]", f"is {tokens[wrong[0]]}: must be 0 to {self.vocabulary - 1}")
+        trained = mask != IGNORED
+        if (wrong := np.flatnonzero(trained & (mask != ids))).size:
+            rule = f"is {masks[wrong[0]]}: must be {IGNORED}, or the token itself"
+            raise _refused(f"masks{at}[{wrong[0]}]", rule)
+        if trained[0] or not trained.any():
+            raise _refused("masks" + at, "must train some token, and not the first, which nothing predicts")
+        spans = np.flatnonzero(np.diff(trained, prepend=False, append=False)).reshape(-1, 2)
+        if (count := int(trained.sum())) > limits.sampled or len(spans) > limits.turns:
+            rule = f"at most {limits.sampled} (agents.sampled) in {limits.turns} turns (agents.max_turns)"
+            raise _refused("masks" + at, f"trains {count} tokens in {len(spans)} turns: {rule}")
+        with np.errstate(over="ignore"):
+            logprobs = np.array(scores, np.float32)
+        if (wrong := np.flatnonzero(trained & ~(np.isfinite(logprobs) & (logprobs <= 0)))).size:
+            rule = f"is {scores[wrong[0]]}: must be a finite number at most 0, where the token is trained"
+            raise _refused(f"inference_logprobs{at}[{wrong[0]}]", rule)
+        return ids, spans, logprobs[trained]
+
+    def _episode(self, ids: Any, spans: Any, logprobs: Any, decode: Decode, version: int, step: int) -> Trajectory:
+        turns = np.zeros((len(spans), 8), np.int32)
+        whole = [end < len(ids) or int(ids[end - 1]) in self.ends for _, end in spans]
+        turns[:, 1:3], turns[:, 4], turns[:, 7] = spans, np.arange(len(spans)), 1
+        turns[:, 3] = np.where(whole, Finish.EOS, Finish.LENGTH)
+        text, versions = decode(ids[slice(*spans[-1])].tolist()), np.full(len(logprobs), version, np.uint32)
+        return Trajectory(ids, np.array([len(ids)], np.int32), turns, logprobs, versions, None, text, step, 0)
+
+
+def _says(value: Any) -> bool:
+    """Whether a field holds anything: an empty map for each sequence is nothing."""
+    return any(map(_says, value)) if isinstance(value, list) else value is not None and value != {}
+
+
+def _refused(field: str, rule: str) -> CallRefused:
+    return CallRefused("invalid", f"{field} {rule}", field)
+
+
+# -- the routes -----
+
+Handler = Callable[[web.Request, bytes], Awaitable[Any]]
+
+
+class AtroposDoor(Door):
+    """A listener with both: the contract below `url`, and OpenAI's routes by the run's key, for calls that belong to no
+    sample. `sampling`: the rule, temperature and top-p of those. Use `async with`."""
+
+    def __init__(self, trainer: Trainer, rules: Rules, renderer: Renderer, sampling: openai.Sampling, host: str,
+                 port: int, name: str, key: str) -> None:
+        super().__init__(rules.limits.context, renderer, sampling[0], host, port, name, None, key)
+        self._trainer, self._rules, self._asked = trainer, rules, sampling
+        self._environments: list[Environment] = []
+        self._latest: Group | None = None
+
+    @property
+    def url(self) -> str:
+        """What an environment has as `rollout_server_url`."""
+        return f"{self.base_url.removesuffix('/v1')}/{self._key}"
+
+    def _episode(self, request: web.Request) -> Episode:
+        if not self._is_the_runs(request):
+            raise CallRefused("invalid_api_key", "calls need the run's key: serve.key in its directory")
+        episode = self._trainer.unclaimed()
+
+        def gone_wrong(problem: CallUnanswered) -> None:
+            raise web.HTTPServiceUnavailable(reason=str(problem).replace("\n", " "))
+
+        episode.gone_wrong = gone_wrong
+        return episode
+
+    def _distribution(self, episode: Episode) -> openai.Sampling:
+        return self._asked
+
+    def _routes(self) -> list[web.RouteDef]:
+        gets = dict.fromkeys(("", "status", "info", "wandb_info", "latest_example"), self._about)
+        gets["status-env"] = self._status_of
+        posts = {"register": self._register, "register-env": self._register_environment,
+                 "disconnect-env": self._disconnect, "scored_data": self._post, "scored_data_list": self._post}
+        return [*super()._routes(),
+                *(web.get(f"/{{key}}/{path}", self._told(handler)) for path, handler in gets.items()),
+                *(web.post(f"/{{key}}/{path}", self._told(handler)) for path, handler in posts.items())]
+
+    def _told(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """What the handler returns as JSON, and what it refuses as 422."""
+        async def tell(request: web.Request) -> web.StreamResponse:
+            if not same_key(request.match_info["key"], self._key):
+                raise CallRefused("invalid_api_key", "the address must hold the run's key: atropos.json has it")
+            try:
+                response = answer_of(await handler(request, await request.read()))
+            except web.RequestPayloadError:
+                response = answer_of({"detail": "the body is not what its Content-Encoding says", "field": ""}, 422)
+                response.force_close()  # what follows on this connection cannot be told from the rest of it
+            except CallRefused as refused:
+                status = 503 if refused.code == "no_room" else 422
+                response = answer_of({"detail": str(refused), "field": refused.param}, status)
+            if isinstance(response.body, bytes) and len(response.body) >= ZIPPED_BYTES:
+                response.enable_compression()
+            return response
+
+        return tell
+
+    # -- groups -----
+
+    async def _post(self, request: web.Request, body: bytes) -> dict[str, Any]:
+        several = request.path.endswith("_list")
+        groups: list[Group] = openai.read(body, list[Group]) if several else [openai.read(body, Group)]
+        if len(groups) > MOST_GROUPS:
+            raise _refused("the body", f"has {len(groups)} groups: at most {MOST_GROUPS}")
+        await self._keep(groups)
+        return {"status": "received", **({"groups_processed": len(groups)} if several else {})}
+
+    async def _keep(self, groups: Sequence[Group]) -> None:
+        """None is kept of a list in which one is malformed; where the room ends those before it are, and known when
+        their client posts the list again."""
+        new = {digest: group for group in groups if not self._trainer.known(digest := group.digest())}
+        decode, now = self._renderer.decode, self._trainer.state()[-2:]
+        made = {digest: self._rules.members(group, decode, *now) for digest, group in new.items()}
+        for digest, group in new.items():
+            if not await self._trainer.keep(digest, made[digest], group.scores, group.env_id):
+                raise CallRefused("no_room", "no room for a group now: post it again")
+            self._latest = group
+
+    # -- about the run and its environments -----
+
+    async def _about(self, request: web.Request, body: bytes) -> Any:
+        state = self._trainer.state()
+        said: dict[str, Any] = {
+            "status": {"current_step": state.step, "queue_size": state.waiting},
+            "info": {"batch_size": state.batch, "max_token_len": self._rules.limits.context},
+            "wandb_info": {"group": self._model, "project": "busrl"},
+            "latest_example": self._latest or dict.fromkeys(Group.__struct_fields__[:4], ()),
+        }
+        return said.get(request.path.rpartition("/")[2], {"message": "busrl, as AtroposLib API"})
+
+    async def _status_of(self, request: web.Request, body: bytes) -> dict[str, Any]:
+        """A GET with a body. An environment that this process does not know was registered with an earlier one."""
+        openai.read(body, Named)
+        state, connected = self._trainer.state(), sum(one.connected for one in self._environments)
+        return {"current_step": state.step, "queue_size": state.waiting, "self_queue_size": state.waiting,
+                "unallocated_fraction": 1.0, "env_weight": 1.0 / max(1, connected),
+                "max_group_size": self._rules.size}
+
+    async def _register(self, request: web.Request, body: bytes) -> dict[str, Any]:
+        """Of trainers: this run is the one, and says nothing to others."""
+        return {"uuid": uuid.uuid4().int}
+
+    async def _register_environment(self, request: web.Request, body: bytes) -> dict[str, Any]:
+        asked, state = openai.read(body, Environment), self._trainer.state()
+        if asked.group_size != self._rules.size:  # its client shows the status, and asks again
+            return {"status": f"group_size = {asked.group_size}, but this run trains groups of {self._rules.size} "
+                              "(groups.size): make them equal"}
+        if len(asked.desired_name) > LONGEST_NAME or len(self._environments) >= MOST_ENVIRONMENTS:
+            raise _refused("desired_name", f"at most {LONGEST_NAME} characters, and {MOST_ENVIRONMENTS} environments")
+        count = sum(one.desired_name == asked.desired_name for one in self._environments)
+        self._environments.append(asked)
+        return {"status": "success", "env_id": len(self._environments) - 1, "checkpoint_dir": "",
+                "wandb_name": f"{asked.desired_name}_{count}", "starting_step": state.step,
+                "checkpoint_interval": -1, "num_steps": state.steps}
+
+    async def _disconnect(self, request: web.Request, body: bytes) -> dict[str, Any]:
+        number = openai.read(body, Named).env_id
+        if not 0 <= number < len(self._environments):
+            return {"status": "failure", "error": f"env_id = {number}: no such environment"}
+        self._environments[number].connected = False
+        return {"status": "success"}

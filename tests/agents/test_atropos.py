@@ -1,0 +1,256 @@
+"""The contract of Atropos's environments over real sockets: what is refused says why, and nothing ends the door."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gzip
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import agent_worlds as worlds
+import aiohttp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from busrl.agents.atropos import AtroposDoor, Rules, State
+from busrl.agents.episode import Answer, Episode
+from busrl.agents.renderer import Renderer
+from busrl.agents.tree import Limits, Trajectory
+from busrl.roles.atropos import Atropos, digest_of
+from busrl.roles.episodes import FINISH, StoredEpisode, fault_of
+from busrl.states import Finish
+
+SIZE, KEY, TOKENS = 2, "k" * 32, 64
+GOOD: dict[str, Any] = {
+    "tokens": [[5, 6, 7, 8], [5, 6, 9]], "masks": [[-100, 6, -100, 8], [-100, 6, 9]], "scores": [0.0, 1.5],
+    "inference_logprobs": [[1.0, -0.5, 1.0, -0.25], [1.0, 0.0, -3]], "env_id": None, "messages": None,
+    "overrides": [{}, {}], "group_overrides": {}, "images": None, "ref_logprobs": None,
+}
+
+
+class Kept:
+    """A trainer with so much room."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.room, self.groups = room, dict[bytes, tuple[Sequence[Trajectory], Sequence[float]]]()
+
+    async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool:
+        if len(self.groups) < self.room:
+            self.groups[digest] = members, scores
+        return digest in self.groups
+
+    def known(self, digest: bytes) -> bool:
+        return digest in self.groups
+
+    def state(self) -> State:
+        return State(3, 100, len(self.groups), 16, 7, 3)
+
+    def unclaimed(self) -> Episode:
+        raise AssertionError("no test calls the model here")
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return worlds.renderer(tmp_path_factory.mktemp("chat"), "qwen3")
+
+
+Post = Callable[..., Any]
+
+
+def with_door(chat: Renderer, work: Callable[[Post, Kept], Any], room: int = 100) -> Kept:
+    async def run() -> Kept:
+        kept = Kept(room)
+        rules = Rules(SIZE, chat.vocabulary, Limits(TOKENS, 16, TOKENS, 3, 4), frozenset({8}))
+        door = AtroposDoor(kept, rules, chat, ("override", 1.0, 1.0), "127.0.0.1", 0, "toy", KEY)
+        async with door, aiohttp.ClientSession() as http:
+            async def post(body: Any, path: str = "scored_data", method: str = "POST", **head: str) -> tuple[int, Any]:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                async with http.request(method, f"{door.url}/{path}", data=data, headers=head) as answer:
+                    return answer.status, json.loads(await answer.text())
+
+            await work(post, kept)
+        return kept
+
+    return asyncio.run(run())
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(GOOD), **fields}
+
+
+def test_a_group_becomes_episodes_whose_turns_are_what_the_masks_train(chat: Renderer) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        assert await post(GOOD) == (200, {"status": "received"})
+        zipped = gzip.compress(json.dumps(changed(scores=[2.0, 3.0])).encode())
+        assert (await post(zipped, **{"Content-Encoding": "gzip"}))[0] == 200
+
+    (first, scores), _ = with_door(chat, work).groups.values()
+    one, other = first
+    assert scores == [0.0, 1.5] and one.ids.tolist() == [5, 6, 7, 8] and other.ids.tolist() == [5, 6, 9]
+    assert one.turns[:, 1:5].tolist() == [[1, 2, Finish.EOS, 0], [3, 4, Finish.EOS, 1]]
+    assert other.turns[:, 1:3].tolist() == [[1, 3]] and other.turns[0, FINISH] == Finish.LENGTH
+    assert one.logprobs.tolist() == [-0.5, -0.25] and one.versions.tolist() == [7, 7] and one.step == 3
+
+
+@pytest.mark.parametrize(("body", "field", "rule"), [
+    (changed(inference_logprobs=None), "inference_logprobs", "is missing"),
+    (changed(scores=[1.0]), "scores", r"has 1 entries: must be the 2 of a group \(groups.size\)"),
+    (changed(tokens=[[5], [5, 6, 9]]), "tokens[0]", "has 1 tokens: must be 2 to 64"),
+    (changed(tokens=[[5, 6, 7, 10**9], [5, 6, 9]]), "tokens[0][3]", "is 1000000000: must be 0 to"),
+    (changed(tokens=[[5, 6, 7, -(2**63)], [5, 6, 9]]), "tokens", r"Expected `int` .* at `\$\.tokens\[0\]\[3\]`"),
+    (changed(tokens=[[5, 6, 7, 10**30], [5, 6, 9]]), "", ""),
+    (changed(masks=[[-100, 6, -100, 7], [-100, 6, 9]]), "masks[0][3]", "is 7: must be -100, or the token itself"),
+    (changed(masks=[[5, 6, 7, 8], [-100, 6, 9]]), "masks[0]", "not the first, which nothing predicts"),
+    (changed(masks=[[-100] * 4, [-100, 6, 9]]), "masks[0]", "must train some token"),
+    (changed(masks=[[-100, 6, 7], [-100, 6, 9]]), "masks[0]", "has 3 entries: must be as many as tokens, 4"),
+    (changed(inference_logprobs=[[1, 0.1, 1, 0], [1, 0, -3]]), "inference_logprobs[0][1]", "is 0.1: must be a finite"),
+    (changed(inference_logprobs=[[1, -1e300, 1, 0], [1, 0, -3]]), "inference_logprobs[0][1]", "must be a finite"),
+    (changed(scores=[math.nan, 1.0]), "", "JSON"),
+    (changed(scores="x"), "scores", "Expected `array`"),
+    (changed(advantages=[[0.0]]), "advantages", "cannot be used here"),
+    (changed(overrides=[{"set_advantage_to_zero": True}, {}]), "overrides", "cannot be used here"),
+    ({}, "", "tokens"),
+    (b"[" * 200_000, "", ""),
+])
+def test_what_is_malformed_is_refused_with_its_field_and_the_rule(
+    chat: Renderer, body: Any, field: str, rule: str
+) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        status, said = await post(body)
+        assert status == 422 and said["field"].startswith(field), said
+        assert re.search(rule, said["detail"]), said
+
+    assert not with_door(chat, work).groups
+
+
+def test_a_group_is_kept_once_and_none_of_a_list_with_a_malformed_one(chat: Renderer) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        assert (await post([GOOD, changed(scores=[0.0])], "scored_data_list"))[0] == 422
+        assert not kept.groups
+        other = changed(scores=[4.0, 5.0])
+        for _ in range(2):
+            status, said = await post([GOOD, other, GOOD], "scored_data_list")
+            assert (status, said["groups_processed"]) == (200, 3)
+
+    assert len(with_door(chat, work).groups) == 2
+
+
+def test_a_full_trainer_says_503_and_knows_what_it_kept_before(chat: Renderer) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        both = [GOOD, changed(scores=[4.0, 5.0])]
+        assert (await post(both, "scored_data_list"))[0] == 503 and len(kept.groups) == 1
+        kept.room = 2
+        assert (await post(both, "scored_data_list"))[0] == 200
+
+    assert len(with_door(chat, work, room=1).groups) == 2
+
+
+def test_environments_register_ask_and_leave(chat: Renderer) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        own = {"desired_name": "toy", "group_size": SIZE, "max_token_length": 64, "weight": 1.0}
+        assert (await post({**own, "group_size": 3}, "register-env"))[1]["status"].startswith("group_size = 3")
+        names = [(await post(own, "register-env"))[1]["wandb_name"] for _ in range(2)]
+        assert names == ["toy_0", "toy_1"]
+        assert (await post({"env_id": 1}, "status-env", "GET"))[1]["env_weight"] == 0.5
+        assert (await post({"env_id": 0}, "disconnect-env"))[1] == {"status": "success"}
+        assert (await post({"env_id": 9}, "disconnect-env"))[1]["status"] == "failure"
+        seen = (await post({"env_id": 1}, "status-env", "GET"))[1]
+        assert seen["env_weight"] == 1.0 and seen["current_step"] == 3
+        assert (await post(b"", "latest_example", "GET"))[1]["tokens"] == []
+        assert (await post(GOOD))[0] == 200
+        assert (await post(b"", "latest_example", "GET"))[1]["tokens"] == GOOD["tokens"]
+        assert (await post(b"", "status", "GET"))[1] == {"current_step": 3, "queue_size": 1}
+        assert (await post(b"", "info", "GET"))[1] == {"batch_size": 16, "max_token_len": TOKENS}
+        assert (await post(b"", "wandb_info", "GET"))[1]["group"] == "toy"
+        assert (await post({}, "register"))[1]["uuid"] > 0 and (await post(b"", "", "GET"))[0] == 200
+
+    with_door(chat, work)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+PLACES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+CHANGES = st.lists(st.tuples(st.sampled_from(sorted(GOOD)), PLACES, VALUES, st.booleans()), min_size=1, max_size=3)
+
+
+def mutated(changes: Any) -> dict[str, Any]:
+    """The good body with some values, deep or not, replaced or taken out."""
+    body = copy.deepcopy(GOOD)
+    for name, path, value, remove in copy.deepcopy(changes):
+        at: Any = body
+        steps = [name, *path]
+        for step in steps[:-1]:
+            if not isinstance(at, (dict, list)) or not isinstance(inner := _inner(at, step), (dict, list)):
+                break
+            at = inner
+            steps = steps[1:]
+        key = steps[0]
+        if isinstance(at, dict):
+            at[str(key)] = value
+        elif at and remove:
+            del at[int(key) % len(at)]
+        elif at:
+            at[int(key) % len(at)] = value
+    return body
+
+
+def _inner(at: Any, step: Any) -> Any:
+    if isinstance(at, dict):
+        return at.get(step)
+    return at[int(step) % len(at)] if at else None
+
+
+def test_whatever_is_posted_is_kept_whole_or_refused_with_a_reason(chat: Renderer) -> None:
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(bodies=st.lists(CHANGES, min_size=3, max_size=12), noise=st.binary(max_size=20))
+    def check(bodies: Any, noise: bytes) -> None:
+        async def work(post: Post, kept: Kept) -> None:
+            for body in [mutated(one) for one in bodies]:
+                before = len(kept.groups)
+                status, said = await post(body)
+                assert status == 200 or (status == 422 and said["detail"] and len(kept.groups) == before), said
+            assert (await post(noise))[0] == 422
+            zipped = gzip.compress(json.dumps(GOOD).encode())
+            assert (await post(noise + zipped, **{"Content-Encoding": "gzip"}))[0] in (200, 422)
+            assert (await post(GOOD))[0] == 200
+
+        for members, scores in with_door(chat, work).groups.values():
+            assert len(members) == len(scores) == SIZE and all(map(math.isfinite, scores))
+            for one in members:
+                arrays = (one.ids, one.seqs, one.turns, one.logprobs, one.versions)
+                assert not fault_of(StoredEpisode(*map(np.asarray, arrays), None))
+                assert ((one.ids >= 0) & (one.ids < chat.vocabulary)).all()
+
+    check()
+
+
+def test_a_body_that_unpacks_to_too_much_is_refused(chat: Renderer) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        assert (await post(gzip.compress(b" " * (65 << 20)), **{"Content-Encoding": "gzip"}))[0] == 413
+
+    with_door(chat, work)
+
+
+def test_another_key_is_401(chat: Renderer, tmp_path: Path) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        assert (await post(GOOD, f"../{'x' * 32}/scored_data"))[0] == 401
+
+    assert not with_door(chat, work).groups
+
+
+def test_a_turn_that_the_run_drew_has_its_own_numbers_and_another_those_that_were_posted() -> None:
+    role: Any = object.__new__(Atropos)
+    drawn = Answer(np.array([6], np.int32), np.array([-0.75], np.float32), np.array([4], np.uint32), Finish.EOS, step=2)
+    role.drawn = {digest_of(np.array([5, 6], np.int32)): drawn}
+    turns = np.array([[0, 1, 2, 1, 0, 0, 0, 1], [0, 3, 4, 1, 1, 0, 0, 1]], np.int32)
+    posted = Trajectory(np.array([5, 6, 7, 8], np.int32), np.array([4], np.int32), turns,
+                        np.array([-0.5, -0.25], np.float32), np.array([7, 7], np.uint32), None, "", 3, 0)
+    made = role._own(posted)
+    assert made.logprobs.tolist() == [-0.75, -0.25] and made.versions.tolist() == [4, 7] and made.step == 2
+    assert posted.versions.tolist() == [7, 7]

@@ -1,0 +1,128 @@
+"""Runs that train the groups which environments of Atropos post, over HTTP: repeats, refusals, deaths in mid-group."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import check_end
+from harness import ROOT, Run, running
+
+from busrl.ledger.wal import Wal
+
+ATROPOS, CLIENT = ROOT / "configs" / "atropos.toml", ROOT / "examples" / "agents" / "atropos_client.py"
+# Groups by hand have made-up log-probabilities.
+SMALL = ("learner.checkpoint_every=0", "learner.trigger.n_min=4", "learner.mismatch_limit=1000")
+
+
+def about(run: Run) -> dict[str, Any]:
+    file = run.paths.root / "atropos.json"
+    found: dict[str, Any] = json.loads(run.until("it listened", lambda: file.exists() and file.read_text()))
+    return found
+
+
+def ask(url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+    data = None if body is None else gzip.compress(json.dumps(body).encode())
+    head = {"Content-Type": "application/json", **({"Content-Encoding": "gzip"} if data else {})}
+    try:  # a run that begins has no room until its learner is ready
+        with urllib.request.urlopen(urllib.request.Request(url, data, head, method=method), timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as problem:
+        return ask(url, body, method) if problem.code == 503 else (problem.code, json.load(problem))
+
+
+@contextmanager
+def environment(run: Run, at_once: int = 4) -> Iterator[None]:
+    """The example's program, which ends with the run."""
+    child = subprocess.Popen([sys.executable, str(CLIENT), str(run.directory), "--at-once", str(at_once)],
+                             stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        child.kill()
+        child.wait()
+
+
+def group(first: int) -> dict[str, Any]:
+    """Two turns of the model in each sequence."""
+    tokens = [[first, 3, 4 + i, 5, 6, 7] for i in range(8)]
+    masks = [[-100, -100, 4 + i, 5, -100, 7] for i in range(8)]
+    logprobs = [[1.0, 1.0, -0.5, -1.5, 1.0, -2.5]] * 8
+    return {"tokens": tokens, "masks": masks, "inference_logprobs": logprobs, "scores": [float(i) for i in range(8)]}
+
+
+def check_posted(run: Run, *firsts: int) -> None:
+    """The groups by hand were trained once, with their ids, log-probabilities and scores."""
+    samples = [one for record in Wal(run.paths.wal).records() for one in record.samples]
+    for first in firsts:
+        want = group(first)
+        own = [one for one in samples if np.frombuffer(one.token_ids, np.int32)[0] == first and len(one.turns) == 8
+               and one.logprobs == np.array([-0.5, -1.5, -2.5], np.float32).tobytes()]
+        assert sorted(one.reward for one in own) == want["scores"]
+        assert sorted(np.frombuffer(one.token_ids, np.int32).tolist() for one in own) == want["tokens"]
+        assert len({one.group for one in own}) == 1
+
+
+def test_groups_that_an_environment_posts_are_trained_with_their_own_ids_and_scores(
+    tmp_path: Path, quickstart: None
+) -> None:
+    run = Run(tmp_path / "run", *SMALL, config=ATROPOS, steps=3)
+    with running(run):
+        url = about(run)["url"]
+        other = ask(f"{url}/register-env", {"desired_name": "toy", "group_size": 4})[1]["status"]
+        assert other.startswith("group_size = 4")
+        status, registered = ask(f"{url}/register-env", {"desired_name": "toy", "group_size": 8, "weight": 1.0})
+        assert (status, registered["wandb_name"], registered["num_steps"]) == (200, "toy_0", 3)
+        assert ask(f"{url[:-4]}0000/scored_data", group(1))[0] == 401
+        assert ask(f"{url}/scored_data", {**group(1), "scores": [1.0]})[0] == 422
+        for _ in range(2):  # the second is the first one again
+            assert ask(f"{url}/scored_data", group(1)) == (200, {"status": "received"})
+        several = [group(1), group(2), {**group(3), "env_id": registered["env_id"]}]
+        assert ask(f"{url}/scored_data_list", several) == (200, {"status": "received", "groups_processed": 3})
+        assert ask(f"{url}/latest_example", method="GET")[1]["tokens"] == group(3)["tokens"]
+        status, seen = ask(f"{url}/status-env", {"env_id": 0}, "GET")
+        assert status == 200 and seen["max_group_size"] == 8 and seen["queue_size"] >= 0
+        with environment(run):
+            check_end(run, run.wait())
+    check_posted(run, 1, 2, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [3, 8])
+def test_a_death_between_the_commits_of_a_group_loses_and_doubles_nothing(
+    tmp_path: Path, quickstart: None, count: int
+) -> None:
+    """After the third commit of a group, and after its last one, whose answer its client never got."""
+    crash = f'faults.crash=[{{process="atropos", point="commit.after", count={count}}}]'
+    run = Run(tmp_path / "run", *SMALL, crash, config=ATROPOS, steps=2)
+    with running(run):
+        url = about(run)["url"]
+        with pytest.raises(OSError):
+            ask(f"{url}/scored_data", group(1))
+        run.until("it came back", lambda: about(run)["url"] != url)
+        assert ask(f"{about(run)['url']}/scored_data", group(1))[0] == 200
+        with environment(run):
+            check_end(run, run.wait())
+    assert run.restarts("atropos") == 1
+    check_posted(run, 1)
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_groups_while_the_process_that_takes_them_is_killed(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", *SMALL, config=ATROPOS, steps=12)
+    with running(run), environment(run):
+        for step in (2, 5, 8):
+            run.until_step(step)
+            run.kill("atropos")
+        check_end(run, run.wait())
+    assert run.restarts("atropos") == 3
