@@ -21,6 +21,8 @@ from busrl.config.rules import Finding, batch_varies, count, due, only_validate,
 from busrl.config.schema import MESSAGE_FIELD_BYTES, TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
 from busrl.scheduling.admission import Staleness
 from busrl.scheduling.controller import ControlSettings
+from busrl.scheduling.dispatch import Policy, make_policy
+from busrl.scheduling.lengths import Predictor
 from busrl.scheduling.limits import AdmissionLimits, derive
 from busrl.scheduling.trigger import LearnerPlan, Trigger
 from busrl.states import CALLER_ROLES
@@ -266,19 +268,31 @@ def _up(value: int, to: int) -> int:
 # -- what the roles decide with -----
 
 
-def make_plan(topology: Topology, *, streaming: bool) -> LearnerPlan:
+def policy_of(topology: Topology, predictor: str | Predictor) -> Policy:
+    """The policy by which this topology dispatches."""
+    scheduler, derived = topology.scheduler, topology.derived
+    return make_policy(
+        scheduler.policy, derived.horizon, predictor, scheduler.aging, tail_share=scheduler.tail_share,
+        window=derived.limits.W, group_size=topology.groups.size,
+        round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
+    )
+
+
+def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
     """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it.
 
-    `streaming`: micro-batches may run before the whole step is known.
+    `streamable`: a loss of the user's own, if there is one, may run on parts of a step.
     """
-    trigger, limits = topology.learner.trigger, topology.derived.limits
+    config = topology.learner
+    trigger, limits = config.trigger, topology.derived.limits
     fires = Trigger(
         trigger.n_min, limits.n_floor, trigger.t_max_s, sync=limits.sync, count_ended=trigger.count == "ended"
     )
     bound = None if topology.experiments.forced_age else limits.max_staleness
     return LearnerPlan(
-        limits, fires, Staleness(bound, topology.weights.over_age), streaming=streaming,
-        trains_flat=catalog.trains_flat(topology.learner),
+        limits, fires, Staleness(bound, topology.weights.over_age),
+        streaming=streamable and not config.deterministic and not catalog.held_back(config),
+        trains_flat=catalog.trains_flat(config),
     )
 
 

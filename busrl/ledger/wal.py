@@ -107,6 +107,19 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         begin = len(self.prompt_ids) // 4
         return np.array([[0, begin, begin + self.tokens, 1]])
 
+    def turn_lengths(self) -> npt.NDArray[np.int64]:
+        """Sampled tokens of each turn."""
+        turns = self.turn_array()
+        return turns[:, 2] - turns[:, 1]
+
+    def turn_calls(self) -> npt.NDArray[np.int64]:
+        """The number of the call that each turn answered, in the order of the episode."""
+        return self.turn_array()[:, 3] // 2
+
+    def turns_trained(self) -> npt.NDArray[np.bool_]:
+        """Which turns are trained at all."""
+        return (self.turn_array()[:, 3] % 2).astype(bool)
+
     @property
     def tokens(self) -> int:
         """What was sampled."""

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
-from busrl.config.derive import checkpoint_may_follow, in_flight
+from busrl.config.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.data import JsonlStream, plain_text, trace, training_stream
 from busrl.errors import CannotTrain, DiskFull
 from busrl.paths import RunPaths
@@ -35,9 +35,9 @@ from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
 from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
-from busrl.roles.prompt_filter import SkippedPrompts
+from busrl.roles.skipped_prompts import SkippedPrompts
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
-from busrl.scheduling.dispatch import OpenGroup, Policy, make_policy
+from busrl.scheduling.dispatch import OpenGroup, Policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard
 from busrl.states import HeaderWord, RunPhase, SampleClass, place_of, uid_of
@@ -64,12 +64,7 @@ class DispatchFeed:
     ) -> None:
         self.topology, self.paths, self.stream = topology, paths, stream
         self.predictor, self._warn = predictor, warn
-        scheduler, derived = topology.scheduler, topology.derived
-        self.policy: Policy = make_policy(
-            scheduler.policy, derived.horizon, self.predictor, scheduler.aging,
-            tail_share=scheduler.tail_share, window=derived.limits.W, group_size=topology.groups.size,
-            round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
-        )
+        self.policy: Policy = policy_of(topology, self.predictor)
         self._answers = FinishedAnswers()
         self._records: list[OpenGroup] = []
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from itertools import islice
 
 from busrl.config import Topology, files
+from busrl.config.derive import policy_of
 from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
 from busrl.scheduling.admission import Admission, Waves, not_ahead
-from busrl.scheduling.dispatch import Policy, make_policy
+from busrl.scheduling.dispatch import Policy
 from busrl.scheduling.groups import GroupView
 from busrl.scheduling.lengths import Candidate, Guard, Keywords, RulesPredictor, make_predictor
 from busrl.simulate.answers import Answers
@@ -34,18 +35,14 @@ class Feed:
     """Candidates in, candidates out; open groups, finished answers and learner states in between."""
 
     def __init__(self, topology: Topology, answers: Answers, oracle: bool) -> None:
-        scheduler, derived = topology.scheduler, topology.derived
+        scheduler = topology.scheduler
         self.answers, self.tokens, self.step = answers, topology.generation.max_new_tokens, 0
         words = keywords_of(scheduler.keywords)
         predictor = make_predictor(
             "oracle" if oracle else scheduler.predictor, keywords=words, lengths_of=self._lengths_of
         )
         self.guard = Guard(predictor, RulesPredictor(words))
-        self.policy: Policy = make_policy(
-            scheduler.policy, derived.horizon, self.guard, scheduler.aging,
-            tail_share=scheduler.tail_share, window=derived.limits.W, group_size=topology.groups.size,
-            round_groups=topology.learner.trigger.n_min if topology.weights.mode == "sync" else 0,
-        )
+        self.policy: Policy = policy_of(topology, self.guard)
         self._draws, self._lengths = list[int](), list[int]()
 
     def _lengths_of(self, draw: int) -> Sequence[int]:

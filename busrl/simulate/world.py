@@ -61,8 +61,7 @@ class World:
         rows = actors * topology.generation.max_batch
         self.scheduler = Scheduler(topology, answers, self.ring, self.counts, rows, oracle=oracle)
         self.feed, self.groups = self.scheduler.feed, self.scheduler.groups
-        streaming = topology.learner.updates_per_batch == 1 and not topology.learner.deterministic
-        plan = make_plan(topology, streaming=streaming)
+        plan = make_plan(topology, streamable=":" not in topology.learner.loss)  # what an own loss says is not known
         paces = noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
         self.cuts = cuts_of(topology, segment_length)

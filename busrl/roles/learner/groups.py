@@ -29,8 +29,7 @@ from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
-from busrl.roles.episodes import context_of, messages_of, read_episode
-from busrl.roles.trajectory import (
+from busrl.roles.answers import (
     UNREADABLE,
     read_copies,
     read_parts,
@@ -39,6 +38,7 @@ from busrl.roles.trajectory import (
     read_task,
     read_text,
 )
+from busrl.roles.episodes import context_of, messages_of, read_episode
 from busrl.states import Fate, Finish, SampleClass
 
 if TYPE_CHECKING:

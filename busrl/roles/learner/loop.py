@@ -77,7 +77,7 @@ class Learner(Actor):
         self.team = self._gathered() if self.topology.ranks > 1 else None
         with self.activity("compile", COMPILE_S) if self.config.memory.compile else contextlib.nullcontext():
             self.training = TrainingStep(self.topology, self.team)
-        self.plan = make_plan(self.topology, streaming=self.training.streams and not self.config.deterministic)
+        self.plan = make_plan(self.topology, streamable=self.training.streamable)
         waits_s = 0.0 if self.team is None else self.config.parallel.collective_timeout_s  # for another rank
         # A micro-batch of another kind than the probe's may be compiled at any time.
         least_s = self.work_s if self.config.memory.compile else self.topology.limits.progress_s

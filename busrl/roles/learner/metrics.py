@@ -409,8 +409,7 @@ def _trained(record: Record) -> dict[str, Any]:
 
 def _untrained(sample: SampleRecord) -> int:
     """Sampled tokens of turns that are not trained."""
-    turns = sample.turn_array()
-    return int((turns[:, 2] - turns[:, 1])[turns[:, 3] % 2 == 0].sum())
+    return int(sample.turn_lengths()[~sample.turns_trained()].sum())
 
 
 def _episodes(samples: Sequence[SampleRecord]) -> dict[str, Any]:

@@ -96,12 +96,12 @@ class StaleTokenMask:
 
     def count(self, record: SampleRecord) -> list[int]:
         """The same, not counted. Of a turn that is not trained at all: none."""
-        turns = record.turn_array()
+        lengths = record.turn_lengths()
         if self.bound is None or self.now - record.step <= self.bound:
-            return [0] * len(turns)
-        late, ends = self.ages(record.version_array()) > self.bound, np.cumsum(turns[:, 2] - turns[:, 1])
-        own = zip(np.split(late, ends[:-1]), turns[:, 3].tolist(), strict=True)
-        return [_leading(np.flatnonzero(part)) if mark % 2 else 0 for part, mark in own]
+            return [0] * len(lengths)
+        late = self.ages(record.version_array()) > self.bound
+        own = zip(np.split(late, np.cumsum(lengths)[:-1]), record.turns_trained(), strict=True)
+        return [_leading(np.flatnonzero(part)) if trained else 0 for part, trained in own]
 
     def taken(self) -> int:
         """Tokens that were left out since the last call."""
@@ -209,10 +209,10 @@ class TrainingStep:
         return not isinstance(own, OwnLoss) or own.uses is None or own.reads(name)
 
     @property
-    def streams(self) -> bool:
-        """Whether parts of a step may be computed before all of it is there."""
+    def streamable(self) -> bool:
+        """Whether the loss, if it is the user's own, may be computed on parts of a step."""
         own = self.trainer.loss
-        return not catalog.held_back(self.config) and (not isinstance(own, OwnLoss) or own.streamable)
+        return not isinstance(own, OwnLoss) or own.streamable
 
     def _other(self, folder: Path) -> Forward:
         """A model that is only read, in the compute type."""
@@ -380,7 +380,7 @@ class TrainingStep:
         """Of each turn of whole groups, in the order of the records' turns; credit goes in the order of the calls."""
         found: list[Worth] = []
         for own, rewards in self._by_group(records):
-            orders = [np.argsort(record.turn_array()[:, 3] // 2, kind="stable") for record in own]
+            orders = [np.argsort(record.turn_calls(), kind="stable") for record in own]
             each = zip(own, rewards, orders, strict=True)
             steps = [_turn_rewards(record, reward)[order].tolist() for record, reward, order in each]
             worth = formulas.turn_advantages(steps, self.config.gamma, self.config.advantage == "group_std")
@@ -599,19 +599,18 @@ def _turns(record: SampleRecord, skipped: Sequence[int]) -> Turns | None:
     """Where the turns of an episode stand; None for one answer."""
     if not record.turns:
         return None
-    turns = record.turn_array()
-    lengths = turns[:, 2] - turns[:, 1]
-    left_out = np.zeros(len(turns), np.int64)
+    lengths = record.turn_lengths()
+    left_out = np.zeros(len(lengths), np.int64)
     left_out[: len(skipped)] = skipped
-    hidden = numbered(lengths) < np.repeat(np.where(turns[:, 3] % 2 == 1, left_out, lengths), lengths)
-    return Turns(np.array(record.seqs, np.int64), turns[:, :3], hidden)
+    hidden = numbered(lengths) < np.repeat(np.where(record.turns_trained(), left_out, lengths), lengths)
+    return Turns(np.array(record.seqs, np.int64), record.turn_array()[:, :3], hidden)
 
 
 def _turn_rewards(record: SampleRecord, reward: float) -> npt.NDArray[np.float64]:
     """The reward of each turn; what the episode has beside them, and all of an answer, is the last call's."""
-    turns = record.turn_array()
-    found = np.array(record.turn_rewards, np.float64) if record.turn_rewards else np.zeros(len(turns))
-    found[int(np.argmax(turns[:, 3]))] += reward - found.sum()
+    calls = record.turn_calls()
+    found = np.array(record.turn_rewards, np.float64) if record.turn_rewards else np.zeros(len(calls))
+    found[int(np.argmax(calls))] += reward - found.sum()
     return found
 
 
