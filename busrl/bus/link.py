@@ -10,6 +10,7 @@ topologies need neither, so they travel here. Knows nothing of rings, weights or
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -26,7 +27,8 @@ HWM = 64
 MOST_BYTES = 1 << 30  # of a frame: a piece of weights, or a manifest
 BEAT_MS, SILENT_MS = 500, 2000
 RECONNECT_MS, RECONNECT_MOST_MS = 100, 1000
-AGAIN_S = 2.0
+AGAIN_S = 2.0  # after which a question without an answer is asked again
+LINGER_MS = 500  # for the last answers of a run
 
 
 class Asked(NamedTuple):
@@ -63,7 +65,8 @@ class Answering:
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
 
     def close(self) -> None:
-        self.socket.close(0)
+        """What was answered before is still sent, for as long as LINGER_MS."""
+        self.socket.close(LINGER_MS)
         self._context.term()
         self.listener.close()
 
@@ -102,10 +105,8 @@ class Asking:
         """Ask without waiting; returns the number of the question."""
         self._number += 1
         question.number, question.host = self._number, self.host
-        try:
+        with contextlib.suppress(zmq.Again):  # nobody is there, and enough waits for them: asked again later
             self._socket.send(h.encode(question), zmq.NOBLOCK)
-        except zmq.Again:  # nobody there, and enough waits for them: asked again later
-            pass
         return self._number
 
     def receive(self, timeout_s: float) -> tuple[h.AnyReply, memoryview] | None:

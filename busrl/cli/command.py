@@ -132,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     _add_init(verbs)
     _add_runs(verbs)
     _add_evaluate(verbs)
+    _add_export(verbs)
     _add_ring(_group(verbs, "ring", "look at or remove shared-memory rings of this user"))
     _add_keys(_group(verbs, "keys", "make and manage the keys that TCP connections to the bus need"))
     _add_watching(verbs)
@@ -185,8 +186,8 @@ def _add_runs(verbs: Verbs) -> None:
     add("--resume", default="auto", metavar="auto|never|PATH", help=f"{text}PATH: go on in this run directory")
     more = "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md."
     add = _verb(verbs, "host", "run:host", "run the processes that a run on another machine has on this one", more)
-    add("endpoint", metavar="ENDPOINT", help="tcp://ADDRESS:PORT, as in bus.endpoint of the run")
-    add("--keys", type=Path, required=True, metavar="FILE", help="the file that `busrl keys add NAME` printed there")
+    add("endpoint", metavar="ENDPOINT", help="tcp://ADDRESS:PORT, as in bus.endpoint of the run; or -, for hosts.start")
+    add("--keys", type=Path, metavar="FILE", help="the file that `busrl keys add NAME` printed there")
     add("--name", default="", help="this host's name there (default: that of the key)")
     add("--scratch", type=Path, metavar="DIR", help="where its files lie (default: below ~/.cache/busrl/hosts)")
     add("--wait", type=positive, default=60.0, metavar="S", help="give up if the run does not answer (default 60)")
@@ -234,6 +235,7 @@ def _add_evaluate(verbs: Verbs) -> None:
     add("--json", action="store_true", help="print the lines of validation.jsonl")
 
 
+def _add_export(verbs: Verbs) -> None:
     text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"
     more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
     add = _verb(verbs, "export", "checkpoints:export", text, more)

@@ -17,6 +17,7 @@ from typing import Any
 from busrl import device, keys
 from busrl.algorithms import catalog
 from busrl.config import machine, memory, pretrained, rates, trial
+from busrl.config.hosts import of_host
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
 from busrl.config.reader import show
@@ -169,10 +170,22 @@ def _processes(t: Topology) -> Iterator[str]:
         where = f"{_device(t, process):<8} {process.spec.threads:>7}"
         bound = f" on core {process.spec.cpus}" if process.spec.cpus else ""
         yield f"{process.name:<12} {engine:<8} {where}{bound}  {' '.join(command(process))}{alone}"
+    yield from _hosts(t)
     outside = [entry.role for entry in t.process if entry.count == 0]
     if outside:
         yield f"expected to join from outside, or not at all: {', '.join(outside)}"
         yield f"  (through the keeper's gateway, or by mapping the ring; a task's lease is {t.limits.lease_s:g} s)"
+
+
+def _hosts(t: Topology) -> Iterator[str]:
+    """What runs on each other host, and the shared memory that it needs there."""
+    for host in t.host_names:
+        runs = (f"{entry.count} x {entry.role} ({entry.engine})" for entry in t.process if host in entry.hosts)
+        there = of_host(t, host)
+        needs = sum(size for _, size in shared_memory(there))
+        start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
+        yield f"on {host}, by {start}: {', '.join(runs)}"
+        yield f"  {there.derived.slots} slots, {_mib(needs)} of shared memory"
 
 
 def _device(t: Topology, process: ProcessName) -> str:
@@ -332,7 +345,11 @@ def _doubts(t: Topology) -> Iterator[str]:
     if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):
         text = f"at least {asked} groups; a run directory has room for {most} prompts of groups.size = {t.groups.size}"
         yield f"run.max_steps: {text}, and the run ends by name there"
-    if t.bus.endpoint != "ipc" and not keys.allowed(keys.directory_of(t.bus.keys)):
+    clients = keys.allowed(keys.directory_of(t.bus.keys)) if t.bus.endpoint != "ipc" else {}
+    for host in () if t.hosts.start else t.host_names:
+        if host not in clients:
+            yield f"process.hosts: {host} has no key yet, and is turned away; see `busrl keys add {host}`"
+    if t.bus.endpoint != "ipc" and not clients and not t.host_names:
         yield f"bus.endpoint: no client may connect to {t.bus.endpoint} yet; see `busrl keys add NAME`"
     if count(t, "rollout") == 0:
         yield "[[process]]: no rollout is started here; the run waits until one joins"

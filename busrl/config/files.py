@@ -23,7 +23,7 @@ from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.config.rules import Finding
-from busrl.config.schema import EXTRACTING, SCRIPTED, SERVE, TINY, Topology
+from busrl.config.schema import ATROPOS, EXTRACTING, SCRIPTED, SERVE, TINY, Topology
 from busrl.config.trial import TRIED, Trial, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
@@ -423,6 +423,8 @@ class _Inspection:
 
     def _programs(self) -> None:
         """Programs that are to be started have to be there, and so has a vLLM."""
+        if self._sound("hosts.start") and self.t.hosts.start and shutil.which(self.t.hosts.start[0]) is None:
+            self._add("hosts.start", f"{self.t.hosts.start[0]} is not an executable program", "install it")
         if not self._sound("process"):
             return
         for index, entry in enumerate(self.t.process):
@@ -434,7 +436,7 @@ class _Inspection:
             if entry.program and entry.count and shutil.which(entry.program[0]) is None:
                 rule = f"{entry.program[0]} is not an executable program"
                 self._add(f"process.{index}.program", rule, "install it; {here} is this file's folder")
-            if (entry.program or entry.role == SERVE) and importlib.util.find_spec("aiohttp") is None:
+            if (entry.program or entry.role in (SERVE, ATROPOS)) and importlib.util.find_spec("aiohttp") is None:
                 rule = "episodes over HTTP need the package aiohttp"
                 self._add(f"process.{index}.role", rule, "pip install 'busrl[agents]'")
         used = [index for index in engine_rules.vllm_entries(self.t) if not self.t.process[index].python]

@@ -1,6 +1,7 @@
 """What another host has of a run: its part of the topology, and the file that says where home is.
 
-`of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes. Knows nothing of
+`of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes; `Told` goes to a
+host that launch starts. Knows nothing of
 sockets or rings.
 
 - A host's topology is home's in all that changes an answer; only processes, bus and the size of the ring are its own.
@@ -11,12 +12,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from busrl import files, keys
 from busrl.config.derive import ring_bytes
 from busrl.config.schema import Derived, Faults, Topology
-from busrl.errors import UserError
+from busrl.errors import BadKeys, UserError
 
 SILENT = "hears nothing of the run"  # what the relay of a host is doing while that is so
 AHEAD_SHARE = 16  # of the rows, held beside those that engines run
@@ -80,3 +83,37 @@ class HostSource:
         except TypeError as problem:
             text = f"{file}: not what `busrl host` wrote ({problem}); remove the directory and start it again"
             raise UserError(text) from None
+
+
+class Told(msgspec.Struct):
+    """What launch at home writes to the standard input of a host's command, and `busrl host -` reads there."""
+
+    endpoint: str
+    name: Annotated[str, msgspec.Meta(pattern=f"^{keys.NAME.pattern}$")]
+    keys: str  # the text of the file that `busrl keys add` makes
+
+    @classmethod
+    def by_home(cls, topology: Topology, name: str) -> Told:
+        """BadKeys: there are none and they cannot be made."""
+        directory = keys.directory_of(topology.bus.keys)
+        if name not in keys.allowed(directory):
+            keys.add(directory, name)
+        file = keys.client_file(directory, name)
+        try:
+            return cls(topology.bus.endpoint, name, file.read_text(encoding="ascii"))
+        except OSError as problem:
+            remedy = f"`busrl keys remove {name}`, so that a new one is made"
+            raise BadKeys(f"{file}: {problem.strerror}, and {name} is allowed already; {remedy}") from None
+
+    @property
+    def line(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Told:
+        """UserError: it is something else."""
+        try:
+            return msgspec.json.decode(line, type=cls)
+        except msgspec.DecodeError as problem:
+            rule = "expected a line of JSON with endpoint, name and keys, as launch writes it"
+            raise UserError(f"standard input: {problem}; {rule}") from None

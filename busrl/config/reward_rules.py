@@ -92,7 +92,7 @@ def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     elif part.kind == "python":
         yield from by_path((f"{at}.function",), part.function, _example("function"))
     elif part.kind == AGENT and not t.has_callers:
-        rule, remedy = "no episode returns a reward", 'add a [[process]] with role = "agent" or "serve"'
+        rule, remedy = "no episode returns a reward", 'add a [[process]] with role = "agent", "serve" or "atropos"'
         yield Finding((f"{at}.kind", "process"), rule, remedy)
     for name in ("extract", "pattern", "verdict"):
         yield from _expression(f"{at}.{name}", getattr(part, name))

@@ -24,7 +24,7 @@ from busrl.algorithms import catalog, selection
 from busrl.config.declare import FUNCTION, items
 from busrl.config.learner import Learner, Value
 from busrl.config.reader import show
-from busrl.config.schema import AGENT, ONE_COPY, RESTARTS, SCRIPTED, TINY, BusFault, Process, Topology
+from busrl.config.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
 from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
@@ -449,13 +449,14 @@ TCP = re.compile(r"tcp://(\*|[0-9.]+|\[[0-9A-Fa-f:.]+\]|localhost):(\d{1,5})")
 
 
 def _bus(t: Topology) -> Iterator[Finding]:
-    found = TCP.fullmatch(t.bus.endpoint)
+    found, last = TCP.fullmatch(t.bus.endpoint), 65533 if t.host_names else 65534
     if found is None and t.bus.endpoint != "ipc":
         rule = 'expected "ipc", or tcp://ADDRESS:PORT with a number of this machine, * for all of them, or localhost'
         yield Finding(("bus.endpoint",), rule, 'for example "tcp://0.0.0.0:5600"')
-    elif found and not 1 <= int(found[2]) <= 65534:
-        rule = "two ports are used, this one to publish and the next to subscribe"
-        yield Finding(("bus.endpoint",), rule, "choose a port from 1 to 65534")
+    elif found and not 1 <= int(found[2]) <= last:
+        third = ", and one more for other hosts" if t.host_names else ""
+        rule = f"two ports are used, this one to publish and the next to subscribe{third}"
+        yield Finding(("bus.endpoint",), rule, f"choose a port from 1 to {last}")
 
 
 PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
@@ -493,6 +494,22 @@ def _hosts(t: Topology) -> Iterator[Finding]:
     for key, suits, rule, remedy in OVER_HOSTS:
         if t.host_names and not suits(t):
             yield Finding((key,), rule, remedy, depends=("process",))
+    yield from _start_of_hosts(t)
+
+
+def _start_of_hosts(t: Topology) -> Iterator[Finding]:
+    start = t.hosts.start
+    if not start:
+        return
+    if not t.host_names:
+        yield Finding(("hosts.start",), "no [[process]] names a host in hosts", "name them, or remove start")
+    unknown = [name for part in start for name in PLACEHOLDER.findall(part) if name != "{host}"]
+    if unknown or not any("{host}" in part for part in start):
+        rule = f"{unknown[0]} is not filled in, {{host}} is" if unknown else "{host} is nowhere in it"
+        yield Finding(("hosts.start",), rule, 'for example ["ssh", "{host}", "busrl host -"]')
+    if re.match(r"tcp://(\*|0\.0\.0\.0|\[::\]):", t.bus.endpoint):
+        rule = "hosts are told this endpoint, and it is no address that they could reach"
+        yield Finding(("bus.endpoint", "hosts.start"), rule, "name the address of this host that they see")
 
 
 def _hosts_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
@@ -544,7 +561,8 @@ def _agents(t: Topology) -> Iterator[Finding]:
                 yield Finding((f"process.{index}.{name}", role), "only an agent plays episodes", "remove it")
     judged = ("reward.kind", "process")
     if t.reward.kind == AGENT and not t.reward.part and not t.has_callers:
-        yield Finding(judged, "no episode returns a reward", 'add a [[process]] with role = "agent" or "serve"')
+        remedy = 'add a [[process]] with role = "agent", "serve" or "atropos"'
+        yield Finding(judged, "no episode returns a reward", remedy)
     if not t.has_callers:
         return
     if t.segments.on:
@@ -552,11 +570,26 @@ def _agents(t: Topology) -> Iterator[Finding]:
     if t.validation.mode == "dedicated" and _named_prompts(t):
         rule = "episodes of validation and of training are played by the same agents"
         yield Finding(("validation.mode", "process"), rule, 'set it to "hold" or "free"')
+    yield from _atropos(t)
     for index, one in enumerate(t.process):
         if one.role == "rollout" and one.engine == "openai":
             rule = "model calls are token ids, which this engine does not take"
             yield Finding((f"process.{index}.engine", "process"), rule, 'engine = "torch", "vllm" or "mock"')
     yield from _episode_sizes(t)
+
+
+def _atropos(t: Topology) -> Iterator[Finding]:
+    """Where environments of Atropos make the groups, nobody plays samples one by one."""
+    at = next((f"process.{i}.role" for i, one in enumerate(t.process) if one.role == ATROPOS), "")
+    if not at:
+        return
+    for index, one in enumerate(t.process):
+        if one.role in CALLER_ROLES and one.role != ATROPOS:
+            rule = "the samples are groups that environments post: others would take their slots"
+            yield Finding((f"process.{index}.role", at), rule, "remove one of them")
+    if _named_prompts(t):
+        rule = "environments post groups for training: nobody plays those of validation"
+        yield Finding(("validation.data", at), rule, "remove [validation]")
 
 
 def _episode_code(index: int, entry: Process) -> Iterator[Finding]:

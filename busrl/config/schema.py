@@ -26,6 +26,7 @@ TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tas
 BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to for plain text
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 SERVE = "serve"  # the role that lets clients play them
+ATROPOS = "atropos"  # the role that takes groups of them from environments
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
@@ -436,7 +437,7 @@ class Agents:
 
 @dataclass(frozen=True)
 class Serve:
-    """[serve]: where processes of the role serve listen, for clients that play episodes; see docs/serve.md."""
+    """[serve]: where processes of the roles serve and atropos listen; see docs/serve.md, docs/agents.md."""
 
     host: str = key("127.0.0.1", "address that is listened on; any other than this machine's own needs a proxy for TLS")
     port: int = key(0, "port of the first of them, the others have the next ones; 0 = any, told in serve-0.json", low=0,
@@ -450,6 +451,8 @@ class Hosts:
     ahead: int = key(0, "samples that a host holds beside those that its engines run; 0 = a group, or a sixteenth of "
                      "its rows", low=0, high=1 << 16)
     piece_mb: int = key(4, "MiB of weights that a host asks for at a time", low=1, high=256)
+    start: tuple[str, ...] = key((), "launch starts each host by this command, which has to run `busrl host -` there, "
+                                     "and starts it again when it ends; {host} is its name; empty = you start them")
     orphan_s: float = key(1800.0, "a host that hears nothing of the run for this long ends", above=0)
 
 
@@ -730,9 +733,9 @@ class Topology:
     @property
     def implied(self) -> tuple[str, ...]:
         """The roles of which this host has a process that no entry names."""
-        relayed = bool(self.here or self.host_names)
-        other = "home" if self.here else "host"
-        return tuple(role for role in IMPLIED_ROLES if ROLES[role].where != other and (role != "relay" or relayed))
+        away = bool(self.here)
+        wanted = {"": True, "home": not away, "away": away, "both": away or bool(self.host_names)}
+        return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
 
     def processes(self) -> list[ProcessName]:
         """Every process on this host in starting order; several entries of one role are numbered through."""

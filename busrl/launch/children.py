@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -129,20 +129,29 @@ def start(
     cores: frozenset[int] = frozenset(), mark: str = "",
 ) -> RunningChild:
     """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
+    known = environment_of(process, paths, {**(env or {}), MARK: mark})
+    keep = () if process.spec.command else keep_fds
+    return spawn(process.name, command_of(process, paths), paths.log(process.name), known, keep, cores, mark)
+
+
+def spawn(
+    name: str, command: Sequence[str], log: Path, env: Mapping[str, str], keep_fds: tuple[int, ...] = (),
+    cores: frozenset[int] = frozenset(), mark: str = "", stdin: int = subprocess.DEVNULL,
+) -> RunningChild:
+    """A program in a session of its own that dies with launch; a descriptor `stdin` is closed here."""
     if threading.current_thread() is not threading.main_thread():
-        raise BugError(f"{process.name} was to be started from a thread, with whose end the kernel would kill it")
-    log = paths.log(process.name)
+        raise BugError(f"{name} was to be started from a thread, with whose end the kernel would kill it")
     output, unlogged = _open_log(log)
-    with output:
-        popen = subprocess.Popen(
-            command_of(process, paths),
-            env=environment_of(process, paths, {**(env or {}), MARK: mark}),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            pass_fds=() if process.spec.command else keep_fds,
-            start_new_session=True,
-            preexec_fn=_prepare(os.getpid(), cores),
-        )
-    return RunningChild(process.name, popen, os.pidfd_open(popen.pid), mark, unlogged)
+    try:
+        with output:
+            popen = subprocess.Popen(
+                command, env=env, stdin=stdin, stdout=output, stderr=output, pass_fds=keep_fds, start_new_session=True,
+                preexec_fn=_prepare(os.getpid(), cores),
+            )
+    finally:
+        if stdin >= 0:
+            os.close(stdin)
+    return RunningChild(name, popen, os.pidfd_open(popen.pid), mark, unlogged)
 
 
 def _open_log(log: Path) -> tuple[BinaryIO, str]:

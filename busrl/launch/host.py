@@ -11,18 +11,23 @@ starts and watches children as it does at home. Knows nothing of tasks or weight
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import select
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import setproctitle
 
 import busrl
+from busrl import files
 from busrl.bus.link import Asking
 from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.config import HostSource, Topology
+from busrl.config.hosts import Told
 from busrl.errors import PeerLost, UserError
 from busrl.launch.display import open_display
 from busrl.launch.run import ALONE, Launch, Signals, close_run
@@ -31,6 +36,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import hosts as h
 
 ASK_S = 2.0
+MOST_INPUT = 1 << 16
 
 
 def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s: float) -> int:
@@ -44,6 +50,8 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
             try:
                 topology, ring = _joined(known, wait_s, signals)
             except PeerLost as problem:
+                if signals.count:
+                    return 128 + signals.first
                 print(f"busrl: {problem}", file=sys.stderr)
                 return ALONE
             source = replace(known, ring_hex=ring.hex(), life=time.time_ns() // 1_000_000)
@@ -53,10 +61,25 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
                 return code
 
 
+def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
+    """Endpoint, file of keys and name as launch at home wrote them to the input of its command (`launch/placement.py`).
+    The keys get a file of this user alone. UserError: nothing came, or something else."""
+    if not select.select([stream], [], [], wait_s)[0]:
+        raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")
+    found = Told.of_line(stream.readline(MOST_INPUT))
+    file = _cache() / f"{hashlib.sha256(found.keys.encode()).hexdigest()[:12]}-{found.name}.key_secret"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(file, found.keys.encode())
+    return found.endpoint, file, found.name
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")) / "busrl" / "hosts"
+
+
 def scratch_of(ring: bytes, name: str) -> Path:
     """Where this host keeps what belongs to a run, by the ring that it claims from."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "busrl" / "hosts" / f"{ring.hex()[:12]}-{name}"
+    return _cache() / f"{ring.hex()[:12]}-{name}"
 
 
 def _joined(source: HostSource, wait_s: float, signals: Signals) -> tuple[Topology, bytes]:

@@ -37,6 +37,7 @@ from busrl.guardian import Guardian, mark
 from busrl.launch.children import RunningChild, last_lines, last_words, start
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
+from busrl.launch.placement import Placement
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
 from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage
 from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, Phase, Shutdown
@@ -197,6 +198,7 @@ class Launch:
         self._fair = FairClock(TICK_S, time.monotonic())
         self._mark = mark(self._paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
+        self._placement = Placement(topology, self._paths, self._say, self._warn)
 
     def run(self) -> RunOutcome:
         """Until the goal is reached, the run has failed, or a signal asks for the end."""
@@ -207,11 +209,13 @@ class Launch:
             self._say(f"ending: {outcome.why}")
             if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
                 self._stop_all(outcome)
+                self._placement.end(0 if self._signals.count > 1 else self.topology.limits.stop_s)
             self.progress.run.look(ring_record(self._run.ring), time.monotonic())
             self._display.show(self.progress)
             return outcome
         finally:
             self._kill_all()
+            self._placement.kill()
             for line in self._events.tick(time.monotonic(), everything=True):
                 self._say(line)
             self._fates.close()
@@ -230,6 +234,7 @@ class Launch:
                 return outcome
             self._receive()
             self._look()
+            self._placement.look(time.monotonic())
             self._display.show(self.progress)
             waiting = (one for one in self.children if one.phase is Phase.BACKOFF and not self._awaits(one))
             due = [child.due - time.monotonic() for child in waiting]

@@ -20,7 +20,9 @@ import json
 import os
 import pwd
 import re
+import select
 import shutil
+import signal
 import time
 import uuid as uuids
 from contextlib import closing, suppress
@@ -159,14 +161,7 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
     paths = RunPaths.of(run_dir)
     if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
-    for directory in (paths.root, paths.logs, paths.checkpoints):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--run-dir {paths.root}: {directory} cannot be made a directory: {error.strerror}; give a path that "
-                "is free, or a directory that you may write to"
-            ) from None
+    _make_directories("--run-dir", paths.root, paths.logs, paths.checkpoints)
     lock = take_lock(paths)
     try:
         made = sources.made_files(topology)
@@ -187,8 +182,8 @@ def open_host(scratch: Path, topology: Topology, source: HostSource) -> OpenRun:
     """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring and
     topology, and nothing else that an earlier start left counts."""
     paths = RunPaths.of(scratch)
-    for directory in (paths.root, paths.logs):
-        directory.mkdir(parents=True, exist_ok=True)
+    _make_directories("--scratch", paths.root, paths.logs)
+    _end_earlier(paths, f"host {source.name}")
     lock = take_lock(paths)
     try:
         before = files.read_map(paths.host_source)
@@ -207,6 +202,28 @@ def open_host(scratch: Path, topology: Topology, source: HostSource) -> OpenRun:
         remove_runtime_dir(paths)
         lock.release()
         raise
+
+
+def _end_earlier(paths: RunPaths, title: str) -> None:
+    """A host whose connection to whoever started it is lost works on, and is started once more: the newer one counts,
+    here as for home."""
+    holder = OfdLock(str(paths.lock("run"))).holder()
+    if holder and is_titled(holder, title):
+        with suppress(ProcessLookupError), open(os.pidfd_open(holder), "rb") as process:
+            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+            select.select([process], [], [], LOCK_S)
+
+
+def _make_directories(option: str, *wanted: Path) -> None:
+    """UserError for what cannot be made; `option` named the first of them."""
+    for directory in wanted:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{option} {wanted[0]}: {directory} cannot be made a directory: {error.strerror}; give a path that "
+                "is free, or a directory that you may write to"
+            ) from None
 
 
 def _take_prompts(made: Path, place: Path) -> None:
@@ -245,7 +262,7 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
         raise UserError(f"{paths.root}: {problem}; move away what is there") from None
     if not acquired:
         holder = lock.holder()
-        if holder and stat_of(holder):
+        if holder and stat_of(holder)[:1] not in ([], ["Z"]):
             raise RunInUse(
                 f"{paths.root}: another launch is running there (pid {holder}); watch it with "
                 f"`busrl status {paths.root}`, or choose another run directory"

@@ -203,7 +203,7 @@ TEXT = 200
 
 
 class EventLog:
-    """`own`: names of the children that are busrl's own programs. `tick` now and then, `close` at the end."""
+    """`own`: names of the children that are busrl's own programs. `tick` now and then, with `everything` at the end."""
 
     def __init__(self, paths: RunPaths, children: Sequence[Child], own: Collection[str]) -> None:
         self._paths, self._children = paths, children

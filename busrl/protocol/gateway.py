@@ -86,7 +86,8 @@ class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
 
 class RemoteFail(Remote, tag="REMOTE_FAIL"):
     """No answer to this task. `drop` "": hand it back; else give the sample up, because the reward function "raised"
-    or "hung", the prompt cannot be rendered ("prompt") or is "too_long", or the sample is "malformed".
+    or "hung", the prompt cannot be rendered ("prompt") or is "too_long", or the sample is "malformed" or
+    was the death of several workers ("poison").
     """
 
     task: TaskId

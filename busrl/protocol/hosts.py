@@ -8,6 +8,7 @@ number, each answer repeats it, and whoever hears nothing asks again. A piece of
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +16,6 @@ from msgspec import Meta, Struct
 
 from busrl.protocol.messages import Count, Name, Text
 
-BUILD_BYTES = 64
 Manifest = Annotated[bytes, Meta(max_length=1 << 26)]
 
 
@@ -61,10 +61,9 @@ class Reply(Struct, tag_field="type", kw_only=True):
 
 
 class Refused(Reply, tag="REFUSED"):
-    """Not now, or not for this host: why, and what to do. `final`: asking again will not help."""
+    """Not now, or not for this host: why, and what to do."""
 
     text: Text = ""
-    final: bool = False
 
 
 class Welcome(Reply, tag="WELCOME"):
@@ -120,17 +119,15 @@ def encode(message: Question | Reply) -> bytes:
 
 def question(data: bytes) -> AnyQuestion | None:
     """None for bytes that are no question."""
-    try:
+    with contextlib.suppress(msgspec.MsgspecError):
         found: AnyQuestion = _questions.decode(data)
-    except msgspec.MsgspecError:
-        return None
-    return found
+        return found
+    return None
 
 
 def reply(data: bytes) -> AnyReply | None:
     """None for bytes that are no answer."""
-    try:
+    with contextlib.suppress(msgspec.MsgspecError):
         found: AnyReply = _replies.decode(data)
-    except msgspec.MsgspecError:
-        return None
-    return found
+        return found
+    return None

@@ -100,7 +100,7 @@ def commit_episode(ring: Ring, slot: int, word: int, episode: Trajectory) -> m.D
 
 
 @dataclass(frozen=True)
-class Episode:
+class StoredEpisode:
     """The arrays of the table, checked; copies."""
 
     ids: Array
@@ -121,20 +121,20 @@ class Episode:
         }
 
 
-def read_episode(ring: Ring, slot: int) -> Episode | None:
+def read_episode(ring: Ring, slot: int) -> StoredEpisode | None:
     """The episode of a slot that we hold; None if it holds none. BadTensor or NoSuchTensor where it breaks a rule."""
     try:
         turns = _read(ring, slot, "turns")
     except NoSuchTensor:
         return None
     ids, seqs, logprobs, versions = (_read(ring, slot, name) for name in ("ids", "seqs", "logprobs", "versions"))
-    found = Episode(ids, seqs, turns, logprobs, versions, _optional(ring, slot, "turn_rewards"))
+    found = StoredEpisode(ids, seqs, turns, logprobs, versions, _optional(ring, slot, "turn_rewards"))
     if text := fault_of(found):
         raise BadTensor(f"slot {slot}: {text}")
     return found
 
 
-def fault_of(episode: Episode) -> str:
+def fault_of(episode: StoredEpisode) -> str:
     """Which rule it breaks; "" if none. Ids are compared with the vocabulary where that is known: by the learner."""
     ids, seqs, turns = episode.ids, episode.seqs.astype(np.int64), episode.turns.astype(np.int64)
     if not len(seqs) or not len(turns) or turns.shape[1] != len(COLUMNS):

@@ -33,7 +33,7 @@ from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles.actor import Doorbell
-from busrl.roles.trajectory import (
+from busrl.roles.answers import (
     UNREADABLE,
     SegmentCuts,
     claim_queued,

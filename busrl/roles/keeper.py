@@ -26,8 +26,8 @@ from busrl.ring import Ring, State
 from busrl.ring.locks import taken_back
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of
-from busrl.roles.trajectory import SegmentCuts
 from busrl.states import Fate
 
 log = logging.getLogger("busrl")

@@ -70,7 +70,7 @@ class Home:
         place = relay_endpoint(own.endpoint)
         self.link = Answering(CurveListener(own.endpoint, keys.directory_of(own.keys), (place,)))
         self.weights = Snapshot(actor.paths.weights_file)
-        self._waiting: deque[tuple[float, Asked]] = deque()
+        self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
         self._fetching: dict[str, float] = {}  # those that asked for a piece since then, and when
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
@@ -84,11 +84,11 @@ class Home:
         return True
 
     def close(self) -> None:
-        """Hosts learn first that the run is over; one that does not ask in time finds out by its silence."""
-        self._over, now = True, time.monotonic()
-        untold = {name for name, seen in self._seen.items() if now - seen < LATELY_S}
+        """Where the run ends hosts learn of it first; one that does not ask in time finds out by its silence."""
+        now, self._over = time.monotonic(), self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING
+        untold = {name for name, seen in self._seen.items() if self._over and now - seen < LATELY_S}
         while untold and time.monotonic() < now + FAREWELL_S:
-            untold -= {asked.name for _, asked in self._waiting}
+            untold -= self._waiting.keys()
             self.work()
         self.weights.close()
         self.link.close()
@@ -111,30 +111,27 @@ class Home:
             self.link.answer(asked, h.Welcome(topology=made, ring=self.ring.uuid))
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
-            self._fetching.pop(asked.name, None)
-            self._waiting.append((time.monotonic() + min(question.wait_s, WAIT_S), asked))
+            self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
         elif isinstance(question, h.WeightsHead):
             self._head(asked, question.have)
         else:
-            self._fetching[asked.name] = time.monotonic()
-            found = self.weights.piece(question.version, question.at, question.size)
-            reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
-            self.link.answer(asked, reply, found)
+            self._piece(asked, question)
 
     def _objection(self, asked: Asked) -> h.Refused | None:
         """Why this host cannot take part, whatever it asks for."""
         host, known = asked.question.host, self.topology.host_names
         if host not in known:
             text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(known)}"
-            return h.Refused(text=text, final=True)
+            return h.Refused(text=text)
         if asked.name != host:
             text = (f"the key is {asked.name}'s, the name {host}'s: make a key of its own with `busrl keys add {host}`,"
                     " or start it with the name that the key has")
-            return h.Refused(text=text, final=True)
-        build = getattr(asked.question, "build", busrl.__version__)
-        if build != busrl.__version__:
-            text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
-            return h.Refused(text=text, final=True)
+            return h.Refused(text=text)
+        if isinstance(asked.question, h.HostJoin) and asked.question.build != busrl.__version__:
+            build = asked.question.build
+            return h.Refused(
+                text=f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
+            )
         return None
 
     def _head(self, asked: Asked, have: int) -> None:
@@ -149,17 +146,25 @@ class Home:
                          manifest=taken.manifest)
         self.link.answer(asked, head)
 
+    def _piece(self, asked: Asked, question: h.WeightsPiece) -> None:
+        found, end = self.weights.piece(question.version, question.at, question.size), question.at + question.size
+        if found is None or self.weights.taken is None or end == len(self.weights.taken.data):
+            self._fetching.pop(asked.name, None)  # it has asked for all
+        else:
+            self._fetching[asked.name] = time.monotonic()
+        reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
+        self.link.answer(asked, reply, found)
+
     def _tell_changes(self) -> None:
         """Answer those whose state is not today's, and those that have waited long enough."""
         if not self._waiting:
             return
-        now, state, still = time.monotonic(), self.state(), deque[tuple[float, Asked]]()
-        for until, asked in self._waiting:
-            if getattr(asked.question, "known", None) != state or now >= until:
+        now, state = time.monotonic(), self.state()
+        for name, (until, asked) in list(self._waiting.items()):
+            known = asked.question.known if isinstance(asked.question, h.HostLook) else None
+            if known != state or not now < until:
+                del self._waiting[name]
                 self.link.answer(asked, h.State(state=state))
-            else:
-                still.append((until, asked))
-        self._waiting = still
 
 
 # -- on another host -----
@@ -207,7 +212,8 @@ class Away:
             self._end(f"nothing heard of the run for {silent_s:.0f} s (hosts.orphan_s = {limit_s:g})")
 
     def _meanwhile(self, reply: h.AnyReply) -> None:
-        """Engines must know how far they are behind, however long a version takes."""
+        """Engines must know how far they are behind, however long a version takes. What else has changed is asked for
+        again after it."""
         self.ring.progress()
         if isinstance(reply, h.State) and reply.state.ring == self.claimed_from:
             self._set_words(reply.state)
@@ -226,8 +232,9 @@ class Away:
             self._end("the run has a new ring, in which nothing is claimed from here")
             return
         if self.state is not None and state.topology != self.state.topology:
-            self._end("the run has another topology, which is asked for anew")
+            self._end("the topology of the run has changed")
             return
+        self.state = state
         self._set_words(state)
         if state.over:
             self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
@@ -235,7 +242,6 @@ class Away:
             self._fetch()
 
     def _set_words(self, state: h.HomeState) -> None:
-        self.state = state
         for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
             self.ring.set_header(word, getattr(state, word.value))
         self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
@@ -268,13 +274,16 @@ def fetch_pieces(
     meanwhile: Callable[[h.AnyReply], None],
 ) -> bool:
     """Ask for all pieces of a version, some ahead, and write each as it comes; `meanwhile` is called with each answer.
-    False: a newer version has overtaken it. PeerLost: nothing came for `timeout_s`."""
+    False: a newer version has overtaken it. PeerLost: no piece came for `timeout_s`, whatever else did."""
     wanted, asked = deque(range(0, nbytes, size)), dict[int, int]()
+    end = time.monotonic() + timeout_s
     while wanted or asked:
         while wanted and len(asked) < AHEAD:
             at = wanted.popleft()
             asked[link.post(h.WeightsPiece(version=version, at=at, size=min(size, nbytes - at)))] = at
-        found = link.receive(timeout_s)
+        found, left = None, end - time.monotonic()
+        if left > 0:
+            found = link.receive(left)
         if found is None:
             raise PeerLost(f"no piece of it for {timeout_s:g} s (weights.timeout_s)")
         reply, data = found
@@ -284,4 +293,5 @@ def fetch_pieces(
         if not isinstance(reply, h.Piece):
             return False
         copy.write(reply.at, data)
+        end = time.monotonic() + timeout_s
     return True

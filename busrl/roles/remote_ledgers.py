@@ -27,8 +27,8 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.roles.answers import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
 from busrl.roles.episodes import last_call, turn_rewards_of
-from busrl.roles.trajectory import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 

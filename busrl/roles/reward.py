@@ -19,8 +19,8 @@ from busrl.protocol import messages as m
 from busrl.rewards.pool import WITH_IDS, Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
+from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
-from busrl.roles.trajectory import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.states import REWARD_FATES
 
 BATCH = 256

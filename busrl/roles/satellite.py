@@ -26,21 +26,22 @@ from busrl.bus import Endpoint, tcp_pair
 from busrl.config import HostSource
 from busrl.config.hosts import SILENT, ahead_of
 from busrl.errors import BusNotReady, MessageTooLarge
-from busrl.gateway import tensor
+from busrl.gateway import FATES, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.ring import Process, State, segments_of, seq_of
+from busrl.ring import Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.trajectory import UNREADABLE, read_generated, read_prompt_ids, read_text
+from busrl.roles.answers import UNREADABLE, read_generated, read_prompt_ids, read_text
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")
 ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER")
 CLAIM_S, RESEND_S, PRESENT_S = 0.25, 2.0, 1.0
+CLAIM_FREED = 8  # answers after which more is claimed at once
 ROWS_COUNT_S = 4.0  # for which an engine that told of its rows is taken to be there
 COLLECT_AT_ONCE = 256
 REMEMBERED = 8192
-DROPS = {Fate.UNRENDERED: "prompt", Fate.LONG: "too_long", Fate.MALFORMED: "malformed", Fate.POISON: "poison"}
+DROPS = {fate: word for word, fate in FATES["rollout"].items()}
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Satellite(Actor):
         self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
         self.bell = Doorbell()
         self._next_claim = self._next_presence = 0.0
+        self._claimed = self._freed = 0  # the last claim's request until it is answered; answers since that claim
         self.held = {one.task: one for one in self._adopted()}
         try:
             self.home.ready(self.topology.limits.ready_s / 2)
@@ -134,6 +136,8 @@ class Satellite(Actor):
         if isinstance(message, g.GatewayWelcome):
             self.joined, self._next_claim = True, 0.0
         elif isinstance(message, g.GatewayTasks):
+            if message.req >= self._claimed:
+                self._claimed = 0
             for task in message.tasks:
                 if task.task not in self.held and task.task not in self.over:
                     self.held[task.task] = Held(task.task, task.uid)
@@ -185,7 +189,7 @@ class Satellite(Actor):
             return
         one.lost = True
         line = None if one.slot < 0 else self.ring.line(one.slot)
-        if line is None or int(line["uid"]) != one.uid:
+        if line is None or line["state"] == State.FREE or int(line["uid"]) != one.uid:
             self._forget(one)
         elif line["state"] == State.QUEUED:
             self.ring.drop(one.slot, int(line["word"]), Fate.OLD)  # unless an engine takes it this moment
@@ -223,7 +227,7 @@ class Satellite(Actor):
 
     def _reset_fate(self, uid: int) -> None:
         """The sample may have been here before, under an earlier claim; only this process dispatches here."""
-        table, index = (self.validate_fates, uid & ~VALIDATE_BIT) if uid & VALIDATE_BIT else (self.fates, uid)
+        table, index = self._place(uid)
         table.reserve(index + 1)
         if table.get(index):
             with open(table.path, "r+b", buffering=0) as file:
@@ -281,14 +285,16 @@ class Satellite(Actor):
             if one.lost:
                 self._forget(one)
                 continue
-            fate = next((known for known in DROPS if known == self._fate(one.uid)), Fate.NONE)
+            table, index = self._place(one.uid)
+            fate = next((known for known in DROPS if known == table.get(index)), Fate.NONE)
             one.result = g.RemoteFail(life=self.source.life, task=one.task, drop=DROPS.get(fate, ""), text=fate.words)
             self._send(one)
             count += 1
         return count
 
-    def _fate(self, uid: int) -> int:
-        return self.validate_fates.get(uid & ~VALIDATE_BIT) if uid & VALIDATE_BIT else self.fates.get(uid)
+    def _place(self, uid: int) -> tuple[Fates, int]:
+        """The table that has the fate of a sample, and where."""
+        return (self.validate_fates, uid & ~VALIDATE_BIT) if uid & VALIDATE_BIT else (self.fates, uid)
 
     # -- what home is told -----
 
@@ -297,7 +303,10 @@ class Satellite(Actor):
         if now >= self._next_presence:
             self._next_presence = now + PRESENT_S
             self.home.heartbeat("rollout", f"host, holds {len(self.held)}")
-        if now >= self._next_claim:
+            if self.joined and (holding := self._living()):
+                self._ask(g.RemoteExtend(life=self.source.life, holding=holding))  # its answer names what is lost
+        # Engines that answer faster than claims are due would run dry; a claim under way must not be doubled by it.
+        if now >= self._next_claim or (self._freed >= CLAIM_FREED and not self._claimed):
             self._next_claim = now + CLAIM_S
             self._claim(now)
         if self.joined:
@@ -312,20 +321,24 @@ class Satellite(Actor):
             self.home.send(m.Hello(role="rollout", pid=os.getpid(), host=os.uname().nodename))
             self._ask(g.RemoteJoin(life=life, role="rollout"))
             return
-        hears = any(one.role == "relay" and one.state == "ready" and one.activity != SILENT for one in self._here())
+        relays = (one for one in self.ring.processes() if one.role == "relay" and one.state == "ready")
+        hears = any(one.activity != SILENT for one in relays)
         # Without a relay nobody here knows how old its weights are.
         rows = sum(count for count, at in self.rows.values() if now - at < ROWS_COUNT_S) if hears else 0
         wanted = rows + ahead_of(self.topology, rows) if rows else 0
         unfinished = sum(one.result is None for one in self.held.values())
         room = min(max(0, wanted - unfinished), self.ring.n_slots - len(self.held))
-        holding = [task for task, one in self.held.items() if not one.lost][:m.MAX_MAP]
-        self._ask(g.RemoteClaim(life=life, capacity=len(self.held) + max(0, room), holding=holding))
+        living = self._living()
+        self._ask(g.RemoteClaim(life=life, capacity=len(living) + max(0, room), holding=living))
+        self._claimed, self._freed = self.request, 0
 
-    def _here(self) -> list[Process]:
-        return [one for one in self.ring.processes() if not one.remote]
+    def _living(self) -> list[str]:
+        """The claims of this host that home has given to nobody else, as far as it knows."""
+        return [task for task, one in self.held.items() if not one.lost][:m.MAX_MAP]
 
     def _send(self, one: Held) -> None:
         assert one.result is not None
+        self._freed += not one.sent_at
         one.sent_at = time.monotonic()
         try:
             self._ask(one.result)

@@ -41,7 +41,7 @@ from busrl.rewards.kinds import finder
 from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
-from busrl.roles.trajectory import UNREADABLE, read_generated, read_parts, read_text
+from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")

@@ -27,7 +27,6 @@ from busrl.weights.shm import (
     STEP,
     VERSION,
     W_PID,
-    WRITING,
     Bytes,
     Segment,
     VersionReceiver,
@@ -109,10 +108,7 @@ class SegmentCopy:
         if not segment.lock(k, alone=True, patience_s=PATIENCE_S):
             held = segment.stamp(k)[0]
             raise WeightsTimeout(f"{self.path}: an engine reads version {held} for over {PATIENCE_S:g} s")
-        words = segment.buffer[k]
-        words[WRITING] = version
-        words[SEQ] = (int(words[SEQ]) + 1) | 1  # odd, also over what a dead writer left
-        words[LOGGED] = 0
+        segment.begin(k, version)
         self._k, self._head = k, (version, step, checksum)
 
     def write(self, at: int, data: memoryview) -> None:
@@ -122,9 +118,7 @@ class SegmentCopy:
     def done(self) -> None:
         """All bytes are written: from here on it is the newest version."""
         assert self._segment is not None
-        words = self._segment.buffer[self._k]
-        words[VERSION], words[STEP], words[CHECKSUM] = self._head
-        words[SEQ] = int(words[SEQ]) + 1
+        self._segment.complete(self._k, *self._head)
         self.abandon()
 
     def abandon(self) -> None:

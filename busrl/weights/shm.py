@@ -103,6 +103,19 @@ class Segment:
         version, step, size = foot_of(self.log[k][: int(self.buffer[k][LOGGED])])
         return (version, step) if size else (int(self.buffer[k][VERSION]), int(self.buffer[k][STEP]))
 
+    def begin(self, k: int, version: int) -> None:
+        """Buffer k is written to from here on, and holds no version until it is `complete`."""
+        words = self.buffer[k]
+        words[WRITING] = version
+        words[SEQ] = (int(words[SEQ]) + 1) | 1  # odd, also over what a dead writer left
+        words[LOGGED] = 0
+
+    def complete(self, k: int, version: int, step: int, digest: int) -> None:
+        """Buffer k holds a whole version; `digest` 0: it has none."""
+        words = self.buffer[k]
+        words[VERSION], words[STEP], words[CHECKSUM] = version, step, digest
+        words[SEQ] = int(words[SEQ]) + 1
+
     def prefault(self) -> None:
         """Map all pages of both buffers now, large ones where possible: a fault costs more than copying its page."""
         for k in range(2):
@@ -227,16 +240,11 @@ class ShmSender(Sender):
         k = 1 - (segment.newest() or 0)  # never the newest complete one; 1 if there is none
         if not segment.lock(k, alone=True, patience_s=PATIENCE_S):
             log.warning("weights: a reader of version %d is stopped in its copy; overwriting it", segment.stamp(k)[0])
-        words = segment.buffer[k]
-        words[WRITING] = version
-        words[SEQ] = (int(words[SEQ]) + 1) | 1  # odd, also over what a dead writer left
-        words[LOGGED] = 0
+        segment.begin(k, version)
         flat = block_of(segment.data[k])
         segment.manifest.gather(named, flat, self.hook)
-        words[VERSION], words[STEP] = version, step
         digest = segment.manifest.digest(segment.manifest.views(flat), version, step) if self._checksums else 0
-        words[CHECKSUM] = digest
-        words[SEQ] = int(words[SEQ]) + 1
+        segment.complete(k, version, step, digest)
         segment.unlock(k)
         self._remember(segment, flat)
 

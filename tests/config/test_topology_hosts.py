@@ -1,4 +1,4 @@
-"""What a topology with other hosts is, at home and there, and what is refused in one."""
+"""Rollouts on other hosts in a topology: which process runs where, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.config import Topology, load
+from busrl.config import Topology, explain, load, materialise
 from busrl.config.hosts import ahead_of, of_host
 from busrl.errors import TopologyError
 
@@ -48,12 +48,16 @@ def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hos
 
 @pytest.mark.parametrize("setting, said", [
     ("bus.endpoint=ipc", "other hosts reach the bus over TCP"),
+    ("bus.endpoint=tcp://127.0.0.1:65534", "and one more for other hosts"),
     ("weights.transport=broadcast", "other hosts get what lies in shared memory"),
     ("weights.sparse.enabled=true", "other hosts get whole versions"),
     ("bus.max_message_bytes=5000", "comes in one message"),
     ("segments.length=16", "an answer is made on one host, whole"),
     ('process.rollout.hosts=["a", "a"]', "a host is named twice"),
     ('process.rollout.hosts=["-a"]', "'-a' is no name of a host"),
+    ('hosts.start=["true", "busrl host -"]', "{host} is nowhere in it"),
+    ('hosts.start=["true", "{name}", "{host}"]', "{name} is not filled in, {host} is"),
+    ('hosts.start=["no-such-program", "{host}"]', "no-such-program is not an executable program"),
     ('process.reward.hosts=["a"]', "only busrl's own rollouts run on other hosts yet"),
 ])
 def test_what_hosts_cannot_do_is_refused_with_its_remedy(
@@ -63,3 +67,13 @@ def test_what_hosts_cannot_do_is_refused_with_its_remedy(
         over_hosts(setting)
     problem = next(one for one in refused.value.problems if said in one.rule)
     assert problem.remedy
+
+
+def test_check_names_each_host_what_it_needs_and_who_has_no_key(over_hosts: Callable[..., Topology]) -> None:
+    topology = over_hosts("process.rollout.count=2", "generation.max_batch=40")
+    keys.add(Path(topology.bus.keys), "a")
+    said = explain.report(materialise(topology))
+    assert "on b, by `busrl host` there: 2 x rollout (torch)\n  176 slots, " in said
+    assert "b has no key yet" in said and "a has no key yet" not in said
+    started = explain.report(materialise(over_hosts('hosts.start=["env", "{host}"]')))
+    assert "on a, by env a: 1 x rollout" in started and "has no key yet" not in started

@@ -14,8 +14,8 @@ from busrl.gateway import Desk, Tally
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
+from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import RingLedger
-from busrl.roles.trajectory import SegmentCuts
 from busrl.scheduling.segments import SegmentPlan
 
 LEASE_S = 10.0

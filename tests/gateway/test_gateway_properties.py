@@ -258,5 +258,6 @@ TestGateway.settings = SHORT
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 class TestGatewayAtLength(Gateway.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(SHORT, max_examples=3000, stateful_step_count=100)

@@ -21,8 +21,8 @@ from busrl.errors import NotRegistered, RingError, RingFull
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import Ring, State
+from busrl.roles.answers import read_generated
 from busrl.roles.episodes import commit_episode, write_episode
-from busrl.roles.trajectory import read_generated
 
 HERE = Path(__file__).parent
 SOME = ["remote.entered:1", "put.copied:1", "commit.before:1", "release.before:1", "remote.rested:1"]

@@ -19,6 +19,7 @@ from busrl.data.chat import LightTokenizer
 from busrl.errors import SlotTooSmall
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State
+from busrl.roles.answers import read_parts, read_task, write_parts, write_segment, write_text
 from busrl.roles.learner.groups import (
     Claimed,
     Excerpts,
@@ -30,7 +31,6 @@ from busrl.roles.learner.groups import (
     tag_at,
 )
 from busrl.roles.learner.metrics import Ended, GroupsLine, StepMetrics
-from busrl.roles.trajectory import read_parts, read_task, write_parts, write_segment, write_text
 from busrl.states import Fate
 
 GROUP = 4

@@ -49,7 +49,7 @@ class Living:
         """As the learner does: checkpoint, replay, go on."""
         self.training: Any = SimpleNamespace(entropy=lambda probe: self.entropy)
         self.entropy = 0.5
-        self.plan = make_plan(self.topology, streaming=True)
+        self.plan = make_plan(self.topology)
         self.control = Control(self.folder / "decisions.jsonl", self.topology, self.training, self.plan)
         if self.checkpoint[0]:
             self.control.load(self.checkpoint[1], self.folder)

@@ -19,10 +19,10 @@ from busrl.config.schema import Segments, Topology
 from busrl.engines.base import Finished, Request
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
+from busrl.roles.answers import SegmentCuts, read_generated, read_text
 from busrl.roles.intake import SampleIntake
 from busrl.roles.learner.groups import claim_groups
 from busrl.roles.rollout import Pace, Rollout
-from busrl.roles.trajectory import SegmentCuts, read_generated, read_text
 from busrl.scheduling.limits import derive
 
 ROOT = Path(__file__).resolve().parents[2]

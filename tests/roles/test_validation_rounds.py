@@ -19,7 +19,7 @@ from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged
 from busrl.data.prompts import lines_of
 from busrl.ring import Fates, Ring, State
-from busrl.roles.trajectory import write_parts, write_segment, write_text
+from busrl.roles.answers import write_parts, write_segment, write_text
 from busrl.roles.validator import MeasuredSet, Result, Rounds, Validator, _finished_rounds, _short
 from busrl.states import VALIDATE_BIT
 

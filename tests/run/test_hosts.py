@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_a_run_survives_deaths_of_every_process_of_a_host_and_of_those_at_home_t
         ]):
             home.until_step(2 + 3 * number)
             run.kill(name)
+        os.kill(home.until("its relay is back", lambda: home.pid("relay")), signal.SIGTERM)  # no end of the run
         assert home.wait() == 0, home.tail()
         assert host.wait(30) == 0, host.tail()
     check_end(home, 0)

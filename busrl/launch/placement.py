@@ -1,0 +1,143 @@
+"""The other hosts of a run that launch starts itself: one command per host (ssh, srun, kubectl exec), which runs
+`busrl host -` there.
+
+Talks to the kernel, to the standard input of the commands and to their logs; `run.py` calls it with every look of its
+own. Knows nothing of what happens on a host: its exit code says what to do (docs/hosts.md).
+
+- The keys of a host travel over the standard input of its command alone: not in arguments, not in an environment.
+- No command is ended for silence: a host that does not hear home ends by itself, and connections have time limits.
+- Whoever ends is started again, with a growing pause, but after 0 (the run is over there) and 2 (mend something).
+- At the end of a run hosts learn of it from the relay: a command has time to end by itself before it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from busrl.config import Topology
+from busrl.config.hosts import Told
+from busrl.errors import NEEDS_FIX, BadKeys
+from busrl.launch.children import RunningChild, last_words, spawn
+from busrl.paths import RunPaths
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+ENDING_S = 5.0  # after SIGTERM
+
+
+@dataclass
+class Placed:
+    """A host. waiting (`due`) -> running -> waiting, or over."""
+
+    name: str
+    due: float = 0.0
+    pause_s: float = FIRST_PAUSE_S
+    begun: float = 0.0
+    running: RunningChild | None = None
+    over: bool = False
+
+
+class Placement:
+    """All hosts of `hosts.start`. `say`: for whoever watches; `warn`: for errors.jsonl too."""
+
+    def __init__(
+        self, topology: Topology, paths: RunPaths, say: Callable[[str], None], warn: Callable[[str, str], None],
+    ) -> None:
+        self._topology, self._paths, self._say, self._warn = topology, paths, say, warn
+        wanted = topology.host_names if topology.hosts.start and not topology.here else ()
+        self._hosts = [Placed(name) for name in wanted]
+
+    def look(self, now: float) -> None:
+        """Start what is due, and see who has ended."""
+        for host in self._hosts:
+            if host.running is not None:
+                self._see(host, now)
+            elif not host.over and now >= host.due:
+                self._start(host, now)
+
+    def _start(self, host: Placed, now: float) -> None:
+        command = [part.replace("{host}", host.name) for part in self._topology.hosts.start]
+        try:
+            told = Told.by_home(self._topology, host.name).line
+            host.running = spawn(f"host-{host.name}", command, self._log(host), os.environ, stdin=_pipe_of(told))
+        except (OSError, BadKeys) as problem:
+            self._again(host, now, f"cannot be started: {problem}")
+            return
+        host.begun = now
+        self._say(f"host {host.name}: started (pid {host.running.pid}): {' '.join(command)}")
+
+    def _see(self, host: Placed, now: float) -> None:
+        assert host.running is not None
+        how = host.running.ended()
+        if how is None:
+            return
+        host.running.close()
+        host.running = None
+        if now - host.begun > LONGEST_PAUSE_S:
+            host.pause_s = FIRST_PAUSE_S
+        words = last_words(self._log(host))
+        if how.code in (0, NEEDS_FIX):
+            host.over = True
+            if how.code:
+                self._warn(f"host {host.name} is not started again: {words or how}", "error")
+        else:
+            self._again(host, now, f"ended ({how}){f': {words}' if words else ''}")
+
+    def _again(self, host: Placed, now: float, why: str) -> None:
+        self._warn(f"host {host.name} {why}; again in {host.pause_s:g} s", "warning")
+        host.due, host.pause_s = now + host.pause_s, min(2 * host.pause_s, LONGEST_PAUSE_S)
+
+    def _log(self, host: Placed) -> Path:
+        return self._paths.log(f"host-{host.name}")
+
+    def end(self, patience_s: float) -> None:
+        """Wait until all have ended by themselves, then end them; none is left."""
+        left = [host for host in self._hosts if host.running is not None]
+        for number, wait_s in ((0, patience_s), (signal.SIGTERM, ENDING_S), (signal.SIGKILL, ENDING_S)):
+            left = self._wait(left, number, wait_s)
+        for host in left:
+            self._say(f"host {host.name}: its command (pid {host.running and host.running.pid}) does not end")
+
+    def _wait(self, left: list[Placed], number: int, wait_s: float) -> list[Placed]:
+        """Those that have not ended after this signal."""
+        for host in left:
+            if number and host.running is not None:
+                self._say(f"host {host.name}: its command is ended by {signal.Signals(number).name}")
+                host.running.signal(number)
+        end = time.monotonic() + wait_s
+        while left:
+            for host in left:
+                self._see_at_end(host)
+            left = [host for host in left if host.running is not None]
+            fds = [host.running.pidfd for host in left if host.running is not None]
+            if not fds or not (seconds := max(0.0, end - time.monotonic())):
+                break
+            select.select(fds, [], [], seconds)
+        return left
+
+    def _see_at_end(self, host: Placed) -> None:
+        if host.running is not None and (how := host.running.ended()) is not None:
+            host.running.close()
+            host.running = None
+            self._say(f"host {host.name}: ended ({how})")
+
+    def kill(self) -> None:
+        """Way out of an error of launch itself: nobody outlives it here; hosts find out by its silence."""
+        for host in self._hosts:
+            if host.running is not None:
+                host.running.kill()
+        self._wait([host for host in self._hosts if host.running is not None], 0, ENDING_S)
+
+
+def _pipe_of(data: bytes) -> int:
+    """The reading end of a pipe that holds all of `data`, which is less than a pipe holds."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    with contextlib.closing(os.fdopen(writer, "wb", buffering=0)) as file:
+        file.write(data)
+    return reader

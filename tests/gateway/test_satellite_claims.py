@@ -1,0 +1,111 @@
+"""Claims of another host between its ring and home's: what home has ended ends there too."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from on_a_ring import Keeper
+
+from busrl.config import load
+from busrl.protocol import gateway as g
+from busrl.protocol import messages as m
+from busrl.ring import Fates, Ring, State
+from busrl.roles.actor import Doorbell
+from busrl.roles.satellite import Satellite
+from busrl.states import Fate
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+ROWS = 4
+
+
+class Away(Satellite):
+    """A satellite on a ring of its own, whose messages reach the keeper at once and are answered at once."""
+
+    def __init__(self, folder: Path, keeper: Keeper) -> None:
+        self.keeper, self.answers = keeper, list[m.Message]()
+        self.topology = load(QUICKSTART, [f"generation.max_batch={ROWS}", "groups.size=2"])
+        self.ring = Ring.create(str(folder / "away"), slots=16, slot_bytes=4096, processes=8, uuid=bytes(16))
+        self.ring.register("satellite", "satellite")
+        self.fates, self.validate_fates = (
+            Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("away.f", "away.v")
+        )
+        self.ring.bind_fates(self.fates, self.validate_fates)
+        self.source = SimpleNamespace(life=1, name="gpu-0")  # type: ignore[assignment]
+        self.home = SimpleNamespace(heartbeat=lambda *said: None)  # type: ignore[assignment]
+        self.held, self.waiting, self.over, self.rows = {}, {}, {}, {}
+        self.joined, self.request, self.bell = True, 0, Doorbell()
+        self._claimed = self._freed = 0
+        self._next_claim = self._next_presence = 0.0
+        keeper.ask("gpu-0", g.RemoteJoin(life=1, role="rollout"))
+
+    def claim(self, wanted: int) -> int:
+        """Claim as `_claim` does, but for so many; how many slots are queued here then."""
+        living = self._living()
+        self._ask(g.RemoteClaim(life=1, capacity=len(living) + wanted, holding=living))
+        self._dispatch()
+        return self.ring.stats().occupancy["QUEUED"]
+
+    def _ask(self, message: g.Remote) -> None:
+        self.request += 1
+        message.req = self.request
+        for answer in self.keeper.ask("gpu-0", message):
+            self.answers.append(answer)
+            answer.life = 1  # type: ignore[attr-defined]
+            self._heard(answer)
+
+
+@pytest.fixture
+def away() -> Iterator[Away]:
+    folder = Path(tempfile.mkdtemp(prefix="busrl.test.", dir="/dev/shm"))
+    ring = Ring.create(str(folder / "ring"), slots=8, slot_bytes=4096, processes=8, uuid=bytes(16))
+    keeper = Keeper(folder)
+    for uid in range(6):
+        assert keeper.ring.dispatch(
+            uid=uid, group=0, admission=0, member=uid, group_size=6, cls=0, task=b'{"prompt": "1"}', prompt_crc=uid,
+            max_new_tokens=8, temperature=1.0, version=0, step=0,
+        )
+    made = Away(folder, keeper)
+    yield made
+    made.ring.close()
+    keeper.close()
+    ring.close()
+    shutil.rmtree(folder)
+
+
+def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> None:
+    assert away.claim(3) == 3
+    assert len(away.keeper.pass_lease()) == 3
+    away._tell()
+    assert away.ring.stats().occupancy["QUEUED"] == 0
+    away._report_dropped()
+    assert not away.held and away.claim(2) == 2
+    assert len(away.keeper.desk.leases) == 2, "home counts what is alive, and gives no more than is asked for"
+
+
+def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_is_claimed(away: Away) -> None:
+    assert away.claim(2) == 2
+    [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    away.keeper.pass_lease()
+    away._tell()
+    assert [one.lost for one in away.held.values()].count(True) == 1 + 1
+    away._report_dropped()
+    assert away.claim(3) == 2 and len(away.keeper.desk.leases) == 3, "the third is the sample that the engine still has"
+    away.ring.drop(slot, word, Fate.OLD)
+    away._report_dropped()
+    away._dispatch()
+    assert len(away.held) == 3 and away.ring.stats().occupancy["QUEUED"] == 3
+
+
+def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:
+    assert away.claim(1) == 1
+    [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    away.ring.drop(slot, word, Fate.MALFORMED)
+    assert away._report_dropped() == 1
+    assert not away.held and len(away.over) == 1
+    assert away._report_dropped() == 0
+    assert [getattr(one, "code", "") for one in away.answers].count("done") == 1
