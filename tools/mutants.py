@@ -72,7 +72,7 @@ EPISODES = ("tests/roles/test_episode_steps.py",)
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/schedule.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
-GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/trajectory.py"
+GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/answers.py"
 ENGINE, SAMPLING = "busrl/engines/torch/engine.py", "busrl/engines/torch/engine.py"
 
 PREFIX, PREFIXES = "busrl/engines/torch/prefix.py", "tests/engines/test_prefix.py"
@@ -390,9 +390,9 @@ MUTANTS = (
     Mutant("prompts rest for ever where all of them do", "busrl/scheduling/pass_rates.py",
            "self.given_up = draw + sum(self.rates.sizes)\n            return False",
            "self.given_up = draw\n            return True", SKIPS),
-    Mutant("a scheduler forgets what a killed one had written down", "busrl/roles/prompt_filter.py",
+    Mutant("a scheduler forgets what a killed one had written down", "busrl/roles/skipped_prompts.py",
            "            self._newest = max([self._newest, *line.draws])\n            self._end(line.draws)\n", "",
-           ("tests/roles/test_prompt_filter.py",)),
+           ("tests/roles/test_skipped_prompts.py",)),
     Mutant("prompts that are left out end a run as idle", "busrl/roles/learner/idling.py",
            "((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any()", "(fates == Fate.TRAINED).any()",
            ("tests/roles/test_idling.py",)),
@@ -442,14 +442,14 @@ MUTANTS = (
     Mutant("cut answers are trained", STEP, "enumerate(records) if not self._cut(record)]", "enumerate(records)]",
            ("tests/roles/test_training_step.py::test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage",)),
     # -- episodes of several turns
-    Mutant("a turn that is not trained is trained", STEP, "np.where(turns[:, 3] % 2 == 1, left_out, lengths)",
+    Mutant("a turn that is not trained is trained", STEP, "np.where(record.turns_trained(), left_out, lengths)",
            "np.repeat(left_out, 1)", EPISODES),
     Mutant("the rows between two turns are scored in the place of the second", "busrl/training/packing.py",
            "torch.from_numpy(columns - before[rows] + own_first[rows] - shared)",
            "torch.from_numpy(numbered(np.bincount(rows)) + own_first[rows] - shared)", EPISODES),
-    Mutant("credit goes in the order of the sequences", STEP, "record.turn_array()[:, 3] // 2", "record.turn_array()[:, 0]",
-           EPISODES),
-    Mutant("what an episode returned is the first call's", STEP, "np.argmax(turns[:, 3])", "np.argmin(turns[:, 3])", EPISODES),
+    Mutant("credit goes in the order of the sequences", STEP, "np.argsort(record.turn_calls()",
+           "np.argsort(record.turn_array()[:, 0]", EPISODES),
+    Mutant("what an episode returned is the first call's", STEP, "np.argmax(calls)", "np.argmin(calls)", EPISODES),
     Mutant("the baseline of a turn is over those that got there", ADVANTAGES,
            "(table.sum(0) - table) / (len(rewards) - 1)",
            "(table.sum(0) - table) / ((table != 0).sum(0) - 1).clamp(min=1)", ("tests/algorithms/test_credit.py",)),
@@ -462,7 +462,7 @@ MUTANTS = (
     Mutant("the trial of a loss does not take masked tokens away", "busrl/training/custom.py",
            "_losses(loss, _part(whole, whole.mask))", "with_others", EXTENDING),
     Mutant("a loss of all samples is streamed", "busrl/roles/learner/step.py",
-           "(not isinstance(own, OwnLoss) or own.streamable)", "True", EXTENDING),
+           "return not isinstance(own, OwnLoss) or own.streamable", "return True", EXTENDING),
     Mutant("the tokens of a padded row are counted", TRAINER,
            "self._tokens += len(flat.targets) - context", "self._tokens += self.forward.size(samples)", PPO),
     Mutant("the gradient of the head is summed in its own type", HEAD,

@@ -415,7 +415,7 @@ class JsonlStream:
         if order is None:
             order = np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
             self._orders[words] = order
-            for old in list(self._orders)[: -ORDERS_KEPT * (1 + len(self.sections))]:  # oldest use first
+            for old in list(self._orders)[: -ORDERS_KEPT * (1 + len(self.sections))]:  # oldest first
                 del self._orders[old]
         return order
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MESSAGES: Final = tuple(sorted(BY_NAME))
 # Not those of another host: there are no faults on purpose there.
-_MOVERS: Final = tuple(one.name for one in ROLES.values() if one.moves and one.where != "host")
+_MOVERS: Final = tuple(one.name for one in ROLES.values() if one.moves and one.where != "away")
 _HOLDERS: Final = tuple(one for one in _MOVERS if one != "scheduler")  # the keeper for remote workers
 _GENERATE: Final = ("rollout", *CALLER_ROLES, "keeper")
 # Which of busrl's own programs pass a point; docs/faults.md has the same table.

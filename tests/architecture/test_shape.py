@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 260, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 263, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -32,6 +32,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "parsers": "", "tree": "", "llm": "", "renderer": "tree", "episode": "renderer llm parsers tree",
         "adapters": "llm", "scripted": "llm", "child": "adapters llm", "pool": "child episode llm",
         "openai": "episode llm tree", "http": "episode llm openai renderer tree", "program": "episode llm pool",
+        "atropos": "episode http openai renderer tree",
     },
     "algorithms": {
         "advantages": "", "catalog": "", "distill": "", "gae": "", "selection": "", "losses": "distill",
@@ -54,7 +55,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
         "derive": "files prompts rules schema", "hosts": "derive schema",
-        "explain": "machine memory pretrained prompts rates reader rules schema trial",
+        "explain": "hosts machine memory pretrained prompts rates reader rules schema trial",
         "load": "derive engine_rules files pretrained prompts rates reader reward_rules rules schema sources",
     },
     "data": {
@@ -81,7 +82,8 @@ INSIDE: dict[str, dict[str, str]] = {
     "launch": {
         "fates": "", "identity": "", "pythons": "", "supervisor": "", "children": "supervisor",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
-        "run": "children display fates rundir summary supervisor", "host": "display run rundir",
+        "placement": "children", "run": "children display fates placement rundir summary supervisor",
+        "host": "display run rundir",
     },
     "ledger": {
         "audit": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal", "trained": "trainlog wal",

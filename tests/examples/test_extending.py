@@ -107,7 +107,7 @@ def test_a_loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable
         topology = load(ROOT / "configs" / "quickstart.toml", [f"learner.loss={tmp_path}/own.py:{name}"])
         folder = str(pretrained.model_at(topology.model.path))
         made[name] = TrainingStep(replace(topology, model=replace(topology.model, path=folder)))
-    assert (made["f"].streams, made["g"].streams) == (False, True)
+    assert (made["f"].streamable, made["g"].streamable) == (False, True)
     assert made["f"]._loss_may_read("prox") and not made["g"]._loss_may_read("prox")
 
 
