@@ -45,12 +45,12 @@ def evaluate(options: argparse.Namespace) -> int:
     from busrl.evaluate import Evaluation, MeasuredRound, write_rows
 
     named, step, folder, out = find(options.target, options.checkpoint, options.overrides)
-    topology = materialise(with_model(named, folder))
-    if topology.reward.of_episodes:
+    if named.reward.of_episodes:
         raise UserError(
             f"{options.target}: its rewards are what episodes return, and `busrl evaluate` draws single answers; "
             "`busrl validate RUN_DIR` has the agents of a running run play the validation prompts"
         )
+    topology = materialise(with_model(named, folder))
     of = _asked(topology, options)
     others = sum(one.answers for one in topology.sets if one.name != of.name)
     asked = MeasuredRound(of, others + of.answers, step)
