@@ -27,7 +27,9 @@ BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
-SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}  # packages
+SINKS = {  # and their packages
+    "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client",
+}
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again

@@ -4,7 +4,7 @@ Talks to `busrl.sinks`, and to the ring for what Prometheus asks about this mome
 with a number.
 
 - A sink that fails is told of once, until it works again; the run goes on.
-- At the end each has END_S seconds to give the last numbers on; one that needs longer is named and left.
+- At the end they have half of limits.stop_s to give the last numbers on; one that needs longer is named and left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from busrl.sinks.known import KNOWN
 from busrl.states import HeaderWord
 
 log = logging.getLogger("busrl")
-END_S = 20.0
 
 
 class Sinks(Actor):
@@ -61,14 +60,16 @@ class Sinks(Actor):
     def teardown(self) -> None:
         for feed in self._feeds:
             feed.finish()
-        end = time.monotonic() + END_S
-        with self.activity("giving the last numbers to the sinks", 2 * END_S):
+        patience_s = self.topology.limits.stop_s / 2
+        end = time.monotonic() + patience_s
+        with self.activity("giving the last numbers to the sinks", 2 * patience_s):
             for feed in self._feeds:
                 feed.join(max(0.0, end - time.monotonic()))
         self.work()
         for feed in self._feeds:
             if feed.is_alive():
-                self.warn("sinks", f"{feed.sink_name} has not taken the last numbers in {END_S:g} s")
+                what = f"has not taken the last numbers in {patience_s:g} s (limits.stop_s / 2)"
+                self.warn("sinks", f"{feed.sink_name} {what}")
 
     def _at_once(self) -> Sequence[Live]:
         """What the ring shows: slots by state, processes, and how far the run is."""

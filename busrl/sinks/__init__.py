@@ -1,4 +1,5 @@
-"""Where the numbers of a run go beside its own files: TensorBoard, Weights & Biases, Trackio, Prometheus, your own class.
+"""Where the numbers of a run go beside its own files: TensorBoard, Weights & Biases, Trackio, Prometheus, or a class of
+the user's.
 
 `known.py` has the sinks, `feed.py` reads the run's files for them. Used by the role `sinks` alone. Knows nothing of the
 ring or the bus, and nothing of busrl waits for a sink.
@@ -22,7 +23,7 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class RunCard:
-    """What a sink is told of the run. `folder`: of the sink's own files; `uuid`: the same over all starts of the run."""
+    """What a sink is told of the run. `folder`: of the sink's own files; `uuid`: the same over all starts."""
 
     name: str
     uuid: str

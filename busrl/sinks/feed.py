@@ -128,9 +128,8 @@ def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", one) for inner, one in numbers_of(value))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            if name not in ("step", "round"):
-                yield name, float(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "round"):
+            yield from [(name, float(value))] if math.isfinite(value) else []
 
 
 def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

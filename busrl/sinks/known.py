@@ -110,7 +110,8 @@ class Trackio:
         import trackio
 
         name = f"{card.name}-{card.uuid[:8]}"
-        self._run = trackio.init(project=card.project, name=name, config=dict(card.topology), resume="allow", embed=False)
+        config = dict(card.topology)
+        self._run = trackio.init(project=card.project, name=name, config=config, resume="allow", embed=False)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -133,7 +134,7 @@ class Prometheus:
         self._family, self._card = GaugeMetricFamily, card
         self._values: dict[str, float] = {}
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)  # type: ignore[arg-type]
+        registry.register(self)
         self._server, self._thread = start_http_server(card.port, card.host, registry)
         card.say(f"prometheus: http://{card.host}:{self._server.server_port}/metrics")
 
