@@ -101,6 +101,41 @@ def test_rewards_of_steps_before_the_last_are_those_of_their_turns(gymnasium: An
     assert again.read == model.read and len(json.loads(model.read[0])) == 4, "the index is the seed"
 
 
+def test_an_environment_is_kept_after_an_answer_that_is_no_action_and_closed_after_an_error(
+    gymnasium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    closed: list[Any] = []
+
+    class Breaks(gymnasium.Env):  # type: ignore[misc]
+        action_space = gymnasium.spaces.Discrete(2)
+        observation_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def reset(self, **_: Any) -> tuple[int, dict[str, Any]]:
+            return 0, {}
+
+        def step(self, action: int) -> Any:
+            raise RuntimeError("it fell over")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    async def run() -> None:
+        monkeypatch.setattr(gymnasium, "make", lambda name, **options: Breaks())
+        adapter = await adapters.load("gymnasium:Breaks-v0", {}, trial=True)
+        for _ in range(3):
+            await play(adapter.episode, {"index": 0}, Llm(Model(["no number here"]).ask, {}))
+        assert len(made) == 1 and not closed
+        await play(adapter.episode, {"index": 0}, Llm(Model(["1"]).ask, {}))
+        assert closed == made
+        await adapter.close()
+
+    asyncio.run(run())
+
+
 def test_without_chat_the_model_reads_what_the_environment_shows(gymnasium: Any) -> None:
     model = Model(lambda read: "1")
     played("gymnasium:CartPole-v1", model, 2, chat=False, system="Cart: ")
@@ -284,6 +319,20 @@ def test_an_answer_that_an_openenv_server_does_not_take_ends_its_episode() -> No
     ended = asyncio.run(run('{"guess": "four"}'))
     assert ended.reward == -1.0 and "does not take" in ended.text
     assert asyncio.run(run('{"guess": 4}')).reward == 1.0
+
+
+def test_a_session_that_cannot_be_opened_is_not_counted_as_open() -> None:
+    """Or one without room would wait for its end for ever."""
+    async def run() -> None:
+        async with serving(Guessing()) as environment:
+            adapter = await adapters.load(environment, {})
+        for _ in range(2):  # the server is gone
+            ended = await play(adapter.episode, {"index": 4}, Llm(Model([]).ask, {}))
+            assert ended.how != "ended"
+        assert adapter._open == 0
+        await adapter.close()
+
+    asyncio.run(run())
 
 
 def test_an_openenv_server_that_is_away_is_said_before_the_start() -> None:
