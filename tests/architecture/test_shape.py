@@ -40,7 +40,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "bus": {
         "security": "", "endpoint": "security", "broker": "endpoint security", "tap": "endpoint security",
-        "link": "broker endpoint",
+        "link": "broker endpoint security",
     },
     "cli": {
         "checkpoints": "", "command": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
