@@ -319,7 +319,7 @@ class Satellite(Actor):
         life = self.source.life
         if not self.joined:
             self.home.send(m.Hello(role="rollout", pid=os.getpid(), host=os.uname().nodename))
-            self._ask(g.RemoteJoin(life=life, role="rollout"))
+            self._ask(g.RemoteJoin(life=life, role="rollout", ring=self.source.ring_hex))
             return
         relays = (one for one in self.ring.processes() if one.role == "relay" and one.state == "ready")
         hears = any(one.activity != SILENT for one in relays)
