@@ -153,7 +153,7 @@ $(STAMP)/real: $(STAMP)/train
 # The headers are for the test of examples/cpp-reward, which is left out where they can not be installed.
 $(STAMP)/test: $(STAMP)/train
 	-@sh tools/system.sh $(PYTHON) /usr/include/zmq.h:libzmq3-dev /usr/include/nlohmann/json.hpp:nlohmann-json3-dev
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,lora,adam8,data,rewards,test]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,lora,adam8,data,rewards,sinks,test]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
 	@touch $@
 

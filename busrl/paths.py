@@ -57,6 +57,7 @@ class RunPaths:
     # what was measured and decided
     metrics = _Named("metrics.jsonl")
     decisions = _Named("decisions.jsonl")  # what the controller saw of every step, and what it decided
+    sinks = _Named("sinks")  # a folder per sink: how far it has come, and files of its own
     samples = _Named("samples.jsonl")
     validation = _Named("validation.jsonl")
     validation_log = _Named("validation.log")  # what every answer of a round was worth

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 263, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 267, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -125,6 +125,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "learner": "actors figures ring", "scheduler": "answers figures learner ring", "settings": "actors answers fit",
         "world": "actors answers figures learner ring scheduler", "report": "actors figures fit settings world",
     },
+    "sinks": {"feed": "", "known": ""},
     "training": {
         "head": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
         "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
