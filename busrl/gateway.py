@@ -343,6 +343,11 @@ class Desk:
                 self._remove(worker, self.ledger.give_back)
         return over
 
+    def seen(self) -> dict[str, tuple[int, float, int]]:
+        """Of every worker: its life, for how long it has been silent, and how many tasks it holds."""
+        now = self.clock.time
+        return {name: (one.life, now - one.seen, len(one.leases)) for name, one in self.workers.items()}
+
     def goodbye(self) -> None:
         """An orderly end of the run: take every claim back."""
         for worker in list(self.workers.values()):

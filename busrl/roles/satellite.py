@@ -32,6 +32,7 @@ from busrl.protocol import messages as m
 from busrl.ring import Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import UNREADABLE, read_generated, read_prompt_ids, read_text
+from busrl.roles.host_news import HostErrors
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")
@@ -77,6 +78,7 @@ class Satellite(Actor):
         self.waiting: dict[str, g.Task] = {}
         self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
         self.bell = Doorbell()
+        self.errors, self._heard_at = HostErrors(self.paths), 0.0
         self._next_claim = self._next_presence = 0.0
         self._claimed = self._freed = 0  # the last claim's request until it is answered; answers since that claim
         self.held = {one.task: one for one in self._adopted()}
@@ -131,6 +133,7 @@ class Satellite(Actor):
         return len(messages)
 
     def _heard(self, message: m.Message) -> None:
+        self._heard_at = time.monotonic()
         if getattr(message, "life", 0) not in (self.source.life, 0):
             return  # to an earlier life of this name
         if isinstance(message, g.GatewayWelcome):
@@ -305,6 +308,9 @@ class Satellite(Actor):
             self.home.heartbeat("rollout", f"host, holds {len(self.held)}")
             if self.joined and (holding := self._living()):
                 self._ask(g.RemoteExtend(life=self.source.life, holding=holding))  # its answer names what is lost
+            if now - self._heard_at < 2 * PRESENT_S:  # while home is away its errors wait
+                for error in self.errors.new():
+                    self.home.send(error)
         # Engines that answer faster than claims are due would run dry; a claim under way must not be doubled by it.
         if now >= self._next_claim or (self._freed >= CLAIM_FREED and not self._claimed):
             self._next_claim = now + CLAIM_S
