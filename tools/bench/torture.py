@@ -2,9 +2,9 @@
 
     python tools/bench/torture.py [--only NAME ...] [--steps 40] [--out tools/bench/results/torture_HERE.json]
 
-One scripted run (no model that matters) with two hosts goes on through all rows. A row kills, or cuts, and then lets the
-run train `--steps` more steps; what was killed from outside (`launch`, `busrl host`) is started again at once. Home and
-each host are network namespaces of their own, with cables to a bridge; without the rights to make them they meet on
+One scripted run (no model that matters) with two hosts goes on through all rows. A row kills, or cuts, and then lets
+the run train `--steps` more steps; what was killed from outside (`launch`, `busrl host`) is started again at once. Home
+and each host are network namespaces of their own, with cables to a bridge; without the rights to make them they meet on
 loopback, and rows of cables are left out.
 
 - `named`: seconds until a line of errors.jsonl or of launch's log, at home or there, names the culprit (`line`).
