@@ -7,7 +7,7 @@ the run train `--steps` more steps; what was killed from outside (`launch`, `bus
 and each host are network namespaces of their own, with cables to a bridge; without the rights to make them they meet on
 loopback, and rows of cables are left out.
 
-- `named`: seconds until a line of errors.jsonl or of launch's log, at home or there, names the culprit (`line`).
+- `named`: seconds until a line of errors.jsonl, hosts.jsonl or launch's log, at home or there, names it (`line`).
 - `back`: seconds until what was disturbed works again: a new process is ready, and a step, or an answer of its host,
   after it. Of a cut: from when the cable is whole. `pause`: the longest time between two steps in the row.
 - `tokens`: generated on the hosts over those that came home, over the same of the row without a fault. What home had
@@ -209,7 +209,7 @@ class World:
         if step and (not self.steps or step != self.steps[-1][1]):
             self.steps.append((now, step))
         for side in self.sides:
-            for path in (side.paths.errors, side.paths.log("launch"), Path(f"{side.directory}.out")):
+            for path in (side.paths.errors, side.paths.hosts, side.paths.log("launch"), Path(f"{side.directory}.out")):
                 self._read(now, side.name, path)
 
     def _read(self, now: float, name: str, path: Path) -> None:
