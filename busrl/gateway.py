@@ -15,6 +15,7 @@ Invariants, held by `tests/gateway` under loss, doubling, reordering and death o
 - Claims are idempotent without a memory of requests: a worker names what it knows of, and gets what it holds beyond.
 - A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
 - A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
+- A life that names the ring of its claims joins no other: names of claims begin anew with a ring.
 - An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
   the value, the rule and the place, and leaves the claim where it was.
 """
@@ -361,14 +362,15 @@ class Desk:
     """`handle` for every request, `tick` at least once a second, `goodbye` at an orderly end.
 
     `welcome` holds what is the same for all workers; a task may have `biggest` bytes; `most_members` leaves the run its
-    own entries in the process table; `reserved` are the names of the run's processes.
+    own entries in the process table; `reserved` are the names of the run's processes; `ring` names what claims are of.
     """
 
     def __init__(
         self, ledger: RemoteLedger, tally: Tally, now: float, *, welcome: g.GatewayWelcome, biggest: int,
-        most_members: int, reserved: frozenset[str],
+        most_members: int, reserved: frozenset[str], ring: str = "",
     ) -> None:
         self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
+        self.ring = ring
         self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
         self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
         self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
@@ -392,6 +394,8 @@ class Desk:
         if worker is not None and message.life < worker.life:
             return [_answer(message, "replaced", "a newer life of this name has joined: exit, or take another name")]
         if isinstance(message, g.RemoteJoin):
+            if message.ring and message.ring != self.ring:  # another slot may have the name of a claim that it holds
+                return [_answer(message, "unknown", "the run has another ring than the one that your claims are of")]
             return [self._join(message, worker)]
         if worker is None or message.life > worker.life:
             # Not counted: every worker with a new keeper or a new name gets this answer.
@@ -432,6 +436,11 @@ class Desk:
             if self.clock.time - worker.seen > FORGOTTEN_LEASES * self.lease_s and not worker.leases:
                 self._remove(worker, self.ledger.give_back)
         return over
+
+    def seen(self) -> dict[str, tuple[int, float, int]]:
+        """Of every worker: its life, for how long it has been silent, and how many tasks it holds."""
+        now = self.clock.time
+        return {name: (one.life, now - one.seen, len(one.leases)) for name, one in self.workers.items()}
 
     def goodbye(self) -> None:
         """An orderly end of the run: take every claim back."""

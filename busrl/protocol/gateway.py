@@ -41,9 +41,14 @@ class Remote(Message, kw_only=True):
 
 class RemoteJoin(Remote, tag="REMOTE_JOIN"):
     """A worker of `role` ("rollout", "reward", or "host": another host of the run) joins. Answered by GATEWAY_WELCOME;
-    a repetition changes nothing."""
+    a repetition changes nothing.
+
+    A worker that keeps claims longer than a connection names the `ring` that gave them: it joins no other, in which the
+    same names may be others' claims.
+    """
 
     role: Name
+    ring: Name = ""
 
 
 class RemoteClaim(Remote, tag="REMOTE_CLAIM"):

@@ -411,4 +411,5 @@ def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally) 
         ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
         reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
+        ring=(ledger.samples if isinstance(ledger, BothLedgers) else ledger).ring.uuid.hex(),
     )

@@ -34,6 +34,7 @@ from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
+from busrl.roles.host_news import HostErrors
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")
@@ -110,6 +111,7 @@ class Satellite(Actor):
         self.waiting: dict[str, g.Task] = {}
         self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
         self.bell, self.rung = Doorbell(), True
+        self.errors, self._heard_at = HostErrors(self.paths), 0.0
         self._next_claim = self._next_presence = self._next_look = self._next_collect = 0.0
         self.held: dict[str, Held] = {}
         self.lost: dict[str, Held] = {}  # of these, those that home has given to others
@@ -170,6 +172,7 @@ class Satellite(Actor):
         return len(messages)
 
     def _heard(self, message: m.Message) -> None:
+        self._heard_at = time.monotonic()
         if getattr(message, "life", 0) not in (self.source.life, 0):
             return  # to an earlier life of this name
         if isinstance(message, g.GatewayWelcome):
@@ -375,6 +378,9 @@ class Satellite(Actor):
                 self._ask(g.RemoteExtend(life=self.source.life, holding=holding))  # its answer names what is lost
             if self.joined:
                 self._send([one for one in self.held.values() if one.ended and now - one.sent_at > RESEND_S])
+            if now - self._heard_at < 2 * PRESENT_S:  # while home is away its errors wait
+                for error in self.errors.new():
+                    self.home.send(error)
         if now >= self._next_claim:
             self._next_claim = now + CLAIM_S
             self._claim(now)
@@ -384,7 +390,7 @@ class Satellite(Actor):
         life = self.source.life
         if not self.joined:
             self.home.send(m.Hello(role=HOST, pid=os.getpid(), host=os.uname().nodename))
-            self._ask(g.RemoteJoin(life=life, role=HOST))
+            self._ask(g.RemoteJoin(life=life, role=HOST, ring=self.source.ring_hex))
             return
         relays = (one for one in self.ring.processes() if one.role == "relay" and one.state == "ready")
         hears = any(one.activity != SILENT for one in relays)

@@ -12,6 +12,7 @@ from busrl.protocol import gateway as g
 from busrl.states import Fate
 
 LEASE_S = 10.0
+RING = "a1" * 16
 MOST_TRIES = 3
 
 
@@ -145,7 +146,7 @@ def settings(
     lease_s: float = LEASE_S, reserved: frozenset[str] = frozenset(), biggest: int = 4096, most_members: int = 8
 ) -> dict[str, Any]:
     welcome = g.GatewayWelcome(life=0, lease_s=lease_s, max_message_bytes=1 << 20, max_prompt_tokens=16)
-    return {"welcome": welcome, "biggest": biggest, "most_members": most_members, "reserved": reserved}
+    return {"welcome": welcome, "biggest": biggest, "most_members": most_members, "reserved": reserved, "ring": RING}
 
 
 def new_desk(ledger: Ledger, now: float = 0.0, **changed: object) -> Desk:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
+from in_memory import LEASE_S, RING, Ledger, Slot, answer_to, new_desk
 
 from busrl.gateway import Desk, Tally, tensor
 from busrl.protocol import codec
@@ -63,6 +63,14 @@ def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: L
     assert ledger.claims() == [] and [slot.attempt for slot in ledger.slots[:2]] == [1, 1]
     assert code(ask(desk, g.RemoteExtend(life=1))) == "replaced"
     assert join(desk, life=1).code == "replaced"
+
+
+def test_a_life_with_claims_of_another_ring_does_not_join_this_one(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    assert isinstance(ask(desk, g.RemoteJoin(life=1, role="rollout", ring=RING))[0], g.GatewayWelcome)
+    other = g.RemoteJoin(life=2, role="rollout", ring="b2" * 16)
+    assert code(ask(desk, other)) == "unknown" and code(ask(desk, g.RemoteClaim(life=2))) == "unknown"
+    assert ledger.claims() == []
 
 
 def test_who_has_not_joined_is_told_so(ledger: Ledger) -> None:

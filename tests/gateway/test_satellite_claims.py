@@ -12,6 +12,7 @@ import pytest
 from on_a_ring import Keeper
 
 from busrl.config import load
+from busrl.paths import RunPaths
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
@@ -35,7 +36,8 @@ class Away(Satellite):
         )
         self.ring.bind_fates(self.fates, self.validate_fates)
         self.source = SimpleNamespace(life=1, name="gpu-0")  # type: ignore[assignment]
-        self.home = SimpleNamespace(heartbeat=lambda *said: None)  # type: ignore[assignment]
+        self.home = SimpleNamespace(heartbeat=lambda *said: None, send=lambda message: None)  # type: ignore[assignment]
+        self.paths = RunPaths.of(folder)
         self.begin()
         self.joined, self.request = True, 0
         keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
