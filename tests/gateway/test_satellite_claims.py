@@ -37,7 +37,7 @@ class Away(Satellite):
         self.source = SimpleNamespace(life=1, name="gpu-0")  # type: ignore[assignment]
         self.home = SimpleNamespace(heartbeat=lambda *said: None)  # type: ignore[assignment]
         self.begin()
-        self.joined, self.request = True, 0
+        self.joined, self.judges, self.request = True, False, 0
         keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
 
     def claim(self, wanted: int) -> int:

@@ -60,7 +60,8 @@ TYPICAL: Final[dict[str, Any]] = {
     "record": '{"prompt":"312=","answer":"123"}',
     "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
     "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14], "kind": "", "stream": 0, "stop": [],
-    "cls": 0, "priority": -3, "admission": 17,
+    "cls": 0, "priority": -3, "admission": 17, "REMOTE_BATCH.tasks": [TASK], "lengths": [4], "prompt_lengths": [5],
+    "finishes": [1], "texts": ["123"], "rewards": [0.75], "GATEWAY_SETTLED.done": [TASK],
 }
 WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
 
