@@ -129,8 +129,8 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "Task": "cls priority admission",
     },
     "1.6": {
-        "REMOTE_BATCH": "life req tasks lengths prompt_lengths finishes texts tokens logprobs versions prompt_ids rewards"
-        " parts capacity",
+        "REMOTE_BATCH": "life req tasks lengths prompt_lengths finishes texts tokens logprobs versions prompt_ids"
+        " rewards parts capacity",
         "GATEWAY_SETTLED": "life req done late refused",
         "Refusal": "task code text",
     },
