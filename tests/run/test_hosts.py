@@ -77,7 +77,7 @@ def _segments(host: Host) -> int:
 
 @pytest.mark.long
 def test_hosts_make_answers_in_segments_of_their_own_whoever_dies(tmp_path: Path, quickstart: None) -> None:
-    home = Home(tmp_path, "segments.length=4", "segments.max_segments=8", steps=16)
+    home = Home(tmp_path, "segments.length=8", "segments.max_segments=8", steps=16)
     host = Host(home)
     with running(home), running(host):
         for step, name in ((2, "rollout/0"), (5, "satellite"), (8, "keeper")):
