@@ -88,13 +88,15 @@ class ClaimedTask(NamedTuple):
 class AnswerLimits(NamedTuple):
     """What the answer to a claim may be: at most `tokens` in segment number `segment`, of a `vocabulary` (0 = not
     known), by a version that was published, `newest` at most. `prompt_tokens`: of the prompt that comes with it, 0: it
-    comes with none."""
+    comes with none. `version` and `step` are those of its admission."""
 
     tokens: int
     segment: int
     prompt_tokens: int
     vocabulary: int = 0
     newest: int = 0
+    version: int = 0
+    step: int = 0
 
 
 class RemoteAnswer(NamedTuple):
@@ -127,8 +129,8 @@ class RemoteLedger(Protocol):
     def leave(self, index: int) -> None: ...  # frees an entry that holds nothing
     def show(self, index: int, tasks: int) -> None: ...  # in the process table: it lives and holds so many tasks
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]: ...  # a suspect if `idle`
-    def task(self, index: int, claim: ClaimedTask) -> g.Task | None: ...  # None: unreadable, and dropped for it
-    def limits(self, claim: ClaimedTask) -> AnswerLimits: ...
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]: ...  # None: unreadable, so dropped
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]: ...
     def commit_answer(
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
     ) -> None: ...  # judged: it needs no other reward
@@ -537,8 +539,7 @@ class Desk:
         """The claims in as few messages as their size allows; at least one message."""
         packs: list[list[g.Task]] = [[]]
         size = 0
-        for lease in leases:
-            task = self.ledger.task(worker.index, lease.claim)
+        for lease, task in zip(leases, self.ledger.tasks(worker.index, [lease.claim for lease in leases])):
             if task is None:
                 self._release(lease)
                 continue
@@ -557,11 +558,12 @@ class Desk:
         if worker.role != HOST:
             raise Refused(f"{worker.name} is a {worker.role} worker: only hosts send batches")
         answers, settled = Answers(message), g.GatewaySettled(life=message.life, req=message.req)
+        claims = [worker.leases[task].claim for task in message.tasks if task in worker.leases]
+        limits = dict(zip(claims, self.ledger.limits(claims)))
         for at, task in enumerate(message.tasks):
             def commit(claim: ClaimedTask, at: int = at) -> str:
-                limits = self.ledger.limits(claim)
-                made, judged = answers.answer(at, limits), answers.judged(at)
-                self.ledger.commit_answer(worker.index, claim, made, limits, judged)
+                made, judged = answers.answer(at, limits[claim]), answers.judged(at)
+                self.ledger.commit_answer(worker.index, claim, made, limits[claim], judged)
                 return "answered" if judged is None else "rewarded"
 
             try:
@@ -602,7 +604,7 @@ class Desk:
         if isinstance(message, g.RemoteGenerated):
             if worker.role == "reward":
                 raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
-            limits = self.ledger.limits(claim)
+            [limits] = self.ledger.limits([claim])
             self.ledger.commit_answer(worker.index, claim, checked_answer(message, limits), limits)
             return "answered"
         if worker.role != "reward":

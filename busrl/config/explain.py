@@ -180,12 +180,15 @@ def _processes(t: Topology) -> Iterator[str]:
 def _hosts(t: Topology) -> Iterator[str]:
     """What runs on each other host, and the shared memory that it needs there."""
     for host in t.host_names:
-        runs = (f"{entry.count} x {entry.role} ({entry.engine})" for entry in t.process if host in entry.hosts)
-        there = of_host(t, host)
-        needs = sum(size for _, size in shared_memory(there))
+        there = [entry for entry in t.process if host in entry.hosts]
+        runs = [f"{entry.count} x rollout ({entry.engine})" for entry in there if entry.role == "rollout"]
+        if rewards := sum(entry.count for entry in there if entry.role == "reward"):
+            runs.append(f"{rewards} x reward, which judge what is generated there")
+        own = of_host(t, host)
+        needs = sum(size for _, size in shared_memory(own))
         start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
         yield f"on {host}, by {start}: {', '.join(runs)}"
-        yield f"  {there.derived.slots} slots, {_mib(needs)} of shared memory"
+        yield f"  {own.derived.slots} slots, {_mib(needs)} of shared memory"
 
 
 def _device(t: Topology, process: ProcessName) -> str:

@@ -26,7 +26,7 @@ AHEAD_SHARE = 16  # of the rows, held beside those that engines run
 
 def rows_of(topology: Topology, host: str) -> int:
     """Sequences that the engines of a host run at the same time."""
-    processes = sum(entry.count for entry in topology.process if host in entry.hosts)
+    processes = sum(entry.count for entry in topology.process if entry.role == "rollout" and host in entry.hosts)
     return processes * topology.generation.max_batch
 
 

@@ -486,8 +486,11 @@ OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
      "other hosts get what lies in shared memory, and nothing else yet", 'set weights.transport = "shm"'),
     ("weights.sparse.enabled", lambda t: not t.weights.sparse.enabled, "other hosts get whole versions",
      "set weights.sparse.enabled = false"),
-    ("segments.length", lambda t: not t.segments.on, "an answer is made on one host, whole",
-     "set segments.length = 0"),
+    ("segments.rounds", lambda t: not t.segments.waves, "a round of segments needs every answer at home after each",
+     'set segments.rounds = "answers"'),
+    ("segments.loss", lambda t: not t.segments.on or t.segments.loss != "last_segment",
+     "an answer of another host comes whole, and where its last segment began is not known here",
+     'set segments.loss = "behaviour"'),
 )
 
 
@@ -498,7 +501,25 @@ def _hosts(t: Topology) -> Iterator[Finding]:
     for key, suits, rule, remedy in OVER_HOSTS:
         if t.host_names and not suits(t):
             yield Finding((key,), rule, remedy, depends=("process",))
+    yield from _judges(t)
     yield from _start_of_hosts(t)
+
+
+def _judges(t: Topology) -> Iterator[Finding]:
+    """A reward on another host judges what is generated there, one at home everything else."""
+    judging, generating = ({host for entry in t.process if entry.role == role for host in entry.hosts or ("",)}
+                           for role in ("reward", "rollout"))
+    away = [f"process.{index}.hosts" for index, one in enumerate(t.process) if one.role == "reward" and one.hosts]
+    if not away:
+        return
+    at = away[0]
+    if idle := sorted(judging - generating - {""}):
+        rule = f"a reward on another host judges what rollouts generate there, and {idle[0]} has none"
+        yield Finding((at,), rule, f"remove {idle[0]}, or name it in hosts of a rollout", depends=("process",))
+    if "" not in judging and (left := sorted(generating - judging)):
+        where = left[0] or "this host"
+        rule = f"nobody judges what is generated on {where}: rewards on other hosts judge what is generated there"
+        yield Finding((at,), rule, "add a [[process]] of role reward without hosts", depends=("process",))
 
 
 def _start_of_hosts(t: Topology) -> Iterator[Finding]:
@@ -526,8 +547,9 @@ def _hosts_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding
         yield Finding((at,), rule, "name it as `busrl host --name` there does")
     if len(set(entry.hosts)) < len(entry.hosts):
         yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
-    if entry.role != "rollout" or entry.command:
-        yield Finding((at, f"process.{index}.role"), "only busrl's own rollouts run on other hosts yet", "remove hosts")
+    if entry.role not in ("rollout", "reward") or entry.command:
+        rule = "only busrl's own rollouts and rewards run on other hosts yet"
+        yield Finding((at, f"process.{index}.role"), rule, "remove hosts")
     if t.has_callers:
         rule = "model calls of agents do not travel to other hosts yet"
         yield Finding((at,), rule, "remove hosts: engines of agents run on this one", depends=("process",))

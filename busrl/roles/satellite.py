@@ -85,7 +85,7 @@ class Answer:
 class Satellite(Actor):
     role = "satellite"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.DataGenerated)
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.DataGenerated, m.RewardComputed)
 
     def setup(self) -> None:
         self.source = HostSource.read(self.paths.host_source)

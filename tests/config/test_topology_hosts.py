@@ -52,21 +52,33 @@ def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hos
     ("weights.transport=broadcast", "other hosts get what lies in shared memory"),
     ("weights.sparse.enabled=true", "other hosts get whole versions"),
     ("bus.max_message_bytes=5000", "comes in one message"),
-    ("segments.length=16", "an answer is made on one host, whole"),
+    ("segments.loss=last_segment", "an answer of another host comes whole"),
+    ("segments.rounds=segments", "a round of segments needs every answer at home"),
     ('process.rollout.hosts=["a", "a"]', "a host is named twice"),
     ('process.rollout.hosts=["-a"]', "'-a' is no name of a host"),
     ('hosts.start=["true", "busrl host -"]', "{host} is nowhere in it"),
     ('hosts.start=["true", "{name}", "{host}"]', "{name} is not filled in, {host} is"),
     ('hosts.start=["no-such-program", "{host}"]', "no-such-program is not an executable program"),
-    ('process.reward.hosts=["a"]', "only busrl's own rollouts run on other hosts yet"),
+    ('process.validator.hosts=["a"]', "only busrl's own rollouts and rewards run on other hosts yet"),
+    ('process.reward.hosts=["a", "b", "c"]', "c has none"),
+    ('process.reward.hosts=["a"]', "nobody judges what is generated on b"),
 ])
 def test_what_hosts_cannot_do_is_refused_with_its_remedy(
     setting: str, said: str, over_hosts: Callable[..., Topology]
 ) -> None:
     with pytest.raises(TopologyError) as refused:
-        over_hosts(setting)
+        over_hosts(setting, *(("segments.length=16", "weights.mode=sync") if "segments" in setting else ()))
     problem = next(one for one in refused.value.problems if said in one.rule)
     assert problem.remedy
+
+
+def test_rewards_may_be_where_rollouts_are_and_segments_too(over_hosts: Callable[..., Topology]) -> None:
+    home = over_hosts('process.reward.hosts=["a", "b"]', "process.reward.count=3", "segments.length=16")
+    assert "reward/0" not in names(home)
+    assert names(of_host(home, "b"))[-4:] == ["reward/0", "reward/1", "reward/2", "rollout/0"]
+    assert of_host(home, "b").derived.slots == of_host(over_hosts(), "b").derived.slots, "rewards run no sequences"
+    said = explain.report(materialise(home))
+    assert "on a, by `busrl host` there: 1 x rollout (torch), 3 x reward, which judge what is generated there\n" in said
 
 
 def test_check_names_each_host_what_it_needs_and_who_has_no_key(over_hosts: Callable[..., Topology]) -> None:

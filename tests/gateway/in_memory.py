@@ -91,12 +91,15 @@ class Ledger:
             slot.owner, slot.seq, slot.attempt, slot.alone = index, slot.seq + 1, slot.attempt + 1, alone
         return [self._held(i) for i in taken]
 
+    def tasks(self, index: int, held: list[ClaimedTask]) -> list[g.Task | None]:
+        return [self.task(index, one) for one in held]
+
     def task(self, index: int, held: ClaimedTask) -> g.Task | None:
         self._check(index, held)
         return g.Task(held.task, held.slot, held.seq, held.uid, "{}", max_new_tokens=8)
 
-    def limits(self, held: ClaimedTask) -> AnswerLimits:
-        return AnswerLimits(8, 0, 16)
+    def limits(self, held: list[ClaimedTask]) -> list[AnswerLimits]:
+        return [AnswerLimits(8, 0, 16)] * len(held)
 
     def commit_answer(
         self, index: int, held: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None

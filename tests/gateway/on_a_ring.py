@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from in_memory import answer_to, settings
+from in_memory import answer_to, batch_of, settings
 
 from busrl.gateway import Desk, Tally
 from busrl.protocol import gateway as g
@@ -71,5 +71,16 @@ def play(keeper: Keeper) -> list[str]:
     return codes
 
 
+def play_host(keeper: Keeper) -> list[str]:
+    """The same by a host that generates and judges; what became of each task."""
+    keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
+    tasks = [task.task for task in keeper.claim("gpu-0", capacity=4)]
+    if not tasks:
+        return []
+    rewards, parts = [0.5] * len(tasks), [{"half": 0.5}] * len(tasks)
+    settled, _ = keeper.ask("gpu-0", batch_of(tasks, rewards=rewards, parts=parts, capacity=1))
+    return ["done"] * len(settled.done) + ["late"] * len(settled.late)  # type: ignore[attr-defined]
+
+
 if __name__ == "__main__":
-    play(Keeper(Path(sys.argv[1])))
+    {"workers": play, "host": play_host}[sys.argv[2]](Keeper(Path(sys.argv[1])))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from in_memory import answer_to
+from in_memory import answer_to, batch_of
 from on_a_ring import Keeper, play
 
 from busrl.agents.tree import Tree
@@ -21,7 +21,7 @@ from busrl.errors import NotRegistered, RingError, RingFull
 from busrl.gateway import tensor
 from busrl.protocol import gateway as g
 from busrl.ring import Ring, State
-from busrl.roles.answers import read_generated
+from busrl.roles.answers import read_generated, read_parts
 from busrl.roles.episodes import commit_episode, write_episode
 
 HERE = Path(__file__).parent
@@ -60,9 +60,9 @@ def states(ring: Ring) -> dict[str, int]:
     return {name: count for name, count in ring.stats().occupancy.items() if count and name != "FREE"}
 
 
-def killed_keeper(folder: Path, point: str) -> None:
+def killed_keeper(folder: Path, point: str, who: str = "workers") -> None:
     env = {**os.environ, "BUSRL_CRASH_POINT": point, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
-    child = subprocess.run([sys.executable, str(HERE / "on_a_ring.py"), str(folder)], env=env, timeout=60)
+    child = subprocess.run([sys.executable, str(HERE / "on_a_ring.py"), str(folder), who], env=env, timeout=60)
     assert child.returncode == -signal.SIGKILL, f"{point} was not reached"
 
 
@@ -78,6 +78,71 @@ def test_what_a_worker_sent_is_what_stands_in_the_slot(keeper: Keeper) -> None:
     assert keeper.ring.get(0, "text", 0).tobytes() == b"abc"
     assert [type(bell).__name__ for bell in keeper.bells] == ["DataGenerated", "RewardComputed"]
     assert not [process for process in keeper.ring.processes() if process.remote]
+
+
+def test_a_host_that_judges_too_settles_its_answers_in_one_message_which_claims_more(keeper: Keeper) -> None:
+    for uid in (2, 3, 4):
+        dispatch(keeper.ring, uid)
+    keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
+    tasks = [task.task for task in keeper.claim("gpu-0", capacity=2)]
+    rewards, parts = [0.5, -1.0], [{"half": 0.5}, {}]
+    settled, more = keeper.ask("gpu-0", batch_of(tasks, rewards=rewards, parts=parts, capacity=2))
+    assert settled.done == tasks and not settled.late and not settled.refused
+    assert [task.uid for task in more.tasks] == [4], "two may be held when these are settled"
+    lines = keeper.ring.lines()
+    assert lines["state"][:2].tolist() == [State.REWARDED] * 2 and lines["reward"][:2].tolist() == rewards
+    assert [read_parts(keeper.ring, slot) for slot in (0, 1)] == parts
+    for slot in (0, 1):
+        first, prompt = 3 * slot, 4 * slot
+        assert keeper.ring.get(slot, "tokens", 0).tolist() == list(range(first, first + 3))
+        assert keeper.ring.get(slot, "prompt_ids").tolist() == list(range(prompt, prompt + 4))
+    assert [type(bell).__name__ for bell in keeper.bells] == ["RewardComputed"] * 2
+    settled, _ = keeper.ask("gpu-0", batch_of(tasks, rewards=rewards, capacity=2))
+    assert settled.done == tasks, "a copy counts once"
+
+
+def test_one_bad_answer_of_a_batch_is_refused_by_itself(keeper: Keeper) -> None:
+    for uid in (2, 3):
+        dispatch(keeper.ring, uid)
+    keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
+    good, bad = (task.task for task in keeper.claim("gpu-0", capacity=2))
+    logprobs = tensor(np.array([-1, -1, -1, -1, 0.5, -1], np.float32))
+    [settled] = keeper.ask("gpu-0", batch_of([good, bad], logprobs=logprobs))
+    assert settled.done == [good] and [one.task for one in settled.refused] == [bad]
+    assert "a log-probability is at most 0" in settled.refused[0].text
+    [settled] = keeper.ask("gpu-0", batch_of([bad], rewards=[float("nan")]))
+    assert settled.refused[0].text == "reward = nan: a reward must be finite"
+    [answer] = keeper.ask("gpu-0", batch_of([bad], lengths=[4]))
+    assert answer.code == "refused" and "the lengths of the answers come to 4" in answer.text
+    [answer] = keeper.ask("gpu-0", batch_of([bad], texts=[]))
+    assert answer.code == "refused" and "one item for each" in answer.text
+    assert states(keeper.ring) == {"GENERATED": 1, "GENERATING": 1}
+
+
+@pytest.mark.parametrize("point", ["commit.after:1", "claim.cas:2", "release.before:1"])
+def test_a_keeper_that_dies_between_answer_and_reward_of_a_host_leaves_both_to_the_next(
+    point: str, folder: Path
+) -> None:
+    first = Keeper(folder)
+    dispatch(first.ring, 2)
+    killed_keeper(folder, point, "host")
+    first.ring.reap()
+    assert states(first.ring) == {"GENERATED": 1}
+    first.ledger.finish_judged(first.ring.lines())
+    assert states(first.ring) == {"REWARDED": 1} and first.ring.line(0)["reward"] == 0.5
+    assert [type(bell).__name__ for bell in first.bells] == ["RewardComputed"]
+    first.close()
+
+
+def test_a_host_takes_no_sample_that_another_worker_has_begun(keeper: Keeper) -> None:
+    for uid in (2, 3):
+        dispatch(keeper.ring, uid)
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
+    [task] = keeper.claim("gen")
+    keeper.ask("gen", answer_to(task.task, done=False, finish=2))
+    assert states(keeper.ring) == {"QUEUED": 2}
+    keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
+    assert [task.uid for task in keeper.claim("gpu-0", capacity=4)] == [3]
 
 
 def test_a_reward_worker_gets_the_whole_answer_inline(keeper: Keeper) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from on_a_ring import Keeper
 
@@ -16,6 +17,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
+from busrl.roles.answers import read_parts, write_parts, write_segment, write_text
 from busrl.roles.satellite import Satellite
 from busrl.states import Fate
 
@@ -39,7 +41,7 @@ class Away(Satellite):
         self.home = SimpleNamespace(heartbeat=lambda *said: None, send=lambda message: None)  # type: ignore[assignment]
         self.paths = RunPaths.of(folder)
         self.begin()
-        self.joined, self.request = True, 0
+        self.joined, self.judges, self.request = True, False, 0
         keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
 
     def claim(self, wanted: int) -> int:
@@ -56,6 +58,20 @@ class Away(Satellite):
             self.answers.append(answer)
             answer.life = 1  # type: ignore[attr-defined]
             self._heard(answer)
+
+
+def generate(ring: Ring, segments: int = 1) -> int:
+    """What an engine of the host does with the best queued slot: an answer of three tokens a segment; its uid."""
+    for segment in range(segments):
+        [(slot, word)] = ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+        if not segment:
+            ring.put(slot, word, "prompt_ids", np.arange(4, dtype=np.int32))
+        tokens = np.arange(3, dtype=np.int32) + 3 * segment
+        write_segment(ring, slot, word, segment, tokens, np.full(3, -1, np.float32), np.zeros(3, np.uint32))
+        write_text(ring, slot, word, segment, "abc")
+        ring.set(slot, word, finish=1)
+        assert ring.commit_segment(slot, word, segment + 1 == segments)
+    return int(ring.line(slot)["uid"])
 
 
 @pytest.fixture
@@ -108,3 +124,58 @@ def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:
     assert not away.held and len(away.over) == 1
     assert away._report_dropped() == 0
     assert [getattr(one, "code", "") for one in away.answers].count("done") == 1
+
+
+def test_answers_go_home_together_in_a_message_that_claims_as_many_more(away: Away) -> None:
+    assert away.claim(2) == 2
+    away.wanted = 3
+    generate(away.ring), generate(away.ring, segments=2)
+    assert away._collect() == 2
+    batches = [one for one in away.answers if isinstance(one, g.GatewaySettled)]
+    assert len(batches) == 1 and len(batches[0].done) == 2
+    stats = away.keeper.ring.stats().occupancy
+    assert (stats["GENERATED"], stats["GENERATING"], len(away.held)) == (2, 3, 3)
+    lengths = [len(away.keeper.ring.get(slot, "tokens", 0)) for slot in (0, 1)]
+    assert sorted(lengths) == [3, 6], "segments of this host are one at home"
+    away._dispatch()
+    assert away.ring.stats().occupancy == {**away.ring.stats().occupancy, "QUEUED": 3, "TRAINING": 0}
+
+
+def test_a_host_with_rewards_sends_answers_when_they_are_judged_with_what_the_reward_said(away: Away) -> None:
+    away.judges = True
+    assert away.claim(2) == 2
+    first, second = generate(away.ring), generate(away.ring)
+    assert away._collect() == 0, "nobody has judged them"
+    [one, other] = away.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=2)
+    write_parts(away.ring, *one, {"half": 0.25})
+    away.ring.commit_rewards([one], [0.5])
+    away.ring.drop(*other, Fate.REWARD_RAISED)
+    away.rung = True
+    assert away._collect() == 1 and away._report_dropped() == 1 and not away.held
+    line = away.keeper.ring.line(0)
+    assert line["state"] == State.REWARDED and line["reward"] == 0.5
+    assert read_parts(away.keeper.ring, 0) == {"half": 0.25}
+    assert {int(line["uid"]), second} == {first, second}
+    assert away.keeper.fates[0].get(second) == Fate.REWARD_RAISED
+
+
+def test_a_slot_that_a_dropped_sample_left_and_another_took_at_once_is_reported_all_the_same(away: Away) -> None:
+    assert away.claim(1) == 1
+    [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    uid = int(away.ring.line(slot)["uid"])
+    away.ring.drop(slot, word, Fate.MALFORMED)
+    away.claim(1)
+    away.claim(1)
+    assert away._report_dropped() <= 1 and away.keeper.fates[0].get(uid) == Fate.MALFORMED
+    assert uid not in {one.uid for one in away.held.values()}
+
+
+def test_an_answer_that_cannot_be_read_is_handed_back_and_the_others_go_home(away: Away) -> None:
+    away.warn = lambda *said, **more: None  # type: ignore[method-assign]
+    assert away.claim(2) == 2
+    generate(away.ring)
+    [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+    assert away.ring.commit_segment(slot, word, True), "it has no tensors"
+    assert away._collect() == 2 and not away.held
+    stats = away.keeper.ring.stats().occupancy
+    assert (stats["GENERATED"], stats["QUEUED"]) == (1, 5)

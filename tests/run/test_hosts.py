@@ -1,7 +1,8 @@
-"""Rollouts on other hosts: the same ledger and the same results, whoever dies there or at home."""
+"""Rollouts and rewards on other hosts: the same ledger and the same results, whoever dies there or at home."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from harness import running
 from hosts import Cable, Home, Host
 
 from busrl import keys
+from busrl.ring import Ring
 
 
 @pytest.mark.long
@@ -42,6 +44,46 @@ def test_a_run_survives_deaths_of_every_process_of_a_host_and_of_those_at_home_t
             home.until_step(2 + 3 * number)
             run.kill(name)
         os.kill(home.until("its relay is back", lambda: home.pid("relay")), signal.SIGTERM)  # no end of the run
+        assert home.wait() == 0, home.tail()
+        assert host.wait(30) == 0, host.tail()
+    check_end(home, 0)
+
+
+@pytest.mark.long
+def test_rewards_on_hosts_judge_what_is_generated_there_whoever_dies(tmp_path: Path, quickstart: None) -> None:
+    names = ("gpu-0", "gpu-1")
+    home = Home(tmp_path, 'process.reward.hosts=["gpu-0", "gpu-1"]', names=names, steps=24)
+    hosts = [Host(home, name) for name in names]
+    with running(home), running(hosts[0]), running(hosts[1]):
+        home.until_step(2)
+        assert home.pid("reward/0") == 0, "nobody judges at home"
+        for number, (run, name) in enumerate([
+            (hosts[0], "reward/0"), (hosts[1], "satellite"), (home, "keeper"), (hosts[1], "reward/0"),
+            (hosts[0], "rollout/0"), (home, "keeper"), (hosts[0], "satellite"),
+        ]):
+            home.until_step(3 + 2 * number)
+            run.kill(name)
+        assert home.wait() == 0, home.tail()
+        assert [host.wait(30) for host in hosts] == [0, 0], hosts[0].tail()
+    check_end(home, 0)
+    assert all(json.loads(home.paths.gateway.read_text())["workers"][name]["rewarded"] for name in names)
+
+
+def _segments(host: Host) -> int:
+    """The most that an answer in the ring of a host has now."""
+    with contextlib.closing(Ring.attach(host.paths.ring_name, read_only=True)) as ring:
+        return int(ring.lines()["segs"].max())
+
+
+@pytest.mark.long
+def test_hosts_make_answers_in_segments_of_their_own_whoever_dies(tmp_path: Path, quickstart: None) -> None:
+    home = Home(tmp_path, "segments.length=8", "segments.max_segments=8", steps=16)
+    host = Host(home)
+    with running(home), running(host):
+        for step, name in ((2, "rollout/0"), (5, "satellite"), (8, "keeper")):
+            home.until_step(step)
+            host.kill(name)
+        host.until("an answer has two segments", lambda: _segments(host) > 1)
         assert home.wait() == 0, home.tail()
         assert host.wait(30) == 0, host.tail()
     check_end(home, 0)

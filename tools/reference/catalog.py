@@ -66,10 +66,12 @@ ROUTES: Final[dict[type[Message], Route]] = {
     g.RemoteGenerated: Route("remote rollout", "keeper"),
     g.RemoteRewarded: Route("remote reward", "keeper"),
     g.RemoteFail: Route("remote worker", "keeper"),
+    g.RemoteBatch: Route("another host", "keeper"),
     g.RemoteLeave: Route("remote worker", "keeper"),
     g.GatewayWelcome: Route("keeper", "the sender of REMOTE_JOIN", Reach.ONE),
     g.GatewayTasks: Route("keeper", "the sender of REMOTE_CLAIM", Reach.ONE),
     g.GatewayAnswer: Route("keeper", "the sender of the request", Reach.ONE),
+    g.GatewaySettled: Route("keeper", "the sender of REMOTE_BATCH", Reach.ONE),
 }
 
 # Version of the protocol -> message or record -> the fields that it brought. The first number is `v` of the envelope;
@@ -126,6 +128,12 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.5": {
         "Task": "cls priority admission",
         "REMOTE_JOIN": "ring",
+    },
+    "1.6": {
+        "REMOTE_BATCH": "life req tasks lengths prompt_lengths finishes texts tokens logprobs versions prompt_ids"
+        " rewards parts capacity",
+        "GATEWAY_SETTLED": "life req done late refused",
+        "Refusal": "task code text",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
