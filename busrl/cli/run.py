@@ -27,7 +27,7 @@ from busrl.config import Topology, explain, load, materialise
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
-from busrl.launch import pythons
+from busrl.launch import kubernetes, pythons
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.monitor.text import printable
@@ -41,6 +41,9 @@ def launch(options: argparse.Namespace) -> int:
     topology = load(options.topology, options.overrides, known)
     if options.dry_run:
         print(explain.dry_run(topology), end="")
+        return 0
+    if options.emit:
+        print(json.dumps(kubernetes.KINDS[options.emit](topology), indent=2))
         return 0
     pythons.require(topology)
     directory = directory_of(topology, options.run_dir, options.resume)

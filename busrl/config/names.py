@@ -201,7 +201,7 @@ _SAYINGS = {
         'write engine = "vllm" in a [[process]] of role = "rollout"',
     "output_dir save_path ckpt_path log_dir default_local_dir": "give `busrl launch --run-dir DIR`",
     "wandb report_to use_wandb logger logging_steps tensorboard":
-        f"{NONE}: every step is a line of metrics.jsonl in the run directory, and `busrl monitor` shows it",
+        'write to = ["wandb"] (or "tensorboard", ...) in [sinks]: see docs/metrics.md',
     "resume resume_from_checkpoint resume_mode": "a start with the same --run-dir continues the run",
     "deepspeed fsdp zero_stage strategy":
         'write ranks = 2 (or more) in the [[process]] of role = "learner": each holds a part of weights and optimiser',

@@ -24,7 +24,7 @@ from busrl.algorithms import catalog, selection
 from busrl.config.declare import FUNCTION, items
 from busrl.config.learner import Learner, Value
 from busrl.config.reader import show
-from busrl.config.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, TINY, BusFault, Process, Topology
+from busrl.config.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, SINKS, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
 from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
@@ -300,6 +300,10 @@ def _training(t: Topology) -> Iterator[Finding]:
             yield Finding((f"learner.value.{key}", "learner.advantage"), rule, remedy, warning=True)
     for path in t.learner.metrics:
         yield from by_path(("learner.metrics",), path, 'for example metrics = ["metrics.py:measure"]')
+    for path in (one for one in t.sinks.to if one not in SINKS):
+        yield from by_path(("sinks.to",), path, f"one of {', '.join(SINKS)}, or a class of yours")
+    if len(set(t.sinks.to)) < len(t.sinks.to):
+        yield Finding(("sinks.to",), f"a sink is named twice in {show(list(t.sinks.to))}", "name each once")
     yield from _optimizer(t)
 
 

@@ -27,6 +27,9 @@ BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
+SINKS = {  # and their packages
+    "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client",
+}
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
@@ -538,6 +541,16 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """[sinks]: where the numbers of metrics.jsonl and validation.jsonl go too; see docs/metrics.md."""
+
+    to: tuple[str, ...] = key((), f"{', '.join(SINKS)}, or a class of yours as package.module:Class or file.py:Class")
+    project: str = key("busrl", "name of the project in Weights & Biases and Trackio")
+    host: str = key("127.0.0.1", "address at which Prometheus may ask; it needs no key")
+    port: int = key(9464, "its port; 0 = any, told in logs/sinks.log", low=0, high=65535)
+
+
+@dataclass(frozen=True)
 class ControllerRules:
     """[experiments.controller]: the thresholds of learner.controller, with measured defaults; see docs/control.md."""
 
@@ -646,6 +659,7 @@ class Topology:
     serve: Serve = field(default_factory=Serve)
     hosts: Hosts = field(default_factory=Hosts)
     log: Log = field(default_factory=Log)
+    sinks: Sinks = field(default_factory=Sinks)
     simulate: Simulate = field(default_factory=Simulate)
     experiments: Experiments = field(default_factory=Experiments)
     source: str = ""
@@ -735,7 +749,8 @@ class Topology:
     def implied(self) -> tuple[str, ...]:
         """The roles of which this host has a process that no entry names."""
         away = bool(self.here)
-        wanted = {"": True, "home": not away, "away": away, "both": away or bool(self.host_names)}
+        wanted = {"": True, "home": not away, "away": away, "both": away or bool(self.host_names),
+                  "sinks": not away and bool(self.sinks.to)}
         return tuple(role for role in IMPLIED_ROLES if wanted[ROLES[role].where])
 
     def processes(self) -> list[ProcessName]:

@@ -3,7 +3,7 @@
 Talks to the ring. Any process may reap at any time; the keeper only makes it prompt. It also clears the version pin
 of a dead validator. It is the gateway for workers that do not map the ring: requests come from the bus, `busrl.gateway`
 decides, and `remote_ledgers` claims, writes and commits in the workers' names. `gateway.json` holds the counts that
-`busrl status` shows.
+`busrl status` shows, `hosts.jsonl` when other hosts came and went.
 
 - Nothing that arrives can end the keeper: what cannot be read is answered where its sender is known, and counted.
 """
@@ -24,10 +24,11 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
 from busrl.ring import Ring, State
 from busrl.ring.locks import taken_back
-from busrl.roles import version_pin
+from busrl.roles import host_news, version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of
+from busrl.scheduling.admission import Lines
 from busrl.states import Fate
 
 log = logging.getLogger("busrl")
@@ -55,10 +56,11 @@ class Keeper(Actor):
         self.tally = Tally(files.read_map(self.paths.gateway).get("workers"))
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
-        ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
+        self.samples = ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
         self.ledger = ledger if self.calls is None else BothLedgers(ledger, CallLedger(self.calls, ledger))
         self.desk = desk_of(self.topology, self.ledger, self.tally)
         self.bus.on_reject = self._answer_unreadable
+        self.hosts = host_news.HostLog(self.topology.host_names)
 
     def work(self) -> bool:
         self._tend_workers()
@@ -85,7 +87,9 @@ class Keeper(Actor):
             self.warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
         if version_pin.clear_stale(self.ring):
             self.warn("keeper", "cleared the version pin of a dead process: publication continues")
-        self._drop_poison()
+        lines = self.ring.lines()
+        self._drop_poison(lines)
+        self.samples.finish_judged(lines)
         for text, uids in taken_back(self.ring, reaped):
             self.warn("keeper", text, uids=uids)
         return bool(reaped)
@@ -96,9 +100,8 @@ class Keeper(Actor):
             for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
                 self.warn("keeper", text)
 
-    def _drop_poison(self) -> None:
+    def _drop_poison(self, lines: Lines) -> None:
         """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""
-        lines = self.ring.lines()
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
             if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
                 uid = int(lines["uid"][slot])
@@ -129,6 +132,7 @@ class Keeper(Actor):
             name, uid = lease.worker.name, lease.claim.uid
             text = f"sample {uid} was taken back from {name}, which did not extend its lease"
             self.warn("gateway", text, kind=f"lease of {name}", uids=[uid])
+        host_news.write(self.paths, self.hosts.changes(self.desk.seen()))
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()

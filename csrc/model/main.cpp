@@ -13,6 +13,7 @@
 
 #include "call_model.hpp"
 #include "hint_model.hpp"
+#include "host_model.hpp"
 #include "ledger_model.hpp"
 #include "slot_model.hpp"
 
@@ -49,6 +50,10 @@ std::vector<Run> protocol() {
         {"hint: 3 processes, 2 slots", nullptr, true, with<HintModel>({})},
         {"calls: 1 death", nullptr, true, with<CallModel>({CallMutant::NONE, 1})},
         {"calls: 2 deaths", nullptr, true, with<CallModel>({})},
+        {"hosts: 1 death, 3 messages", nullptr, true, with<HostModel>({})},
+        {"hosts: the same, of one name", nullptr, true, with<HostModel>({1, 1, 1, 3, true})},
+        {"hosts: 1 death, 4 messages, of one name", nullptr, false, with<HostModel>({1, 1, 1, 4, true})},
+        {"hosts: 2 deaths, 2 messages", nullptr, false, with<HostModel>({1, 1, 2, 2})},
     };
 }
 
@@ -57,6 +62,7 @@ std::vector<Run> controls() {
     const auto slots = [](SlotMutant mutant) { return with<SlotModel>({2, 2, 2, false, false, 0, mutant}); };
     const auto hint = [](HintMutant mutant) { return with<HintModel>({mutant}); };
     const auto call = [](CallMutant mutant) { return with<CallModel>({mutant, 1}); };
+    const auto host = [](HostMutant mutant) { return with<HostModel>({1, 1, 1, 3, false, mutant}); };
     const auto ledger = [](LedgerMutant mutant) { return with<LedgerModel>({2, true, true, mutant}); };
     return {
         {"reclaim by timeout", "torn", true, slot(SlotMutant::TIMEOUT)},
@@ -87,6 +93,16 @@ std::vector<Run> controls() {
         {"calls: a caller is known by its index alone", "stuck", true, call(CallMutant::INDEX_ONLY)},
         {"calls: a reaper swaps without comparing", "torn", true, call(CallMutant::NO_REREAD)},
         {"calls: CALL_CANCEL without its seq", "lost", true, call(CallMutant::NO_BELL_SEQ)},
+        {"hosts: a life joins a ring that it has no claims of", "an answer for another ring", true,
+         host(HostMutant::NO_RING)},
+        {"hosts: an answer counts by slot and uid", "an answer of another claim", true, host(HostMutant::UID_ALONE)},
+        {"hosts: leases are a host's, not its claims'", "stuck", true, host(HostMutant::HOST_LEASE)},
+        {"hosts: an answer counts after its lease", "an answer is taken after", true, host(HostMutant::LATE_TAKEN)},
+        {"hosts: a new life has the claims of the last", "an answer of a life that is over", true,
+         host(HostMutant::NO_LIFE)},
+        {"hosts: a new satellite does not read its ring", "doubled", true, host(HostMutant::FORGETS)},
+        {"hosts: again before its slot there is free", "doubled", true, host(HostMutant::EARLY)},
+        {"hosts: what is late gets no answer", "stuck", true, host(HostMutant::SILENT)},
     };
 }
 

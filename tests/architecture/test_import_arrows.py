@@ -40,9 +40,11 @@ ARROWS: dict[str, set[str]] = {
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
     "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device"},
     "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "_blocks"},
+    "sinks": {"errors", "files", "paths"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device", "agents",
+        "imports", "sinks",
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 263, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 267, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -52,11 +52,11 @@ INSIDE: dict[str, dict[str, str]] = {
         "memory": "pretrained schema", "rules": "learner reader schema declare", "engine_rules": "learner rules schema",
         "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
         "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens schema declare",
-        "files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
+        "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
-        "derive": "files prompts rules schema", "hosts": "derive schema",
+        "derive": "named_files prompts rules schema", "hosts": "derive schema",
         "explain": "hosts machine memory pretrained prompts rates reader rules schema trial",
-        "load": "derive engine_rules files pretrained prompts rates reader reward_rules rules schema sources",
+        "load": "derive engine_rules named_files pretrained prompts rates reader reward_rules rules schema sources",
     },
     "data": {
         "figures": "", "prompts": "", "chat": "prompts", "sources": "prompts", "trace": "prompts",
@@ -125,6 +125,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "learner": "actors figures ring", "scheduler": "answers figures learner ring", "settings": "actors answers fit",
         "world": "actors answers figures learner ring scheduler", "report": "actors figures fit settings world",
     },
+    "sinks": {"feed": "", "known": ""},
     "training": {
         "head": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
         "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_memory import LEASE_S, Ledger, Slot, answer_to, new_desk
+from in_memory import LEASE_S, RING, Ledger, Slot, answer_to, new_desk
 
 from busrl.gateway import Desk, Tally, tensor
 from busrl.protocol import codec
@@ -63,6 +63,14 @@ def test_a_newer_life_takes_the_name_and_the_older_one_is_told_to_exit(ledger: L
     assert ledger.claims() == [] and [slot.attempt for slot in ledger.slots[:2]] == [1, 1]
     assert code(ask(desk, g.RemoteExtend(life=1))) == "replaced"
     assert join(desk, life=1).code == "replaced"
+
+
+def test_a_life_with_claims_of_another_ring_does_not_join_this_one(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    assert isinstance(ask(desk, g.RemoteJoin(life=1, role="rollout", ring=RING))[0], g.GatewayWelcome)
+    other = g.RemoteJoin(life=2, role="rollout", ring="b2" * 16)
+    assert code(ask(desk, other)) == "unknown" and code(ask(desk, g.RemoteClaim(life=2))) == "unknown"
+    assert ledger.claims() == []
 
 
 def test_who_has_not_joined_is_told_so(ledger: Ledger) -> None:
@@ -283,7 +291,7 @@ def test_a_long_list_of_tasks_travels_in_several_messages(ledger: Ledger, monkey
     assert [len(answer.tasks) for answer in answers] == [1, 1, 1, 1]
 
 
-TEXTS = st.text(max_size=12) | st.sampled_from(["a", "rollout", "0.2.0", "1.2.1"])
+TEXTS = st.text(max_size=12) | st.sampled_from(["a", "rollout", "host", "0.2.0", "1.2.1"])
 NUMBERS = st.integers(0, 3) | st.integers(0, 2**64 - 1)
 TENSORS = st.builds(g.Tensor, TEXTS | st.just("int32"), st.lists(NUMBERS, max_size=4), st.binary(max_size=16))
 
@@ -305,6 +313,13 @@ def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sen
         }.items():
             if name in kind.__struct_fields__:
                 fields[name] = data.draw(strategy)
+        if kind is g.RemoteBatch:
+            count, fields["prompt_ids"] = data.draw(st.integers(0, 2)), data.draw(TENSORS)
+            for name, item in {
+                "tasks": TEXTS | st.just(task), "lengths": NUMBERS, "prompt_lengths": NUMBERS, "finishes": NUMBERS,
+                "texts": TEXTS, "rewards": st.floats(), "parts": st.dictionaries(TEXTS, st.floats(), max_size=2),
+            }.items():
+                fields[name] = data.draw(st.lists(item, min_size=count, max_size=count) | st.lists(item, max_size=3))
         answers = desk.handle(kind(**fields), 0.0)
         assert all(codec.encode(answer) for answer in answers)
     assert task in [held.task for _, held in ledger.claims()] and all(slot != 0 for slot, _, _ in ledger.commits)

@@ -125,6 +125,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     },
     "1.5": {
         "Task": "cls priority admission",
+        "REMOTE_JOIN": "ring",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

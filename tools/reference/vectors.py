@@ -60,7 +60,7 @@ TYPICAL: Final[dict[str, Any]] = {
     "record": '{"prompt":"312=","answer":"123"}',
     "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
     "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14], "kind": "", "stream": 0, "stop": [],
-    "cls": 0, "priority": -3, "admission": 17,
+    "cls": 0, "priority": -3, "admission": 17, "ring": "4f0c1a2b3c4d5e6f708192a3b4c5d6e7",
 }
 WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
 

@@ -23,7 +23,7 @@ from busrl.config import engine_rules, pretrained, reader
 from busrl.config.declare import FUNCTION
 from busrl.config.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.config.rules import Finding
-from busrl.config.schema import ATROPOS, EXTRACTING, SCRIPTED, SERVE, TINY, Topology
+from busrl.config.schema import ATROPOS, EXTRACTING, SCRIPTED, SERVE, SINKS, TINY, Topology
 from busrl.config.trial import TRIED, Trial, try_episodes, try_first, try_functions
 from busrl.data import trace
 from busrl.data.chat import template_of
@@ -425,6 +425,9 @@ class _Inspection:
         """Programs that are to be started have to be there, and so has a vLLM."""
         if self._sound("hosts.start") and self.t.hosts.start and shutil.which(self.t.hosts.start[0]) is None:
             self._add("hosts.start", f"{self.t.hosts.start[0]} is not an executable program", "install it")
+        for sink in self.t.sinks.to if self._sound("sinks.to") else ():
+            if sink in SINKS and importlib.util.find_spec(SINKS[sink]) is None:
+                self._add("sinks.to", f"{sink} needs the package {SINKS[sink]}", f"pip install {SINKS[sink]}")
         if not self._sound("process"):
             return
         for index, entry in enumerate(self.t.process):

@@ -1,0 +1,112 @@
+"""Manifests for a run over the pods of a cluster: a JobSet or a LeaderWorkerSet, as a dictionary that prints as JSON.
+
+Made of a topology alone; talks to nothing. One pod is home and runs `busrl launch`; each other one runs `busrl host`.
+Knows nothing of clusters: what belongs to one (image, Secrets, the claim of the run directory) is only named.
+
+- Keys reach pods as files of a Secret, copied to where their mode is as busrl wants it.
+- A container that ends is started again in its pod, whose /dev/shm lives: a host goes on with its ring, home with its.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from busrl.config import Topology
+from busrl.errors import UserError
+
+PORT = 5600
+SECRETS, KEYS, FILES, RUN = "/etc/busrl/keys", "/tmp/keys", "/etc/busrl/run", "/run/busrl"
+STARTS = 1_000_000  # of a pod, before its job counts as failed
+
+
+def jobset(topology: Topology) -> dict[str, Any]:
+    """`home`, a job of one pod whose end is that of the run, and `hosts`, an indexed job of the others."""
+    name, hosts = _names(topology)
+    host = _host(topology, f"tcp://{name}-home-0-0.{name}:{PORT}", '"$JOB_COMPLETION_INDEX"')
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name},
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["home"]},
+            "replicatedJobs": [_job("home", 1, _home(topology)), _job("hosts", len(hosts), host)],
+        },
+    }
+
+
+def leader_worker_set(topology: Topology) -> dict[str, Any]:
+    """One group: home is its leader. What has ended there is started again, so it is deleted when the run is over."""
+    name, hosts = _names(topology)
+    host = _host(topology, f"tcp://$LWS_LEADER_ADDRESS:{PORT}", '"$((LWS_WORKER_INDEX - 1))"')
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "metadata": {"name": name},
+        "spec": {
+            "replicas": 1,
+            "leaderWorkerTemplate": {
+                "size": 1 + len(hosts),
+                "restartPolicy": "None",  # the others' rings outlive a pod that is started again
+                "leaderTemplate": {"spec": _home(topology)}, "workerTemplate": {"spec": host},
+            },
+        },
+    }
+
+
+KINDS: dict[str, Callable[[Topology], dict[str, Any]]] = {"jobset": jobset, "lws": leader_worker_set}
+
+
+def _names(topology: Topology) -> tuple[str, tuple[str, ...]]:
+    """The object's name and its hosts. UserError: there are none."""
+    if not topology.host_names:
+        raise UserError('no other host: `hosts = ["gpu-0", ...]` of a [[process]] names those that get pods')
+    kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in topology.run.name.lower())
+    return kept.strip("-")[:40].strip("-") or "busrl", topology.host_names
+
+
+def _job(name: str, pods: int, spec: dict[str, Any]) -> dict[str, Any]:
+    job = {"parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": STARTS,
+           "template": {"spec": {**spec, "restartPolicy": "OnFailure"}}}
+    return {"name": name, "replicas": 1, "template": {"spec": job}}
+
+
+def _home(topology: Topology) -> dict[str, Any]:
+    name, hosts = _names(topology)
+    overrides = f"--set bus.endpoint=\\\"tcp://$POD_IP:{PORT}\\\" --set bus.keys=\\\"{KEYS}\\\""
+    listed = [{"key": f"{host}.key", "path": f"allowed/{host}.key"} for host in hosts]
+    pair = [{"key": file, "path": file} for file in ("server.key", "server.key_secret")]
+    volumes = [
+        {"name": "keys", "secret": {"secretName": f"{name}-home", "items": [*pair, *listed]}},
+        {"name": "topology", "configMap": {"name": f"{name}-topology"}},
+        {"name": "run", "persistentVolumeClaim": {"claimName": f"{name}-run"}},
+    ]
+    mounts = {"keys": SECRETS, "topology": FILES, "run": RUN}
+    return _pod(topology, "", f"{_copied()}; exec busrl launch {FILES}/topology.toml --run-dir {RUN} {overrides}",
+                volumes, mounts)
+
+
+def _host(topology: Topology, endpoint: str, index: str) -> dict[str, Any]:
+    """The pod of any other host, which finds its name in the list by its index."""
+    name, hosts = _names(topology)
+    found = f"set -- {shlex.join(hosts)}; shift {index}"
+    run = f"exec busrl host {endpoint} --keys {KEYS}/$1.key_secret --wait 600"
+    volumes = [{"name": "keys", "secret": {"secretName": f"{name}-hosts"}}]
+    return _pod(topology, hosts[0], f"{found}; {_copied()}; {run}", volumes, {"keys": SECRETS})
+
+
+def _copied() -> str:
+    return f"umask 077; rm -rf {KEYS}; cp -rL {SECRETS} {KEYS}"
+
+
+def _pod(
+    topology: Topology, host: str, script: str, volumes: list[dict[str, Any]], mounts: dict[str, str]
+) -> dict[str, Any]:
+    here = [one for one in topology.process if (host in one.hosts if host else not one.hosts)]
+    devices = {device for one in here for device in one.devices}
+    container = {
+        "name": "busrl", "image": "IMAGE", "command": ["sh", "-c", script],
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in {**mounts, "shm": "/dev/shm"}.items()],
+        **({"resources": {"limits": {"nvidia.com/gpu": len(devices)}}} if devices else {}),
+    }
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    return {"containers": [container], "volumes": [*volumes, shm]}

@@ -1,0 +1,85 @@
+"""What a run and one of its hosts tell of each other: errors of the host's processes, and when it came and went.
+
+`HostErrors` (for the satellite) reads errors.jsonl there and makes messages of its lines; `HostLog` (for the keeper at
+home) makes lines of hosts.jsonl. Talks to files; knows nothing of sockets, claims or rings.
+
+- Nothing hangs on either: a line that is lost or told twice changes no sample.
+- No clock of another host is read: `HostErrors` compares its own host's times, `HostLog` goes by what home has heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from busrl import files
+from busrl.paths import RunPaths
+from busrl.protocol import messages as m
+
+OLD_S = 30.0  # at the start of a satellite: what is older was told by the one before
+MOST_AT_ONCE = 20
+SILENT_S = 5.0
+
+
+class HostErrors:
+    """The new lines of errors.jsonl on this host, as home can file them under the host's name."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._lines, self._since = files.LineFollower(paths.errors), time.time() - OLD_S
+
+    def new(self) -> Iterator[m.Error]:
+        rows = [row for row in map(_row, self._lines.new()) if row.get("time", 0.0) >= self._since]
+        for row in rows[-MOST_AT_ONCE:]:
+            words = {name: str(row.get(name, "")) for name in ("severity", "process", "text", "trace")}
+            yield m.Error(severity=words["severity"][: m.MAX_NAME], where=words["process"], text=words["text"],
+                          traceback=words["trace"])
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return files.as_map(msgspec.json.decode(line))
+    return {}
+
+
+class HostLog:
+    """Lines of hosts.jsonl: joined, replaced, silent, back, gone. `names` are the hosts that the topology has."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._known: dict[str, tuple[int, bool]] = {}  # life, and whether it is silent
+
+    def changes(self, seen: Mapping[str, tuple[int, float, int]]) -> list[dict[str, Any]]:
+        """What has changed since the last call. `seen`: of each worker that has joined its life, for how long it has
+        been silent, and how many samples it holds."""
+        found = []
+        for name in sorted(self._names & seen.keys()):
+            life, silent_s, holds = seen[name]
+            before, silent = self._known.get(name), silent_s > SILENT_S
+            self._known[name] = (life, silent)
+            if (event := _event(before, life, silent)) is not None:
+                found.append({"time": time.time(), "host": name, "event": event, "life": life, "holds": holds})
+        for name in sorted(self._known.keys() - seen.keys()):
+            life, _ = self._known.pop(name)
+            found.append({"time": time.time(), "host": name, "event": "gone", "life": life, "holds": 0})
+        return found
+
+
+def _event(before: tuple[int, bool] | None, life: int, silent: bool) -> str | None:
+    if before is None:
+        return "joined"
+    if before[0] != life:
+        return "replaced"
+    if before[1] != silent:
+        return "silent" if silent else "back"
+    return None
+
+
+def write(paths: RunPaths, lines: list[dict[str, Any]]) -> None:
+    """Append them; a full disk must not turn news into a death."""
+    if lines:
+        with contextlib.suppress(OSError), open(paths.hosts, "ab", buffering=0) as file:
+            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

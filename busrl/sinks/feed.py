@@ -1,0 +1,138 @@
+"""The thread that feeds one sink from the files of a run: it reads what is new, and writes down how far it has come.
+
+Talks to metrics.jsonl, validation.jsonl and samples.jsonl, which others write, and to a file of its own. Knows nothing
+of what a sink does.
+
+- The files are the queue: a sink that is slow or down makes nobody wait and no memory grow.
+- A step is given once, over all starts of a run; again only after a death before its place was written.
+- The lines of one step stand together in a file, and those of one round and set are one line.
+- A sink that raises is closed, told of once, and made anew after a pause that doubles; it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from busrl import files
+from busrl.errors import cause
+from busrl.paths import RunPaths
+from busrl.sinks import RunCard, Sink
+
+LOOK_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+MOST_BYTES = 1 << 26  # of a file: what is older is not given
+MOST_ROWS = 64  # samples given at once: the newest
+
+
+class Feed(threading.Thread):
+    """`told` gets an error in words, or "" when the sink works again. `finish`, then `join` with a time limit."""
+
+    def __init__(self, name: str, make: Callable[[RunCard], Sink], card: RunCard, paths: RunPaths,
+                 told: Callable[[str, str], None]) -> None:
+        super().__init__(name=f"sink {name}", daemon=True)
+        self.sink_name, self._make, self._card, self._told = name, make, card, told
+        self._place = Place(card.folder / "place.json", card.uuid)
+        self._paths, self._over = paths, threading.Event()
+        self._broken = False
+
+    def finish(self) -> None:
+        """Give what is there now, and end."""
+        self._over.set()
+
+    def run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                with contextlib.closing(self._make(self._card)) as sink:
+                    self._feed(sink)
+                return
+            except Exception as problem:
+                self._broken = True
+                self._told(self.sink_name, cause(problem))
+            if self._over.wait(pause):
+                return
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _feed(self, sink: Sink) -> None:
+        steps, rounds, samples = (
+            files.LineFollower(path, MOST_BYTES)
+            for path in (self._paths.metrics, self._paths.validation, self._paths.samples)
+        )
+        while True:
+            over = self._over.is_set()  # before the look: what was written by then is seen
+            for row in self._unseen(steps, "step"):
+                sink.numbers(int(row["step"]), dict(numbers_of(row)))
+            for row in self._unseen(rounds, "round"):
+                sink.numbers(int(row["round"]), dict(figures_of(row)))
+            if rows := list(self._unseen(samples, "step", "samples"))[-MOST_ROWS:]:
+                sink.samples(int(rows[-1]["step"]), rows)
+            sink.flush()
+            self._place.save()
+            if self._broken:
+                self._broken = False
+                self._told(self.sink_name, "")
+            if over:
+                return
+            self._over.wait(LOOK_S)
+
+    def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[dict[str, Any]]:
+        """Lines of steps, or of rounds of a set, after those that were given before; each counts as given when the
+        next one is asked for."""
+        before: dict[str, int] = {}
+        for line in lines.new():
+            try:
+                row = json.loads(line)
+                step = int(row[key])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue  # damaged
+            if row.get("kind"):
+                continue  # groups that ended without a step
+            series = kind or f"{key}s {row.get('set', '')}".strip()
+            if step > before.setdefault(series, self._place.of(series)):
+                yield row
+                self._place.given(series, step)
+
+
+class Place:
+    """The newest step of each kind that a sink was given, in a file; of another run it counts for nothing."""
+
+    def __init__(self, file: Path, uuid: str) -> None:
+        self._file, self._uuid = file, uuid
+        found = files.read_map(file)
+        known = files.as_map(found.get("given")) if found.get("run") == uuid else {}
+        self._given = {name: step for name, step in known.items() if isinstance(step, int)}
+        self._saved = dict(self._given)
+
+    def of(self, kind: str) -> int:
+        return self._given.get(kind, -1)
+
+    def given(self, kind: str, step: int) -> None:
+        self._given[kind] = max(step, self.of(kind))
+
+    def save(self) -> None:
+        if self._given != self._saved:
+            self._saved = dict(self._given)
+            files.show(self._file, {"run": self._uuid, "given": self._given})
+
+
+def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The finite numbers of a line by their names: those of a map or list below its name and "/"."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            value = {str(place): one for place, one in enumerate(value)}
+        if isinstance(value, dict):
+            yield from ((f"{name}/{inner}", one) for inner, one in numbers_of(value))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "round"):
+            yield from [(name, float(value))] if math.isfinite(value) else []
+
+
+def figures_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The same of a round of validation: all below `val/`, those of a named set below its name too."""
+    place = f"val/{row['set']}/" if row.get("set") else "val/"
+    return ((place + name.removeprefix("val/"), value) for name, value in numbers_of(row))

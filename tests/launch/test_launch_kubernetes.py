@@ -1,0 +1,120 @@
+"""Manifests of Kubernetes: the fields that its objects need, and what its pods run. No cluster was asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from busrl import keys
+from busrl.cli.command import main
+from busrl.config import Topology, load
+from busrl.errors import UserError
+from busrl.launch import kubernetes
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+HOSTS = ["process.rollout.hosts=['gpu-1', 'gpu-0']", "process.rollout.devices=['0', '1']", "process.rollout.count=2",
+         "bus.endpoint='tcp://10.0.0.1:5600'"]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    made = tmp_path_factory.mktemp("for") / "keys"
+    keys.init(made)
+    for host in ("gpu-0", "gpu-1"):
+        keys.add(made, host)
+    return [*HOSTS, f"bus.keys='{made}'", "run.name='My.run'"]
+
+
+@pytest.fixture(scope="module")
+def topology(settings: list[str]) -> Topology:
+    return load(QUICKSTART, settings)
+
+
+def pods(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pods' specs by name, of either kind."""
+    spec = found["spec"]
+    if found["kind"] == "JobSet":
+        return {job["name"]: job["template"]["spec"]["template"]["spec"] for job in spec["replicatedJobs"]}
+    both = spec["leaderWorkerTemplate"]
+    return {"home": both["leaderTemplate"]["spec"], "hosts": both["workerTemplate"]["spec"]}
+
+
+def test_a_jobset_has_one_pod_for_home_whose_end_is_the_runs_and_one_for_each_host(topology: Topology) -> None:
+    found = kubernetes.jobset(topology)
+    assert (found["apiVersion"], found["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "my-run")
+    jobs = {job["name"]: job["template"]["spec"] for job in found["spec"]["replicatedJobs"]}
+    assert {name: (job["parallelism"], job["completions"]) for name, job in jobs.items()} == {
+        "home": (1, 1), "hosts": (2, 2),
+    }
+    assert all(job["completionMode"] == "Indexed" and job["backoffLimit"] > 1000 for job in jobs.values())
+    assert all(job["template"]["spec"]["restartPolicy"] == "OnFailure" for job in jobs.values())
+    assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["home"]
+    assert "tcp://my-run-home-0-0.my-run:5600" in script(pods(found)["hosts"])
+
+
+def test_a_leader_worker_set_is_one_group_whose_rings_outlive_a_pod(topology: Topology) -> None:
+    found = kubernetes.leader_worker_set(topology)
+    assert (found["apiVersion"], found["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    both = found["spec"]["leaderWorkerTemplate"]
+    assert (found["spec"]["replicas"], both["size"], both["restartPolicy"]) == (1, 3, "None")
+
+
+@pytest.mark.parametrize("kind", kubernetes.KINDS)
+def test_every_mount_has_its_volume_and_shared_memory_is_the_pods(kind: str, topology: Topology) -> None:
+    for spec in pods(kubernetes.KINDS[kind](topology)).values():
+        [container] = spec["containers"]
+        assert container["image"] == "IMAGE"
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume.pop("name"): volume for volume in json.loads(json.dumps(spec["volumes"]))}
+        assert mounts.keys() == volumes.keys() and mounts["shm"] == "/dev/shm"
+        assert volumes["shm"] == {"emptyDir": {"medium": "Memory"}} and "secret" in volumes["keys"]
+
+
+def test_hosts_get_their_devices_and_home_none(topology: Topology) -> None:
+    found = pods(kubernetes.jobset(topology))
+    assert found["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert "resources" not in found["home"]["containers"][0]
+
+
+def script(spec: dict[str, Any]) -> str:
+    shell, flag, text = spec["containers"][0]["command"]
+    assert (shell, flag) == ("sh", "-c")
+    return str(text)
+
+
+@pytest.mark.parametrize("kind, index", [("jobset", {"JOB_COMPLETION_INDEX": "1"}), ("lws", {"LWS_WORKER_INDEX": "2"})])
+def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read(
+    kind: str, index: dict[str, str], topology: Topology, tmp_path: Path
+) -> None:
+    found = pods(kubernetes.KINDS[kind](topology))
+    program = tmp_path / "busrl"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; stat -c %a keys keys/file\n')
+    program.chmod(0o755)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "file").write_text("a key")
+    said = {}
+    for name, spec in found.items():
+        text = script(spec).replace(kubernetes.SECRETS, "secret").replace(kubernetes.KEYS, "keys")
+        done = subprocess.run(
+            ["sh", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=True,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.1.2.3", "LWS_LEADER_ADDRESS": "leader", **index},
+        )
+        said[name] = done.stdout.split("\n")
+        assert said[name][-3:] == ["700", "600", ""]
+    assert said["hosts"][0] == "host" and said["hosts"][3] == "keys/gpu-1.key_secret"
+    assert said["hosts"][1] == ("tcp://leader:5600" if kind == "lws" else "tcp://my-run-home-0-0.my-run:5600")
+    assert said["home"][0] == "launch" and 'bus.endpoint="tcp://10.1.2.3:5600"' in said["home"]
+    assert 'bus.keys="keys"' in said["home"]
+
+
+def test_the_command_prints_it_and_a_run_on_one_host_is_refused(
+    capsys: pytest.CaptureFixture[str], settings: list[str]
+) -> None:
+    assert main(["launch", str(QUICKSTART), "--emit", "lws", *(part for one in settings for part in ("--set", one))]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "LeaderWorkerSet"
+    with pytest.raises(UserError, match="no other host"):
+        kubernetes.jobset(load(QUICKSTART, []))

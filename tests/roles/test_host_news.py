@@ -1,0 +1,65 @@
+"""What home is told of its hosts: their errors, and when they came and went."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.ledger.errors import record_error
+from busrl.paths import RunPaths
+from busrl.protocol import messages as m
+from busrl.roles.host_news import HostErrors, HostLog, write
+
+SILENT_S = 10.0
+
+
+def events(log: HostLog, **seen: tuple[int, float, int]) -> list[str]:
+    return [f"{line['host']} {line['event']}" for line in log.changes(seen)]
+
+
+def test_a_host_joins_falls_silent_comes_back_is_replaced_and_goes_each_told_once() -> None:
+    log = HostLog(["a", "b"])
+    assert events(log, a=(1, 0.0, 0), stranger=(1, 0.0, 0)) == ["a joined"]
+    assert events(log, a=(1, 0.1, 3)) == []
+    assert events(log, a=(1, SILENT_S, 3), b=(1, 0.0, 0)) == ["a silent", "b joined"]
+    assert events(log, a=(1, 2 * SILENT_S, 3), b=(1, 0.0, 0)) == []
+    assert events(log, a=(1, 0.0, 3), b=(2, 0.0, 0)) == ["a back", "b replaced"]
+    assert events(log, a=(1, 0.0, 3)) == ["b gone"]
+    assert events(log) == ["a gone"]
+    assert events(log) == []
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(1, 3), st.sampled_from([0.0, SILENT_S]))), max_size=20))
+def test_a_host_that_is_gone_was_there_and_one_that_joins_was_not(looks: list[tuple[int, float] | None]) -> None:
+    log, told = HostLog(["a"]), list[str]()
+    for look in looks:
+        told += events(log, **({} if look is None else {"a": (*look, 0)}))
+    doors = [one for one in told if one in ("a joined", "a gone")]
+    assert doors == ["a joined", "a gone"] * (len(doors) // 2) + ["a joined"] * (len(doors) % 2)
+    assert (len(doors) % 2 == 1) == (bool(looks) and looks[-1] is not None)
+
+
+def test_news_of_hosts_are_lines_of_a_file(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    write(paths, HostLog(["a"]).changes({"a": (7, 0.0, 0)}))
+    [line] = paths.hosts.read_text().splitlines()
+    assert json.loads(line) | {"time": 0} == {"time": 0, "host": "a", "event": "joined", "life": 7, "holds": 0}
+
+
+def test_errors_of_a_hosts_processes_become_messages_once_and_those_of_long_ago_do_not(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    old = {"time": time.time() - 3600, "process": "relay", "severity": "error", "where": "x", "text": "long ago"}
+    paths.errors.write_text(f"{json.dumps(old)}\nno line of ours\n")
+    errors = HostErrors(paths)
+    record_error(paths, "rollout/0", "error", "rollout", "it is broken", "a trace")
+    [error] = errors.new()
+    assert (error.severity, error.where, error.text, error.traceback) == (
+        "error", "rollout/0", "it is broken", "a trace",
+    )
+    assert list(errors.new()) == []
+    record_error(paths, "bus", "no severity " * 20, "x", "y" * (2 * m.MAX_TEXT))
+    assert len(list(errors.new())) == 1

@@ -1,0 +1,268 @@
+"""The sinks: what each was given is read back by its own library; a failure is told once, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from busrl.paths import RunPaths
+from busrl.sinks import Live, RunCard, Sink
+from busrl.sinks.feed import Feed, Place, figures_of, numbers_of
+from busrl.sinks.known import Prometheus, TensorBoard, Wandb
+
+END_S = 60.0
+
+
+class Recorder:
+    """What a sink was given. `fails` raises at the numbers of these steps, once each."""
+
+    def __init__(self, fails: Sequence[int] = ()) -> None:
+        self.given: list[tuple[int, dict[str, float]]] = []
+        self.rows: list[Mapping[str, Any]] = []
+        self.made = 0
+        self._fails = list(fails)
+
+    def __call__(self, card: RunCard) -> Sink:
+        self.made += 1
+        return self
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        if step in self._fails:
+            self._fails.remove(step)
+            raise ConnectionError("no such host")
+        self.given.append((step, dict(values)))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows += rows
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, values in self.given if "reward" in values]
+
+
+class RunOfFiles:
+    """A run directory whose files the test writes, and the card of a sink."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = RunPaths.of(root)
+
+    def card(self, name: str = "own", **more: Any) -> RunCard:
+        folder = self.paths.sinks / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return RunCard("sort", "5a" * 16, "tests", folder, {"learner": {"lr": 1e-6}}, **more)
+
+    def step(self, *steps: int) -> None:
+        rows = [{"step": n, "reward": n / 10, "kl": None, "wait_s": {"groups": 0.5}} for n in steps]
+        self._add(self.paths.metrics, rows)
+
+    def round(self, number: int, reward: float, name: str = "") -> None:
+        more = {"set": name} if name else {}
+        self._add(self.paths.validation, [{"round": number, "val/reward": reward, "samples": 8, **more}])
+
+    def sample(self, step: int, text: str) -> None:
+        self._add(self.paths.samples, [{"step": step, "uid": 7, "prompt": "34=", "completion": text, "reward": 1.0}])
+
+    @staticmethod
+    def _add(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        with open(path, "a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def feed(self, make: Callable[[RunCard], Sink], told: list[str] | None = None) -> Feed:
+        return Feed("own", make, self.card(), self.paths, lambda _, text: None if told is None else told.append(text))
+
+    def fed(self, make: Callable[[RunCard], Sink]) -> None:
+        """From a start to an end: all that is there now."""
+        feed = self.feed(make)
+        feed.start()
+        feed.finish()
+        feed.join(END_S)
+        assert not feed.is_alive()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunOfFiles:
+    return RunOfFiles(tmp_path)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + END_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_each_step_and_each_round_of_each_set_is_given_once_over_several_starts(run: RunOfFiles) -> None:
+    sink = Recorder()
+    run.step(1, 2)
+    run.round(0, 0.25)
+    run.fed(sink)
+    run.step(3)
+    run.round(0, 0.5, "hard")  # a set may be ready after another start
+    run.round(4, 0.75)
+    run.fed(sink)
+    assert sink.steps == [1, 2, 3]
+    assert sink.given[0] == (1, {"reward": 0.1, "wait_s/groups": 0.5})
+    rounds = [found for found in sink.given if "reward" not in found[1]]
+    assert rounds == [
+        (0, {"val/reward": 0.25, "val/samples": 8.0}), (0, {"val/hard/reward": 0.5, "val/hard/samples": 8.0}),
+        (4, {"val/reward": 0.75, "val/samples": 8.0}),
+    ]
+
+
+def test_a_line_of_idle_groups_and_a_torn_or_damaged_one_are_no_steps(run: RunOfFiles) -> None:
+    sink = Recorder()
+    run.step(1)
+    with open(run.paths.metrics, "a") as file:
+        file.write('{"kind": "idle", "step": 1, "reward": 0.0}\n{"step": \n[]\n{"step": 2, "rew')
+    run.fed(sink)
+    assert sink.steps == [1]
+    with open(run.paths.metrics, "a") as file:
+        file.write('ard": 0.2}\n')
+    run.fed(sink)
+    assert sink.steps == [1, 2]
+
+
+def test_a_sink_that_fails_is_made_anew_and_gets_what_it_has_missed(
+    run: RunOfFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
+    sink, told = Recorder(fails=[2]), list[str]()
+    run.step(1, 2, 3)
+    feed = run.feed(sink, told)
+    feed.start()
+    until(lambda: sink.steps == [1, 2, 3] and len(told) == 2)
+    feed.finish()
+    feed.join(END_S)
+    assert told[0].startswith("ConnectionError: no such host") and told[1] == "" and sink.made == 2
+
+
+def test_a_sink_that_hangs_makes_no_other_wait(run: RunOfFiles) -> None:
+    """Nor does it hold anything in memory: the files are the queue."""
+    stuck = threading.Event()
+
+    class Hangs(Recorder):
+        def numbers(self, step: int, values: Mapping[str, float]) -> None:
+            stuck.wait(END_S)
+            super().numbers(step, values)
+
+    hanging, sink = Hangs(), Recorder()
+    run.step(*range(1, 100))
+    first = run.feed(hanging)
+    other = Feed("other", sink, run.card("other"), run.paths, lambda *_: None)
+    first.start()
+    other.start()
+    other.finish()
+    other.join(END_S)
+    assert sink.steps == list(range(1, 100)) and not hanging.given
+    stuck.set()
+    first.finish()
+    first.join(END_S)
+    assert hanging.steps == list(range(1, 100))
+
+
+def test_another_run_in_the_directory_begins_anew(tmp_path: Path) -> None:
+    place = Place(tmp_path / "place.json", "one")
+    place.given("steps", 5)
+    place.save()
+    assert Place(tmp_path / "place.json", "one").of("steps") == 5
+    assert Place(tmp_path / "place.json", "two").of("steps") == -1
+
+
+NUMBERS = st.integers(-9, 9) | st.floats() | st.booleans() | st.none() | st.text(max_size=3)
+ROWS = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.recursive(
+    NUMBERS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", min_size=1), inner, max_size=3)
+))
+
+
+@given(ROWS)
+def test_whatever_a_line_holds_its_names_are_flat_and_its_numbers_finite(row: dict[str, Any]) -> None:
+    for found in (list(numbers_of(row)), list(figures_of(row))):
+        assert all(isinstance(name, str) and abs(value) < float("inf") for name, value in found)
+    assert all(name.startswith("val/") for name, _ in figures_of(row))
+
+
+# -- read back by their own libraries -----
+
+
+def test_tensorboard_reads_the_scalars_the_samples_and_the_topology(run: RunOfFiles) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run.step(1, 2)
+    run.round(2, 0.5)
+    run.sample(2, "<b>|34\n")
+    run.fed(TensorBoard)
+    found = accumulators.EventAccumulator(str(run.paths.sinks / "own"))
+    found.Reload()
+    scalars = [(one.step, round(one.value, 6)) for one in found.Scalars("reward")]
+    assert scalars == [(1, 0.1), (2, 0.2)]
+    assert [one.step for one in found.Scalars("val/reward")] == [2]
+    (table,) = found.Tensors("samples/text_summary")
+    assert rb"|&lt;b&gt;\|34<br>|" in table.tensor_proto.string_val[0]
+    assert b'"lr": 1e-06' in found.Tensors("topology/text_summary")[0].tensor_proto.string_val[0]
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The records of an offline run: W&B's messages in LevelDB's log format (blocks of 32 KiB), after 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # the whole record, or its last part
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+def test_wandb_offline_holds_each_step_with_its_number(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run.step(1, 2)
+    run.round(1, 0.5)  # after a later step
+    run.sample(2, "34")
+    run.fed(Wandb)
+    (file,) = (run.paths.sinks / "own" / "wandb").glob("offline-run-*/*.wandb")
+    history = [
+        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+        for record in records(file) if record.WhichOneof("record_type") == "history"
+    ]
+    assert [(row["step"], row["reward"]) for row in history if "reward" in row] == [(1, 0.1), (2, 0.2)]
+    assert [(row["step"], row["val/reward"]) for row in history if "val/reward" in row] == [(1, 0.5)]
+    assert "5a" * 16 in file.name
+
+
+def test_prometheus_answers_with_the_newest_numbers_and_those_of_the_moment(run: RunOfFiles) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    said: list[str] = []
+    card = run.card(live=lambda: [Live("slots", {"state": "queued"}, 3.0)], say=said.append)
+    sink = Prometheus(card)
+    try:
+        sink.numbers(1, {"reward": 0.1, "wait_s/groups": 1.0})
+        sink.numbers(2, {"reward": 0.2})
+        with urllib.request.urlopen(said[0].split()[-1], timeout=END_S) as answer:
+            text = answer.read().decode()
+        found = {one.name: one for family in parser.text_string_to_metric_families(text) for one in family.samples}
+        assert found["busrl_reward"].value == 0.2 and found["busrl_reward"].labels == {"run": "sort"}
+        assert found["busrl_wait_s_groups"].value == 1.0 and found["busrl_step"].value == 2
+        assert found["busrl_slots"].labels == {"run": "sort", "state": "queued"}
+        again = run.card("again", port=int(said[0].rsplit(":", 1)[1].split("/")[0]))
+        with pytest.raises(OSError):
+            Prometheus(again)
+    finally:
+        sink.close()
