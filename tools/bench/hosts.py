@@ -9,9 +9,9 @@ what further processes cost on the same cores. Seconds are from the first step t
 steps in a row; `cpu_us` are microseconds of CPU per generated answer of each process in that time, to be read where
 others load the machine. The second copies a segment of so many MB through relay and TCP with keys to a second segment,
 and the same bytes through one TCP connection without keys, with the CPU of both sides. The third has the relays alone,
-each in a network namespace (as root), with links of that rate there and back: to one host, to three in a chain, to three
-from home each, and to three of which one has 20 Mbit/s. Its seconds are from the publication until the last host (of the
-fast ones) has the version.
+each in a network namespace (as root), with links of that rate there and back: to one host, to three in a chain, to
+three from home each, and to three of which one has 20 Mbit/s. Its seconds are from the publication until the last
+host (of the fast ones) has the version.
 """
 
 from __future__ import annotations
