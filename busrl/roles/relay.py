@@ -43,6 +43,7 @@ PASS_S = 0.1
 AHEAD_BYTES, MOST_AHEAD = 16 << 20, 32  # asked for at the same time, in pieces; these must fit into the link's queues
 MOST_OPEN = 4096
 WORD_S = 0.5  # between two words to hosts that wait for pieces
+AVOID_S = 600.0  # for which a host that never answered is not asked: nothing may lead from here to there
 PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for already
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
@@ -318,7 +319,8 @@ class Away:
                 self._next_head = now + WAIT_S
                 return
             fetch = self.fetch = Fetch(self.links, pieces, now)
-        fetch.begin(head, Sources(head.above, self._usual, self.topology.weights.timeout_s, now))
+        above = self.links.worth_asking(head, now)
+        fetch.begin(head, Sources(above, self._usual, self.topology.weights.timeout_s, now))
 
     def _advance(self, fetch: Fetch, now: float) -> None:
         if why := fetch.advance(self.weights, now):
@@ -345,6 +347,16 @@ class Links:
     def __init__(self, source: HostSource) -> None:
         self._endpoint, self._keys, self._name = relay_endpoint(source.endpoint), source.client, source.name
         self._open: dict[tuple[str, str], Asking] = {}
+        self._avoided: dict[str, float] = {}  # places, and until when
+
+    def worth_asking(self, head: h.Version, now: float) -> list[str]:
+        """The hosts above this one, less those that never answered."""
+        self._avoided = {place: until for place, until in self._avoided.items() if now < until}
+        places = {peer.name: peer.place for peer in head.peers}
+        return [name for name in head.above if name in places and places[name] not in self._avoided]
+
+    def avoid(self, peer: h.Peer, now: float) -> None:
+        self._avoided[peer.place] = now + AVOID_S
 
     def to(self, peer: h.Peer | None) -> Asking:
         """The connection to this host, or to home; others are closed."""
@@ -370,6 +382,8 @@ class Fetch:
     def __init__(self, links: Links, pieces: Pieces, now: float) -> None:
         self._links, self.pieces, self.begun = links, pieces, now
         self._numbers = set[int]()  # of the questions on this link
+        self._peer: h.Peer | None = None  # whom it leads to, None: home
+        self._answers = False
 
     @property
     def named(self) -> str:
@@ -387,6 +401,8 @@ class Fetch:
         if why:
             self.sources.lost(now)
         why = why or self.sources.look(now)
+        if why and self._peer is not None and not self._answers:
+            self._links.avoid(self._peer, now)
         if self.sources.over:
             self.sources = None
         elif why:
@@ -403,6 +419,7 @@ class Fetch:
         assert self.link is not None
         for reply, data in self.link.here():
             sources.heard(now)
+            self._answers = True
             if isinstance(reply, h.Refused) and reply.number in self._numbers:
                 return f"{self.named}: {reply.text}"
             if isinstance(reply, h.Piece) and reply.version == self.head.version:
@@ -420,7 +437,8 @@ class Fetch:
         assert self.sources is not None
         self.pieces.again()
         self._numbers.clear()
-        self.link = self._links.to(next((one for one in self.head.peers if one.name == self.sources.current), None))
+        self._peer = next((one for one in self.head.peers if one.name == self.sources.current), None)
+        self.link, self._answers = self._links.to(self._peer), False
 
 
 class Sharing:

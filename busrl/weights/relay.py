@@ -46,7 +46,7 @@ HOME = ""  # among the hosts that a version is fetched from
 HELD = 2  # versions that home keeps at the same time, where a slow host still fetches the older one
 NEAREST = 2  # hosts that one is told to fetch from before it turns to home
 SILENT_S = 2.0  # a host that is silent for this long is left for the next
-WATCH_S = 5.0  # over which a host's rate is seen: one that gives much less than usual is left for the next
+WATCH_S = 3.0  # over which a host's rate is seen; one that gives much less than usual twice in a row is left
 
 
 # -- at home -----
@@ -247,8 +247,8 @@ class Sources:
 
     - One that is silent for SILENT_S, refuses or gives wrong bytes is left for good; home counts as silent after
       `home_s`, and there is nobody after it.
-    - One that gave less than half of what is `usual` here over WATCH_S (0: unknown, so that all are tried) is left
-      for one that was not tried; when all were, the best is kept.
+    - One that gave less than half of what is `usual` here (0: unknown, so that all are tried) over twice WATCH_S, in
+      which it could itself have left another, is left for one that was not tried; when all were, the best is kept.
     - `over`: nobody is left.
     """
 
@@ -259,7 +259,7 @@ class Sources:
         self._enough = usual / 2 if usual else math.inf
         self._home_s = home_s
         self._rates: dict[str, float] = {}
-        self._settled = False
+        self._settled, self._low = False, False
         self.current, self._since, self._heard, self._bytes = self._there[0], now, now, 0
 
     def heard(self, now: float, nbytes: int = 0) -> None:
@@ -283,9 +283,10 @@ class Sources:
             return f"nothing heard of {before or 'home'} for {silent_s:g} s"
         if now - self._since < WATCH_S:
             return ""
-        rate = self._rates[before] = self._bytes / (now - self._since)
-        self._since, self._bytes = now, 0
-        if rate >= self._enough or self._settled:
+        rate = self._bytes / (now - self._since)
+        self._since, self._bytes, low, self._low = now, 0, self._low, rate < self._enough
+        self._rates[before] = max(rate, self._rates.get(before, 0.0)) if low else rate
+        if not (low and self._low) or self._settled:
             return ""
         self._settled = all(one in self._rates for one in self._there)
         if (best := self._next()) == before:
@@ -305,7 +306,7 @@ class Sources:
         return max(self._there, key=lambda one: self._rates.get(one, math.inf))
 
     def _turn(self, to: str, now: float) -> None:
-        self.current, self._since, self._heard, self._bytes = to, now, now, 0
+        self.current, self._since, self._heard, self._bytes, self._low = to, now, now, 0, False
 
 
 class SegmentCopy:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from busrl import keys
@@ -47,11 +48,13 @@ class Relays:
         for name in names:
             keys.add(folder / "keys", name)
         own = [f'bus.endpoint="{endpoint}"', f'bus.keys="{folder / "keys"}"', *settings]
-        topology = load(ROOT / "configs" / "quickstart.toml", [*own, f"process.rollout.hosts={[*names]}".replace("'", '"')])
+        listed = ", ".join(f'"{name}"' for name in names)
+        topology = load(ROOT / "configs" / "quickstart.toml", [*own, f"process.rollout.hosts=[{listed}]"])
         self.runs: dict[str, OpenRun] = {HOME: open_run(folder / HOME, topology)}
         ring = self.runs[HOME].ring.uuid.hex()
         for name in names:
-            source = HostSource(endpoint, str(keys.client_file(folder / "keys", name)), name, ring, time.time_ns() // 1000)
+            own_keys = str(keys.client_file(folder / "keys", name))
+            source = HostSource(endpoint, own_keys, name, ring, time.time_ns() // 1000)
             self.runs[name] = open_host(folder / name, of_host(topology, name), source)
         self.sender = ShmSender(self.runs[HOME].paths.weights_file)
         self._engines = {name: VersionReceiver(self.runs[name].paths.weights_file) for name in names}
@@ -103,8 +106,8 @@ class Relays:
     def newest(self, name: str) -> int:
         return self._engines[name].newest()[0]
 
-    def all_have(self, version: int) -> bool:
-        return all(self.newest(name) >= version for name in self.names)
+    def until_all_have(self, version: int) -> None:
+        self.until(f"version {version} everywhere", lambda: all(self.newest(name) >= version for name in self.names))
 
     def until(self, what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
         end = time.monotonic() + limit_s
@@ -128,3 +131,63 @@ def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return min(int(one.getsockname()[1]), 65000)
+
+
+class Net:
+    """A network namespace per host and one for home, each with a cable to one bridge in a namespace of its own.
+    `apart`: hosts reach home alone. Skips the test where the kernel or the user's rights do not give them."""
+
+    home = "10.78.0.1"
+
+    def __init__(self, names: Sequence[str], apart: bool = False) -> None:
+        self.names, self.apart = (HOME, *names), apart
+        self._own = {name: f"busrl{os.getpid()}{number}" for number, name in enumerate(["bridge", *self.names])}
+        self.before = {name: ("ip", "netns", "exec", self._own[name]) for name in self.names}
+
+    def __enter__(self) -> Net:
+        try:
+            self._lay()
+        except (OSError, subprocess.CalledProcessError) as problem:
+            self.__exit__()
+            pytest.skip(f"no network namespaces here, which need ip, tc and the rights of root: {problem}")
+        return self
+
+    def _lay(self) -> None:
+        bridge = self._own["bridge"]
+        for name in self._own.values():
+            _run("ip", "netns", "add", name)
+        _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", bridge, "link", "set", "bridge", "up")
+        for number, name in enumerate(self.names, 1):
+            own, end = self._own[name], f"to{number}"
+            _run("ip", "-n", bridge, "link", "add", end, "type", "veth", "peer", "name", "cable", "netns", own)
+            _run("ip", "-n", bridge, "link", "set", end, "master", "bridge")
+            if self.apart and name != HOME:
+                _run("ip", "-n", bridge, "link", "set", end, "type", "bridge_slave", "isolated", "on")
+            _run("ip", "-n", bridge, "link", "set", end, "up")
+            _run("ip", "-n", own, "addr", "add", f"10.78.0.{number}/24", "dev", "cable")
+            for link in ("lo", "cable"):
+                _run("ip", "-n", own, "link", "set", link, "up")
+        self.limit("10gbit")
+
+    def limit(self, rate: str, *names: str) -> None:
+        """What each of `names` (else all) sends and receives in a second."""
+        for number, name in enumerate(self.names, 1):
+            if not names or name in names:
+                for place, link in ((self._own[name], "cable"), (self._own["bridge"], f"to{number}")):
+                    shape = ("root", "tbf", "rate", rate, "burst", "64k", "latency", "50ms")
+                    _run("tc", "-n", place, "qdisc", "replace", "dev", link, *shape)
+
+    def sent(self) -> int:
+        """Bytes that have left home."""
+        shown = _run(*self.before[HOME], "cat", "/sys/class/net/cable/statistics/tx_bytes")
+        return int(shown)
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._own.values():
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout

@@ -1,69 +1,105 @@
-"""A version of weights on its way to another host: every wait for its pieces has an end."""
+"""A version of weights on its way to a host: from whoever gives its pieces, and no wait without an end."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import pytest
+import numpy as np
 
-from busrl.errors import PeerLost
+from busrl._blocks import digest
 from busrl.protocol import hosts as h
-from busrl.roles.relay import fetch_pieces
+from busrl.roles.relay import Fetch
+from busrl.weights.relay import SILENT_S, Pieces, Sources
 
-VERSION = bytes(range(250))
-SIZE = 100
+VERSION = bytes(range(250)) * 20
+SIZE, HOME_S = 100, 10.0
+STARTS = range(0, len(VERSION), SIZE)
+DIGESTS = np.array([digest(VERSION[at : at + SIZE], at) for at in STARTS], "<u8").tobytes()
 
 
 class Link:
-    """Answers what is asked, as `pieces` says of each place: "" whole, "lost", or "overtaken". A state comes with each
-    look at what is there, so that something is always heard."""
+    """Answers what is asked until it has given `gives` pieces; then it is silent, refuses or gives wrong bytes."""
 
-    def __init__(self, pieces: dict[int, str], chatty: bool) -> None:
-        self.pieces, self.chatty, self.asked = pieces, chatty, list[tuple[int, h.WeightsPiece]]()
-        self.number = 0
+    def __init__(self, gives: int, then: str = "silent") -> None:
+        self.gives, self.then, self.asked = gives, then, list[tuple[int, h.WeightsPiece]]()
+        self.number, self.given, self._first = 0, set[int](), gives
 
     def post(self, question: h.WeightsPiece) -> int:
         self.number += 1
         self.asked.append((self.number, question))
         return self.number
 
-    def receive(self, timeout_s: float) -> Any:
-        while self.asked:
-            number, one = self.asked.pop(0)
-            how = self.pieces.get(one.at, "")
-            if how == "overtaken":
-                return h.Refused(number=number, text=how), memoryview(b"")
-            if not how:
+    def here(self) -> Any:
+        asked, self.asked = self.asked, []
+        if self.gives == self._first:
+            yield h.Refused(number=self.number + 1000, text="for an earlier question"), memoryview(b"")
+        for number, one in asked:
+            if self.gives > 0:
+                self.gives -= 1
+                self.given.add(one.at)
                 data = memoryview(VERSION)[one.at : one.at + one.size]
-                return h.Piece(number=number, version=one.version, at=one.at), data
-        time.sleep(min(0.01, timeout_s))
-        return (h.State(), memoryview(b"")) if self.chatty else None
+                yield h.Piece(number=number, version=one.version, at=one.at), data
+            elif self.then == "refused":
+                yield h.Refused(number=number, text="overtaken"), memoryview(b"")
+            elif self.then == "wrong":
+                yield h.Piece(number=number, version=one.version, at=one.at), memoryview(bytes(one.size))
+
+
+class Links:
+    def __init__(self, **links: Link) -> None:
+        self.all = links
+
+    def avoid(self, peer: h.Peer, now: float) -> None:
+        raise AssertionError("it answered")
+
+    def to(self, peer: h.Peer | None) -> Link:
+        return self.all[peer.name if peer else "home"]
 
 
 class Copy:
     def __init__(self) -> None:
-        self.data = bytearray(len(VERSION))
+        self.data, self.written = bytearray(len(VERSION)), list[int]()
 
     def write(self, at: int, data: memoryview) -> None:
         self.data[at : at + len(data)] = data
+        self.written.append(at)
 
 
-def fetched(link: Any, copy: Any) -> bool:
-    return fetch_pieces(link, copy, 7, len(VERSION), SIZE, 0.2, lambda reply: None)
+def fetch_over(links: Links, above: list[str], limit_s: float = 60.0) -> tuple[Copy, float, list[str], Fetch]:
+    """Fetch the version in steps of 0.1 s: what was written, in which time, and what was said."""
+    fetch = Fetch(links, Pieces(len(VERSION), SIZE, DIGESTS), 0.0)  # type: ignore[arg-type]
+    head = h.Version(version=7, nbytes=len(VERSION), piece=SIZE, above=above,
+                     peers=[h.Peer(name, "key", "tcp://there") for name in links.all if name != "home"])
+    fetch.begin(head, Sources(above, 1.0, HOME_S, 0.0))
+    copy, now, said = Copy(), 0.0, list[str]()
+    while fetch.pieces.left and fetch.sources is not None and now < limit_s:
+        said.append(fetch.advance(copy, now))  # type: ignore[arg-type]
+        now += 0.1
+    return copy, now, [text for text in said if text], fetch
 
 
-@pytest.mark.parametrize("chatty", [False, True])
-def test_all_pieces_come_and_none_twice(chatty: bool) -> None:
-    link, copy = Link({}, chatty), Copy()
-    assert fetched(link, copy) and copy.data == VERSION and link.number == 3
+def test_all_pieces_come_and_none_twice() -> None:
+    copy, _, said, _ = fetch_over(links := Links(home=Link(1000)), [])
+    assert copy.data == VERSION and not said and links.all["home"].number == len(STARTS)
 
 
-@pytest.mark.parametrize("chatty", [False, True])
-def test_a_piece_that_is_lost_ends_the_wait_whatever_else_is_heard(chatty: bool) -> None:
-    with pytest.raises(PeerLost, match=r"no piece of it for 0\.2 s"):
-        fetched(Link({100: "lost"}, chatty), Copy())
+def test_who_gives_no_more_is_left_for_the_next_and_what_came_is_not_asked_for_again() -> None:
+    for then in ("silent", "refused", "wrong"):
+        links = Links(home=Link(1000), a=Link(12, then), b=Link(17, then))
+        copy, took, said, _ = fetch_over(links, ["a", "b"])
+        assert copy.data == VERSION and len(copy.written) == len(set(copy.written)) == len(STARTS)
+        one, two, home = (links.all[name].given for name in ("a", "b", "home"))
+        assert (len(one), len(two), len(home)) == (12, 17, len(STARTS) - 29) and len(one | two | home) == len(STARTS)
+        assert len(said) == 2 and said[0].startswith({"silent": "nothing heard of a"}.get(then, "a: "))
+        assert took < 2 * SILENT_S + 2
 
 
-def test_a_version_that_is_overtaken_is_given_up() -> None:
-    assert not fetched(Link({200: "overtaken"}, chatty=True), Copy())
+def test_without_anybody_who_gives_it_the_wait_ends_and_what_is_here_stays_for_the_next_answer_of_home() -> None:
+    links = Links(home=Link(20))
+    copy, took, said, fetch = fetch_over(links, [])
+    assert fetch.sources is None and HOME_S <= took < HOME_S + 1 and said == ["nothing heard of home for 10 s"]
+    links.all["home"].gives = 1000
+    fetch.begin(fetch.head, Sources([], 1.0, HOME_S, took))
+    while fetch.pieces.left:
+        assert not fetch.advance(copy, took)  # type: ignore[arg-type]
+    assert copy.data == VERSION and len(copy.written) == len(STARTS)

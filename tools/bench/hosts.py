@@ -2,12 +2,16 @@
 
     hosts.py [--rounds 3] [--goal 0.85] [--out FILE]     whole runs, both ways on this machine over loopback
     hosts.py rate [--mb 200] [--rounds 5] [--out FILE]   a version of weights to one host, beside a plain socket
+    hosts.py chain [--mb 100] [--rounds 5] [--out FILE]  a version to one host and to three, over links of 200 Mbit/s
 
 Both hosts of the first are processes of this machine, with rings, buses and segments of their own, so that they cost
 what further processes cost on the same cores. Seconds are from the first step to the goal: the mean reward of ten
 steps in a row; `cpu_us` are microseconds of CPU per generated answer of each process in that time, to be read where
 others load the machine. The second copies a segment of so many MB through relay and TCP with keys to a second segment,
-and the same bytes through one TCP connection without keys.
+and the same bytes through one TCP connection without keys, with the CPU of both sides. The third has the relays alone,
+each in a network namespace (as root), with links of that rate there and back: to one host, to three in a chain, to
+three from home each, and to three of which one has 20 Mbit/s. Its seconds are from the publication until the last
+host (of the fast ones) has the version.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / "tests" / "roles")]
 
 from report import commit, machine  # noqa: E402
 from runs import BenchRun  # noqa: E402
@@ -40,6 +45,7 @@ from busrl.ring import Ring  # noqa: E402
 NAMES = ("one", "two")
 SETTINGS = ("generation.max_batch=128", "validation.at_start=false", "validation.at_end=false", "run.max_steps=150")
 MOST_S = 240.0
+PIECE = 1 << 20
 
 
 def whole_run(folder: Path, apart: bool, goal: float, port: int, seed: int) -> dict[str, Any]:
@@ -135,7 +141,7 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
         client = keys.load_client(keys.client_file(Path(folder) / "keys", "one"))
         sender = ShmSender(Path(shm) / "home")
         listener = CurveListener(f"tcp://127.0.0.1:{port}", Path(folder) / "keys", (f"tcp://127.0.0.1:{port}",))
-        home, source = Answering(listener), Snapshot(Path(shm) / "home")
+        home, source = Answering(listener), Snapshot(Path(shm) / "home", PIECE)
         away, copy = Asking(f"tcp://127.0.0.1:{port}", client, "one"), SegmentCopy(Path(shm) / "away")
         stop = threading.Event()
         serving = threading.Thread(target=_serve, args=(home, source, stop))
@@ -143,9 +149,11 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
         weights = {"w": torch.zeros(megabytes << 18)}
         for version in range(1, rounds + 1):
             sender.publish(version, version, weights)
-            source.take()
-            plain = _timed(lambda: _plain(megabytes << 20))
-            found.append({"relay_s": _timed(lambda: _fetch(away, source, copy)), "plain_s": plain, "mb": megabytes})
+            taken = source.take()
+            plain_s, plain_cpu_s = _timed(lambda: _plain(megabytes << 20))
+            relay_s, relay_cpu_s = _timed(partial(_fetch, away, taken, copy))
+            found.append({"relay_s": relay_s, "plain_s": plain_s, "relay_cpu_s": relay_cpu_s,
+                          "plain_cpu_s": plain_cpu_s, "mb": megabytes})
         stop.set()
         serving.join()
         for one in (away, home, copy, source, sender):
@@ -153,10 +161,11 @@ def rate(megabytes: int, rounds: int, port: int) -> list[dict[str, Any]]:
     return found
 
 
-def _timed(do: Callable[[], None]) -> float:
-    begun = time.monotonic()
+def _timed(do: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and those of processors, of both sides."""
+    begun, busy = time.monotonic(), time.process_time()
     do()
-    return time.monotonic() - begun
+    return time.monotonic() - begun, time.process_time() - busy
 
 
 def _serve(home: Any, source: Any, stop: threading.Event) -> None:
@@ -166,15 +175,27 @@ def _serve(home: Any, source: Any, stop: threading.Event) -> None:
         for asked in home.waiting(0.05):
             question = asked.question
             home.answer(asked, h.Piece(version=question.version, at=question.at),
-                        source.piece(question.version, question.at, question.size))
+                        source.piece(question.digest, question.at, question.size))
 
 
-def _fetch(away: Any, source: Any, copy: Any) -> None:
-    from busrl.roles.relay import fetch_pieces
+def _fetch(away: Any, taken: Any, copy: Any) -> None:
+    from busrl.bus.link import wait
+    from busrl.protocol import hosts as h
+    from busrl.roles.relay import Fetch
+    from busrl.weights.relay import Pieces, Sources
 
-    taken = source.taken
-    copy.begin(taken.version, taken.step, taken.checksum, taken.manifest)
-    assert fetch_pieces(away, copy, taken.version, len(taken.data), 4 << 20, 60.0, lambda reply: None)
+    class Links:
+        def to(self, peer: object) -> Any:
+            return away
+
+    pieces = Pieces(len(taken.data), PIECE, taken.digests)
+    copy.begin(taken.version, taken.step, taken.checksum, taken.manifest, taken.digest, pieces)
+    fetch = Fetch(Links(), pieces, 0.0)  # type: ignore[arg-type]
+    head = h.Version(version=taken.version, nbytes=len(taken.data), piece=PIECE, digest=taken.digest)
+    fetch.begin(head, Sources([], 0.0, 60.0, time.monotonic()))
+    while fetch.pieces.left:
+        assert not fetch.advance(copy, time.monotonic())
+        wait(1.0, [away])
     copy.done()
 
 
@@ -198,19 +219,70 @@ def _plain(nbytes: int) -> None:
         thread.join()
 
 
+# -- from host to host -----
+
+
+def chain(megabytes: int, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of versions in each way; the first version of each, before which nobody knows a rate, is left out."""
+    rows = []
+    three, slow = ("a", "b", "c"), ("a", "b", "slow")
+    for way, names, settings in (
+        ("one", ("a",), []), ("chain", three, []), ("from home", three, ["hosts.chain=false"]), ("slow", slow, []),
+    ):
+        rows += _versions(way, names, settings, megabytes, rounds)
+    return rows
+
+
+def _versions(
+    way: str, names: tuple[str, ...], settings: list[str], megabytes: int, rounds: int
+) -> list[dict[str, Any]]:
+    from relay_scene import Net, Relays
+
+    rows, timed = [], [name for name in names if name != "slow"]
+    with (
+        tempfile.TemporaryDirectory() as folder, Net(names) as net,
+        Relays(Path(folder), names, megabytes, *settings, address=net.home, before=net.before) as relays,
+    ):
+        net.limit("200mbit")
+        if "slow" in names:
+            net.limit("20mbit", "slow")
+        for version in range(1, rounds + 2):
+            begun, sent, whole = time.monotonic(), net.sent(), dict[str, float]()
+            relays.publish(version)
+            while len(whole) < len(timed) and time.monotonic() - begun < MOST_S:
+                whole |= {one: time.monotonic() - begun for one in timed
+                          if one not in whole and relays.newest(one) >= version}
+                time.sleep(0.005)
+            if version == 1:
+                relays.until_all_have(1)
+                continue
+            rows.append({"way": way, "version": version, "seconds": max(whole.values()), "hosts": whole,
+                         "sent_mb": (net.sent() - sent) / 1e6, "mb": megabytes, "load": os.getloadavg()[0],
+                         "slow_has": relays.newest("slow") if "slow" in names else None})
+            print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("runs", "rate"), default="runs")
+    parser.add_argument("what", nargs="?", choices=("runs", "rate", "chain"), default="runs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--goal", type=float, default=0.85)
-    parser.add_argument("--mb", type=int, default=200)
+    parser.add_argument("--mb", type=int, default=0)
     parser.add_argument("--port", type=int, default=5640)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "rate":
-        rows = rate(options.mb, options.rounds, options.port)
+        rows = rate(options.mb or 200, options.rounds, options.port)
         said = {name: statistics.median(row[name] for row in rows) for name in ("relay_s", "plain_s")}
-        said["ratio"] = statistics.median(row["relay_s"] / row["plain_s"] for row in rows)
+        for unit in ("s", "cpu_s"):
+            said[f"ratio_{unit}"] = statistics.median(row[f"relay_{unit}"] / row[f"plain_{unit}"] for row in rows)
+    elif options.what == "chain":
+        rows = chain(options.mb or 100, options.rounds)
+        ways = {row["way"]: [one["seconds"] for one in rows if one["way"] == row["way"]] for row in rows}
+        said = {way: statistics.median(seconds) for way, seconds in ways.items()}
+        said |= {f"{one} / {other}": said[one] / said[other]
+                 for one, other in (("chain", "one"), ("from home", "one"), ("slow", "chain"))}
     else:
         rows = []
         for number in range(options.rounds):

@@ -1,0 +1,130 @@
+"""Weights from host to host, by real relays: whole versions in order whatever dies, over links that are slow."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from relay_scene import HOME, Net, Relays
+
+from busrl.errors import WeightsTimeout
+from busrl.weights.shm import SEQ, WRITING, ShmReceiver, attach_segment
+
+NAMES = ("a", "b", "c")
+
+
+@contextmanager
+def engines(relays: Relays) -> Iterator[list[str]]:
+    """Read every host's newest version all the time; the problems that they see."""
+    problems, over = list[str](), threading.Event()
+
+    def read(name: str) -> None:
+        receiver = ShmReceiver(relays.runs[name].paths.weights_file, timeout_s=0.2)
+        values, last = {"w": torch.empty(relays.count)}, -1
+        while not over.wait(0.01):
+            try:
+                version, _ = receiver.fetch(values)
+            except WeightsTimeout:
+                continue  # none is there yet, or a buffer was written over twice
+            low, high = float(values["w"].min()), float(values["w"].max())
+            if not low == high == version:
+                problems.append(f"{name}: version {version} has values from {low} to {high}")
+            if version < last:
+                problems.append(f"{name}: version {version} after {last}")
+            last = version
+        receiver.close()
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in relays.names]
+    for thread in threads:
+        thread.start()
+    try:
+        yield problems
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def begun(relays: Relays, name: str, version: int) -> bool:
+    """Whether this host writes that version, or has it."""
+    segment = attach_segment(relays.runs[name].paths.weights_file)
+    if segment is None:
+        return False
+    found = any(int(words[SEQ]) & 1 and int(words[WRITING]) == version for words in segment.buffer)
+    segment.close()
+    return found or relays.newest(name) >= version
+
+
+@pytest.mark.long
+def test_versions_stay_whole_and_in_order_while_relays_are_killed_in_the_middle_of_one(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    with Relays(tmp_path, NAMES, 12) as relays, engines(relays) as problems:
+        relays.publish(1)
+        relays.until_all_have(1)
+        for version in range(2, 8):
+            relays.publish(version)
+            victim, seen = chance.choice([HOME, *NAMES]), chance.choice(NAMES)
+            relays.until("a host that writes it", partial(begun, relays, seen, version))
+            relays.kill(victim)
+            relays.until_all_have(version)
+        assert not problems
+
+
+@pytest.mark.long
+def test_over_slow_links_home_sends_a_version_once_and_a_killed_host_costs_only_what_was_in_flight(
+    tmp_path: Path,
+) -> None:
+    megabytes = 50
+    with Net(NAMES) as net, Relays(tmp_path, NAMES, megabytes, address=net.home, before=net.before) as relays:
+        relays.publish(1)
+        relays.until_all_have(1)
+        net.limit("200mbit")
+        for version in range(2, 7):
+            before = net.sent()
+            relays.publish(version)
+            relays.until_all_have(version)
+            if net.sent() - before < 1.3 * megabytes * 1e6:
+                break
+        else:
+            raise AssertionError(f"no version left home once\n{relays.logs()}")
+        first = next(name for name in NAMES if relays.fetched(name)[version][1] == HOME)
+        with engines(relays) as problems:
+            before = net.sent()
+            relays.publish(version + 1)
+            relays.until("a version half way", lambda: net.sent() - before > megabytes * 0.5e6)
+            relays.kill(first)
+            relays.until_all_have(version + 1)
+        assert not problems
+        sent = (net.sent() - before) / 1e6
+        # Half to the first before its death, all of it to the one in its place, the rest to the others.
+        assert sent < 3.2 * megabytes, f"{sent:.0f} MB left home\n{relays.logs()}"
+
+
+@pytest.mark.long
+def test_hosts_that_cannot_reach_one_another_fetch_from_home(tmp_path: Path) -> None:
+    with Net(NAMES, apart=True) as net, Relays(tmp_path, NAMES, 2, address=net.home, before=net.before) as relays:
+        for version in (1, 2, 3):
+            relays.publish(version)
+            relays.until_all_have(version)
+        for name in NAMES:
+            assert {source for _, source in relays.fetched(name).values()} == {HOME}, relays.logs()
+            assert relays.log(name).count("nothing heard of") <= len(NAMES) - 1, "each is tried once"
+
+
+@pytest.mark.long
+def test_a_host_whose_key_home_does_not_list_any_more_gets_nothing_from_another_host(tmp_path: Path) -> None:
+    with Relays(tmp_path, ("a", "b"), 2) as relays:
+        relays.publish(1)
+        relays.until_all_have(1)
+        (tmp_path / "keys" / "allowed" / "b.key").unlink()
+        relays.kill("b")  # its connections end
+        relays.publish(2)
+        relays.until("version 2 on a", lambda: relays.newest("a") == 2)
+        relays.until("b to be refused", lambda: "nothing heard of the run" in relays.log("b"))
+        assert relays.newest("b") == 1
