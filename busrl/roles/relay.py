@@ -23,7 +23,7 @@ from busrl.bus.broker import CurveListener
 from busrl.bus.link import Answering, Asked, Asking
 from busrl.bus.security import relay_endpoint
 from busrl.config import HostSource, of_host
-from busrl.config.hosts import SILENT
+from busrl.config.hosts import SILENT, claimed_from
 from busrl.errors import PeerLost, WeightsRefused
 from busrl.protocol import hosts as h
 from busrl.roles.actor import Actor
@@ -70,6 +70,7 @@ class Home:
         place = relay_endpoint(own.endpoint)
         self.link = Answering(CurveListener(own.endpoint, keys.directory_of(own.keys), (place,)))
         self.weights = Snapshot(actor.paths.weights_file)
+        self.claimed_from = claimed_from(actor.paths.run_json)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
         self._fetching: dict[str, float] = {}  # those that asked for a piece since then, and when
@@ -98,7 +99,7 @@ class Home:
         pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
         newest, _ = self.weights.newest()
         return h.HomeState(
-            ring=self.ring.uuid, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
+            ring=self.claimed_from, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
         )
 
     def _answer(self, asked: Asked) -> None:
@@ -108,7 +109,7 @@ class Home:
             self.link.answer(asked, why)
         elif isinstance(question, h.HostJoin):
             made = of_host(self.topology, question.host).to_json().encode()
-            self.link.answer(asked, h.Welcome(topology=made, ring=self.ring.uuid))
+            self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from))
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
