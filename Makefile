@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -36,7 +36,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm"
 
-test-all: agents-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: agents-env openenv-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm"
 	$(BIN)/python tools/mutants.py
@@ -122,6 +122,15 @@ $(AGENTS)/.installed: tools/agents/requirements.txt | $(STAMP)/system
 	@touch $@
 
 agents-env: $(AGENTS)/.installed ## an environment with verifiers and textarena for agents: .venv/agents/bin/python
+
+# A server of OpenEnv to test the adapter with; openenv and verifiers pin other versions of the same packages.
+OPENENV ?= $(VENV)/openenv
+$(OPENENV)/.installed: | $(STAMP)/system
+	@test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/pip install -q openenv==0.10.0
+	@touch $@
+
+openenv-env: $(OPENENV)/.installed
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

@@ -27,6 +27,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -45,10 +46,11 @@ MOST_HELD, RECENT = 4096, 8192
 MOST_NAMES, OTHERS = 256, "(others)"
 TASK_OVERHEAD = 512
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
-FATES = {
-    "rollout": {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON},
-    "reward": REWARD_FATES,
+HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
+_GENERATING = {
+    "prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON,
 }
+FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
 _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
@@ -107,6 +109,13 @@ class RemoteAnswer(NamedTuple):
     done: bool
 
 
+class Judged(NamedTuple):
+    """The reward of an answer that its host has judged too."""
+
+    reward: float
+    parts: dict[str, float]
+
+
 class RemoteLedger(Protocol):
     """The ledger as the keeper works on it for remote workers. `index` is that of a worker's REMOTE entry; each call
     that changes a slot is one compare-and-swap in the name of that entry. `Refused`: there is no room, and nothing was
@@ -120,7 +129,9 @@ class RemoteLedger(Protocol):
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]: ...  # a suspect if `idle`
     def task(self, index: int, claim: ClaimedTask) -> g.Task | None: ...  # None: unreadable, and dropped for it
     def limits(self, claim: ClaimedTask) -> AnswerLimits: ...
-    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None: ...
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None: ...  # judged: it needs no other reward
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None: ...
     def give_back(self, index: int, claim: ClaimedTask) -> None: ...  # to rest, as if it had never been claimed
     def expire(self, index: int, claim: ClaimedTask) -> bool: ...  # to rest, an attempt counted; True: dropped
@@ -158,6 +169,74 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAn
     return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 
+class Answers:
+    """The answers of a REMOTE_BATCH, looked through once for all of them; one that breaks a rule is found by
+    `checked_answer`. `Refused`: the columns do not fit together."""
+
+    def __init__(self, message: g.RemoteBatch) -> None:
+        self._message, count = message, len(message.tasks)
+        needed = (message.lengths, message.prompt_lengths, message.finishes, message.texts)
+        given = [*needed, *(one for one in (message.rewards, message.parts) if one)]
+        if any(len(column) != count for column in given):
+            raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
+        self._ends, self._prompt_ends = (
+            list(accumulate(one, initial=0)) for one in (message.lengths, message.prompt_lengths)
+        )
+        self._tokens = _column(message.tokens, "tokens", np.int32, self._ends[-1])
+        self._logprobs = _column(message.logprobs, "logprobs", np.float32, self._ends[-1])
+        self._versions = _column(message.versions, "versions", np.uint32, self._ends[-1])
+        self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, self._prompt_ends[-1])
+        self._probable = bool((self._logprobs <= CLOSE_TO_ZERO).all() and np.isfinite(self._logprobs).all())
+        self._lowest = min(int(one.min(initial=0)) for one in (self._tokens, self._prompts))
+        self._highest = max(int(one.max(initial=0)) for one in (self._tokens, self._prompts))
+        self._newest = int(self._versions.max(initial=0))
+
+    def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
+        """Number `at`; `Refused` if it breaks a rule."""
+        (begin, end), (first, last) = self._places(at)
+        finish = self._message.finishes[at]
+        sound = (
+            self._probable and self._newest <= limits.newest and self._lowest >= 0
+            and (self._highest < limits.vocabulary or not limits.vocabulary) and not limits.segment
+            and 1 <= end - begin <= limits.tokens and 1 <= last - first <= limits.prompt_tokens
+            and finish in (Finish.EOS, Finish.LENGTH)
+        )
+        if not sound:
+            return checked_answer(self._alone(at), limits)
+        made, text = slice(begin, end), self._message.texts[at]
+        arrays = (self._tokens[made], self._logprobs[made], self._versions[made], self._prompts[first:last])
+        return RemoteAnswer(*arrays, text, finish, True)
+
+    def judged(self, at: int) -> Judged | None:
+        """The reward of number `at`; None if this host has given none."""
+        if not self._message.rewards:
+            return None
+        parts = self._message.parts[at] if self._message.parts else {}
+        return Judged(_finite(self._message.rewards[at], parts), parts)
+
+    def _places(self, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (self._ends[at], self._ends[at + 1]), (self._prompt_ends[at], self._prompt_ends[at + 1])
+
+    def _alone(self, at: int) -> g.RemoteGenerated:
+        """As a message of its own."""
+        (begin, end), (first, last) = self._places(at)
+        tokens, logprobs, versions = (
+            tensor(one[begin:end]) for one in (self._tokens, self._logprobs, self._versions)
+        )
+        return g.RemoteGenerated(
+            life=0, task=self._message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
+            text=self._message.texts[at], prompt_ids=tensor(self._prompts[first:last]),
+            finish=self._message.finishes[at],
+        )
+
+
+def _finite(reward: float, parts: dict[str, float]) -> float:
+    for name, value in {"reward": reward, **parts}.items():
+        if not math.isfinite(value):
+            raise Refused(f"{name} = {value}: a reward must be finite")
+    return float(reward)
+
+
 def tensor(array: npt.NDArray[Any]) -> g.Tensor:
     """An array as it travels."""
     return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
@@ -172,6 +251,20 @@ def _prompt(given: g.Tensor | None, limits: AnswerLimits) -> npt.NDArray[np.int3
 
 
 def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
+    array = _read(given, what, dtype)
+    if not 1 <= len(array) <= most:
+        raise Refused(f"{what} has {len(array)} elements: there must be 1 to {most}")
+    return array
+
+
+def _column(given: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[Any]:
+    array = _read(given, what, dtype)
+    if len(array) != total:
+        raise Refused(f"{what} has {len(array)} elements, and the lengths of the answers come to {total}")
+    return array
+
+
+def _read(given: g.Tensor, what: str, dtype: Any) -> npt.NDArray[Any]:
     wanted = np.dtype(dtype)
     if given.dtype != wanted.name:
         raise Refused(f"{what} has dtype {given.dtype!r}: it must be {wanted.name}")
@@ -180,8 +273,6 @@ def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any
     count = given.shape[0]
     if count * wanted.itemsize != len(given.data):
         raise Refused(f"{what} says shape {given.shape} of {wanted.name}, and has {len(given.data)} bytes")
-    if not 1 <= count <= most:
-        raise Refused(f"{what} has {count} elements: there must be 1 to {most}")
     return np.frombuffer(given.data, wanted.newbyteorder("<")).astype(wanted)
 
 
@@ -315,7 +406,10 @@ class Desk:
         if isinstance(message, g.RemoteExtend):
             return [_answer(message, "done", lost=self._renew(worker, message.holding))]
         if isinstance(message, Result):
-            return [self._settle(worker, message)]
+            code, text = self._settle(worker, message.task, lambda claim: self._commit(worker, claim, message))
+            return [_answer(message, code, text, message.task)]
+        if isinstance(message, g.RemoteBatch):
+            return self._settle_all(worker, message)
         self._remove(worker, self.ledger.give_back)
         return [_answer(message, "done")]
 
@@ -379,7 +473,7 @@ class Desk:
     def _check(self, message: g.RemoteJoin) -> None:
         name, biggest = message.sender, self.biggest
         if message.role not in FATES:
-            raise Refused(f"role {message.role!r}: it must be rollout or reward")
+            raise Refused(f"role {message.role!r}: it must be rollout, reward or host")
         if not _NAME.fullmatch(name):
             raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
         if name in self.reserved:
@@ -425,11 +519,13 @@ class Desk:
         self._renew(worker, message.holding)
         named = set(message.holding)
         to_send = [lease for task, lease in worker.leases.items() if task not in named]
-        to_send += self._take(worker, min(message.capacity, MOST_HELD) - len(worker.leases))
+        to_send += self._take(worker, message.capacity)
         self._seen(worker)
         return self._tasks(message, worker, to_send)
 
-    def _take(self, worker: Worker, room: int) -> list[Lease]:
+    def _take(self, worker: Worker, capacity: int) -> list[Lease]:
+        """New claims, so that it holds so many."""
+        room = min(capacity, MOST_HELD) - len(worker.leases)
         if room <= 0 or any(lease.claim.alone for lease in worker.leases.values()):
             return []
         taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
@@ -437,7 +533,7 @@ class Desk:
             self.tally.add(worker.name, "claimed", len(taken))
         return [self._grant(worker, claim) for claim in taken]
 
-    def _tasks(self, message: g.RemoteClaim, worker: Worker, leases: list[Lease]) -> list[m.Message]:
+    def _tasks(self, message: g.RemoteClaim | g.RemoteBatch, worker: Worker, leases: list[Lease]) -> list[m.Message]:
         """The claims in as few messages as their size allows; at least one message."""
         packs: list[list[g.Task]] = [[]]
         size = 0
@@ -456,40 +552,63 @@ class Desk:
 
     # -- results --------------------------------------------------------------------------------------------------
 
-    def _settle(self, worker: Worker, message: Result) -> m.Message:
-        """End a claim as its worker says, or answer why not."""
-        task, lease = message.task, self.leases.get(message.task)
+    def _settle_all(self, worker: Worker, message: g.RemoteBatch) -> list[m.Message]:
+        """Each answer by itself; then new tasks, if it is a claim too and no later one came before."""
+        if worker.role != HOST:
+            raise Refused(f"{worker.name} is a {worker.role} worker: only hosts send batches")
+        answers, settled = Answers(message), g.GatewaySettled(life=message.life, req=message.req)
+        for at, task in enumerate(message.tasks):
+            def commit(claim: ClaimedTask, at: int = at) -> str:
+                limits = self.ledger.limits(claim)
+                made, judged = answers.answer(at, limits), answers.judged(at)
+                self.ledger.commit_answer(worker.index, claim, made, limits, judged)
+                return "answered" if judged is None else "rewarded"
+
+            try:
+                code, _ = self._settle(worker, task, commit)
+                (settled.late if code == "late" else settled.done).append(task)
+            except Refused as problem:
+                self.tally.add(worker.name, problem.code, text=str(problem))
+                settled.refused.append(g.Refusal(task, problem.code, str(problem)[: m.MAX_TEXT]))
+        if not message.capacity or message.req < worker.claim_req:
+            return [settled]
+        worker.claim_req = message.req
+        return [settled, *self._tasks(message, worker, self._take(worker, message.capacity))]
+
+    def _settle(self, worker: Worker, task: str, commit: Callable[[ClaimedTask], str]) -> tuple[str, str]:
+        """End a claim as its worker says, or find out why not: code and text of the answer. `commit` moves the ledger,
+        and returns the word for the tally."""
+        lease = self.leases.get(task)
         if lease is None:
-            return self._settled_before(message, task)
+            return self._settled_before(worker.name, task)
         if lease.worker is not worker:
             raise Refused(f"task {task} is held by {lease.worker.name}", "not_yours")
         try:
-            event = self._commit(worker, lease.claim, message)
+            event = commit(lease.claim)
         except ClaimGone:
             self._release(lease)
-            return _answer(message, "late", task=task)
+            return "late", ""
         self._release(lease)
         self._recent[task] = worker.name
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)
         self.tally.add(worker.name, event)
-        return _answer(message, "done", task=task)
+        return "done", ""
 
     def _commit(self, worker: Worker, claim: ClaimedTask, message: Result) -> str:
         """Move the ledger by a result; returns the word for the tally."""
         if isinstance(message, g.RemoteFail):
             return self._fail(worker, claim, message)
         if isinstance(message, g.RemoteGenerated):
-            if worker.role != "rollout":
+            if worker.role == "reward":
                 raise Refused(f"{worker.name} is a {worker.role} worker: it has no answers to give")
-            self.ledger.commit_answer(worker.index, claim, checked_answer(message, self.ledger.limits(claim)))
+            limits = self.ledger.limits(claim)
+            self.ledger.commit_answer(worker.index, claim, checked_answer(message, limits), limits)
             return "answered"
         if worker.role != "reward":
             raise Refused(f"{worker.name} is a {worker.role} worker: it has no rewards to give")
-        for name, value in {"reward": message.reward, **message.parts}.items():
-            if not math.isfinite(value):
-                raise Refused(f"{name} = {value}: a reward must be finite")
-        self.ledger.commit_reward(worker.index, claim, float(message.reward), message.parts)
+        reward = _finite(message.reward, message.parts)
+        self.ledger.commit_reward(worker.index, claim, reward, message.parts)
         return "rewarded"
 
     def _fail(self, worker: Worker, claim: ClaimedTask, message: g.RemoteFail) -> str:
@@ -502,16 +621,16 @@ class Desk:
         self.ledger.drop(worker.index, claim, fates[message.drop])
         return "dropped"
 
-    def _settled_before(self, message: g.Remote, task: str) -> m.Message:
+    def _settled_before(self, name: str, task: str) -> tuple[str, str]:
         by, claim = self._recent.get(task), _TASK.fullmatch(task)
-        if by is not None and by != message.sender:
+        if by is not None and by != name:
             raise Refused(f"task {task} was {by}'s", "not_yours")
         if claim is None:
             raise Refused(f"task {task!r}: no claim has such a name (slot.seq.uid)")
         if by is not None or self.ledger.committed(*map(int, claim.groups())):
-            return _answer(message, "already", task=task)
-        self.tally.add(message.sender, "late")
-        return _answer(message, "late", "this claim has ended: its lease was over, or it was handed back", task)
+            return "already", ""
+        self.tally.add(name, "late")
+        return "late", "this claim has ended: its lease was over, or it was handed back"
 
 
 def _answer(message: g.Remote, code: str, text: str = "", task: str = "", lost: list[str] | None = None) -> m.Message:

@@ -1,7 +1,7 @@
 """The user's functions that a topology names by import path: `package.module:function` or `path/to/file.py:function`.
 
-Used for rewards, losses, advantage estimators and metrics. Talks to the import system only; knows nothing of what a
-function is for.
+Used for rewards, losses, advantage estimators, metrics, optimisers, filters, episodes, parsers of tools and sinks.
+Talks to the import system only; knows nothing of what a function is for.
 
 - A function that cannot be imported is an error that holds the key, the import path, the cause and its place.
 - A file is run once per process: functions of one file share its state.

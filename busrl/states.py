@@ -26,6 +26,7 @@ class Role(NamedTuple):
     name: str
     stop: int  # stage of a stop in which it ends: producers before consumers, the bus last
     named: bool = True  # an entry of [[process]] may name it; of one that none may name, every run has one
+    default: bool = False  # of one that an entry may name: a run has one where none does
     single: bool = False  # one works at a time, under a lock
     foreign: bool = False  # another program may do it, named by `command`
     caller: bool = False  # its samples are episodes of model calls
@@ -39,10 +40,11 @@ ROLES: Final = {one.name: one for one in (
     Role("bus", 7, named=False, moves=False), Role("keeper", 6, named=False),
     Role("relay", 5, named=False, moves=False, where="both"), Role("satellite", 4, named=False, where="away"),
     Role("sinks", 5, named=False, moves=False, where="sinks"),
-    Role("scheduler", 0, named=False, where="home"), Role("learner", 4, single=True), Role("reward", 2, foreign=True),
-    Role("rollout", 1, foreign=True), Role("agent", 1, caller=True), Role("serve", 1, caller=True),
+    Role("scheduler", 0, named=False, where="home"), Role("learner", 4, default=True, single=True),
+    Role("reward", 2, default=True, foreign=True), Role("rollout", 1, default=True, foreign=True),
+    Role("agent", 1, caller=True), Role("serve", 1, caller=True),
     Role("atropos", 1, single=True, caller=True),
-    Role("validator", 3, single=True), Role("rank", 5, named=False, moves=False),
+    Role("validator", 3, default=True, single=True), Role("rank", 5, named=False, moves=False),
 )}
 RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
 IMPLIED_ROLES: Final = tuple(one.name for one in ROLES.values() if not one.named and one.name != RANK)

@@ -164,7 +164,14 @@ class Gymnasium(Games):
     @asynccontextmanager
     async def game(self, index: int) -> AsyncIterator[Game]:
         made = self._free.pop() if self._free else await self._run(self._make)
-        yield _GymnasiumGame(made, index, self._run)
+        try:
+            yield _GymnasiumGame(made, index, self._run)
+        except Failed:  # an answer was no action
+            self._free.append(made)  # the next episode resets it
+            raise
+        except BaseException:
+            made.close()
+            raise
         self._free.append(made)
 
     async def close(self) -> None:
@@ -348,10 +355,10 @@ class OpenEnv(Games):
         """A session. One that the server has no room for waits until another one of this process ends."""
         while True:
             ended = self._ended
-            self._open += 1
             socket = await self._client.ws_connect(f"{self._url}/ws", max_msg_size=0, heartbeat=20.0)
-            game = _OpenEnvGame(socket, self, index)
+            self._open += 1
             try:
+                game = _OpenEnvGame(socket, self, index)
                 await game.begin()
                 return game
             except Full:
@@ -361,6 +368,7 @@ class OpenEnv(Games):
                     raise
             except BaseException:
                 self._tell_end()
+                await socket.close()
                 raise
             await ended.wait()
 

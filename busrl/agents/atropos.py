@@ -71,7 +71,7 @@ class Named(msgspec.Struct):
     env_id: int
 
 
-class State(NamedTuple):
+class Progress(NamedTuple):
     """How the run goes: its newest step, the steps it makes, groups that wait to be trained, samples of a step, the
     version of the weights, and the step that made it."""
 
@@ -88,7 +88,7 @@ class Trainer(Protocol):
 
     async def keep(self, digest: bytes, members: list[Trajectory], scores: list[float], env: int | None) -> bool: ...
     def known(self, digest: bytes) -> bool: ...
-    def state(self) -> State: ...
+    def state(self) -> Progress: ...
     def unclaimed(self) -> Episode: ...
 
 

@@ -147,7 +147,10 @@ class Process:
     async def _load(self, setup: EpisodeSetup) -> None:
         """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
         if setup.environment:
-            sys.path.insert(0, os.path.abspath(setup.base_dir))
+            beside = os.path.abspath(setup.base_dir)
+            sys.path.insert(0, beside)
+            # Of programs that an environment starts, too: verifiers runs a tool server as a module.
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [beside, os.environ.get("PYTHONPATH")]))
             made = await adapters.load(setup.environment, setup.options, setup.trial)
             self._function, self._close = made.episode, made.close
             return

@@ -1,7 +1,7 @@
 """The door of episodes over HTTP: OpenAI's and vLLM's routes, and those by which a client begins and ends an episode.
 
-Talks to clients (aiohttp), to `Episode`s by their keys, and to a `Desk` where clients may claim samples. Bodies are
-those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
+Talks to clients (aiohttp), to `Episode`s by their keys, and to a `ClaimDesk` where clients may claim samples. Bodies
+are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
 
 - The key of a request names its episode: a wrong or old one is 401, never another episode.
 - An answer is delivered once it was written; a client that went away before has not got it, and may ask again.
@@ -58,7 +58,7 @@ class EndBody(msgspec.Struct):
     why: str = ""
 
 
-class Desk(Protocol):
+class ClaimDesk(Protocol):
     """Who gives episodes to clients. `CallRefused` with the code `ended` for one that is theirs no longer."""
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]: ...
@@ -77,7 +77,7 @@ class Door:
     call; `sampling`: the rule of agents.sampling; `key`: of the run, which claims need."""
 
     def __init__(self, context: int, renderer: Renderer, sampling: str, host: str = "127.0.0.1", port: int = 0,
-                 model: str = "policy", desk: Desk | None = None, key: str = "") -> None:
+                 model: str = "policy", desk: ClaimDesk | None = None, key: str = "") -> None:
         self._context, self._renderer, self._rule, self._model = context, renderer, sampling, model
         self._host, self._port, self._desk, self._key = host, port, desk, key
         self._episodes: dict[bytes, Episode] = {}  # by a digest of the key: a look-up tells nothing of a key's bytes
@@ -142,7 +142,7 @@ class Door:
     def _is_the_runs(self, request: web.Request) -> bool:
         return same_key(self._key_of(request), self._key)
 
-    def _need_the_runs(self, request: web.Request) -> Desk:
+    def _need_the_runs(self, request: web.Request) -> ClaimDesk:
         if self._desk is None or not self._is_the_runs(request):
             raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
         return self._desk
@@ -310,7 +310,7 @@ class Door:
     async def _look(self, request: web.Request) -> web.Response:
         return answer_of(self._owner(request).look(request.match_info["name"]))
 
-    def _owner(self, request: web.Request) -> Desk:
+    def _owner(self, request: web.Request) -> ClaimDesk:
         """Whoever claimed the episode, or has its key, which lasts as long as its answers are kept."""
         assert self._desk is not None
         expected = self._desk.key_of(request.match_info["name"])

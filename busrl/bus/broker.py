@@ -20,10 +20,11 @@ import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -60,6 +61,13 @@ class Refusal:
         )
 
 
+class Admission(NamedTuple):
+    """Who listens, and the public keys that may connect there, by name."""
+
+    pair: keys.Pair
+    listed: Callable[[], Mapping[str, str]]
+
+
 class CurveListener:
     """The TCP side of the broker: encrypted with CURVE, and open to the keys in the key directory only.
 
@@ -72,11 +80,13 @@ class CurveListener:
     - Refusals are counted by address and key; memory is bounded however many there are.
     """
 
-    def __init__(self, endpoint: str, directory: Path, others: tuple[str, ...] = ()) -> None:
-        """Listens where publishers and subscribers of the bus connect, or at `others` instead."""
+    def __init__(self, endpoint: str, admits: Path | Admission, others: tuple[str, ...] = ()) -> None:
+        """Listens where publishers and subscribers of the bus connect, or at `others` instead; `admits`: those of a key
+        directory, or of a list."""
         self.endpoints = others or tcp_pair(endpoint)
-        self._directory = directory
-        self._pair = keys.server_pair(directory)
+        if isinstance(admits, Path):
+            admits = Admission(keys.server_pair(admits), partial(keys.allowed, admits))
+        self._admission = admits
         self._lock = threading.Lock()
         self._refused: dict[tuple[str, str], int] = {}
         self._thread: threading.Thread | None = None
@@ -94,7 +104,7 @@ class CurveListener:
         self._thread.start()
         for socket, endpoint in zip(sockets, self.endpoints):
             socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._admission.pair.secret.encode())
             socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             bind(socket, endpoint)
@@ -125,7 +135,7 @@ class CurveListener:
         if len(frames) == 7 and frames[5] == b"CURVE" and len(frames[6]) == 32:
             key = z85.encode(frames[6]).decode()
             try:
-                listed = keys.allowed(self._directory)
+                listed = self._admission.listed()
             except OSError:  # no descriptor left, say: the peer may try again, while after a 400 it gives up for good
                 return [b"1.0", number, b"300", b"try again", b"", b""]
             name = next((name for name, public in listed.items() if public == key), "")

@@ -291,8 +291,9 @@ class Endpoint:
         self._sub.setsockopt(zmq.RCVTIMEO, int(RECEIVE_SLICE_S * 1000))
         self._pub.connect(self._frontend)
         self._sub.connect(self._backend)
+        self._fd = int(self._sub.getsockopt(zmq.FD))
         self._readable = select.poll()
-        self._readable.register(int(self._sub.getsockopt(zmq.FD)), select.POLLIN)
+        self._readable.register(self._fd, select.POLLIN)
 
     # sending
 
@@ -453,6 +454,10 @@ class Endpoint:
             self._readable.poll(math.ceil(wait_s * 1000))
         finally:
             self._readable.unregister(fd)
+
+    def fileno(self) -> int:
+        """The descriptor with which the `wait` of another endpoint waits for this one too; read out before, both."""
+        return self._fd
 
     def ready(self, timeout_s: float) -> None:
         """Return when a ping of our own came back through the broker; what else arrives is kept.

@@ -1,4 +1,4 @@
-"""A direct connection between a run and another host: one ROUTER that answers, DEALERs that ask, both with CURVE keys.
+"""Direct connections between a run and other hosts, and among these: ROUTERs answer, DEALERs ask, both with CURVE keys.
 
 Talks to sockets; what is said lies in `busrl.protocol.hosts`. The bus loses messages and bounds their size; weights and
 topologies need neither, so they travel here. Knows nothing of rings, weights or runs.
@@ -11,14 +11,16 @@ topologies need neither, so they travel here. Knows nothing of rings, weights or
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import zmq
 
 from busrl.bus.broker import CurveListener
 from busrl.bus.endpoint import encrypt
+from busrl.bus.security import host_and_port
 from busrl.errors import PeerTimeout
 from busrl.keys import ClientKeys
 from busrl.protocol import hosts as h
@@ -40,7 +42,7 @@ class Asked(NamedTuple):
 
 
 class Answering:
-    """The run's side. `listener` says where to listen and which keys count."""
+    """The side that answers. `listener` says where to listen and which keys count, `place` where that is."""
 
     def __init__(self, listener: CurveListener) -> None:
         self.listener = listener
@@ -48,6 +50,7 @@ class Answering:
         self.socket = self._context.socket(zmq.ROUTER)
         _configure(self.socket)
         listener.open(self._context, [self.socket])
+        self.place = str(self.socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
     def waiting(self, timeout_s: float) -> Iterator[Asked]:
         """What was asked since the last call, at most HWM questions; what is no question is dropped."""
@@ -58,10 +61,10 @@ class Answering:
             if len(frames) == 2 and (asked := h.question(frames[1].bytes)) is not None:
                 yield Asked(frames[0].bytes, str(frames[1].get("User-Id")), asked)
 
-    def answer(self, asked: Asked, reply: h.Reply, data: memoryview | None = None) -> None:
+    def answer(self, asked: Asked, reply: h.Reply, data: memoryview | bytes | None = None) -> None:
         """Send it, with the bytes of a piece; a host that is gone or does not read hears nothing."""
         reply.number = asked.question.number
-        frames: list[bytes | memoryview] = [asked.peer, h.encode(reply), *([] if data is None else [data])]
+        frames: list[memoryview | bytes] = [asked.peer, h.encode(reply), *([] if data is None else [data])]
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
 
     def close(self) -> None:
@@ -72,17 +75,17 @@ class Answering:
 
 
 class Asking:
-    """A host's side. One thread; several questions may be open."""
+    """The side that asks. One thread; several questions may be open."""
 
     def __init__(self, endpoint: str, keys: ClientKeys, host: str) -> None:
         self.endpoint, self.host = endpoint, host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        encrypt(self._socket, keys)
-        self._socket.connect(endpoint)
+        self.socket = self._context.socket(zmq.DEALER)
+        _configure(self.socket)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+        encrypt(self.socket, keys)
+        self.socket.connect(endpoint)
         self._number = time.time_ns() // 1000  # so that an answer to an earlier life is not taken for one to this
 
     def ask(self, question: h.Question, timeout_s: float) -> h.AnyReply:
@@ -106,20 +109,42 @@ class Asking:
         self._number += 1
         question.number, question.host = self._number, self.host
         with contextlib.suppress(zmq.Again):  # nobody is there, and enough waits for them: asked again later
-            self._socket.send(h.encode(question), zmq.NOBLOCK)
+            self.socket.send(h.encode(question), zmq.NOBLOCK)
         return self._number
 
     def receive(self, timeout_s: float) -> tuple[h.AnyReply, memoryview] | None:
         """The next answer with the bytes that came with it, or None."""
-        if not self._socket.poll(int(1000 * timeout_s)):
+        if not self.socket.poll(int(1000 * timeout_s)):
             return None
-        frames = self._socket.recv_multipart(copy=False)
+        frames = self.socket.recv_multipart(copy=False)
         found = h.reply(frames[0].bytes)
         return None if found is None else (found, frames[1].buffer if len(frames) > 1 else memoryview(b""))
 
+    def here(self) -> Iterator[tuple[h.AnyReply, memoryview]]:
+        """The answers that are here, at most HWM."""
+        for _ in range(HWM):
+            if (found := self.receive(0)) is None:
+                return
+            yield found
+
     def close(self) -> None:
-        self._socket.close(0)
+        self.socket.close(0)
         self._context.term()
+
+
+def wait(timeout_s: float, ends: Iterable[Asking | Answering]) -> None:
+    """Until one of these has something to read, or the time is over."""
+    poller = zmq.Poller()
+    for end in ends:
+        poller.register(end.socket, zmq.POLLIN)
+    poller.poll(int(1000 * timeout_s))
+
+
+def address_towards(endpoint: str) -> str:
+    """The address of this host from which it reaches `endpoint`. OSError: it does not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.connect(host_and_port(endpoint))  # sends nothing
+        return str(one.getsockname()[0])
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

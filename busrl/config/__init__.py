@@ -5,9 +5,9 @@ only simulated; `recorded` reads the resolved one of a run directory; `materiali
 tables and their keys are declared in `schema`. Knows nothing of the roles or of torch.
 """
 
-from busrl.config.files import model_folder
 from busrl.config.hosts import HostSource, of_host
 from busrl.config.load import load, load_for_simulation, materialise, recorded
+from busrl.config.named_files import model_folder
 from busrl.config.schema import Process, ProcessName, Topology
 
 __all__ = [

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from busrl.algorithms import catalog
 from busrl.config import rules
-from busrl.config.files import FileFacts
+from busrl.config.named_files import FileFacts
 from busrl.config.prompts import AskedSet
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
 from busrl.config.schema import MESSAGE_FIELD_BYTES, TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology

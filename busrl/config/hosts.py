@@ -1,8 +1,7 @@
 """What another host has of a run: its part of the topology, and the file that says where home is.
 
-`of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes; `Told` goes to a
-host that launch starts. Knows nothing of
-sockets or rings.
+`of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes; an `Invitation`
+goes to a host that launch starts. Knows nothing of sockets or rings.
 
 - A host's topology is home's in all that changes an answer; only processes, bus and the size of the ring are its own.
 """
@@ -95,7 +94,7 @@ class HostSource:
             raise UserError(text) from None
 
 
-class Told(msgspec.Struct):
+class Invitation(msgspec.Struct):
     """What launch at home writes to the standard input of a host's command, and `busrl host -` reads there."""
 
     endpoint: str
@@ -103,7 +102,7 @@ class Told(msgspec.Struct):
     keys: str  # the text of the file that `busrl keys add` makes
 
     @classmethod
-    def by_home(cls, topology: Topology, name: str) -> Told:
+    def by_home(cls, topology: Topology, name: str) -> Invitation:
         """BadKeys: there are none and they cannot be made."""
         directory = keys.directory_of(topology.bus.keys)
         if name not in keys.allowed(directory):
@@ -120,7 +119,7 @@ class Told(msgspec.Struct):
         return msgspec.json.encode(self) + b"\n"
 
     @classmethod
-    def of_line(cls, line: bytes) -> Told:
+    def of_line(cls, line: bytes) -> Invitation:
         """UserError: it is something else."""
         try:
             return msgspec.json.decode(line, type=cls)

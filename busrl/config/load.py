@@ -1,10 +1,10 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads and types (`reader`), looks at files (`files`), computes (`derive`) and compares keys (`rules`). Nothing else is
-created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which asks
-for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces `tiny:`
-names by the paths of what they stand for, made on first use. Sources of prompts are made into one file (`sources`), in
-a temporary folder until a run takes it.
+Reads and types (`reader`), looks at files (`named_files`), computes (`derive`) and compares keys (`rules`). Nothing
+else is created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which
+asks for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces
+`tiny:` names by the paths of what they stand for, made on first use. Sources of prompts are made into one file
+(`sources`), in a temporary folder until a run takes it.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -21,7 +21,7 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, files, pretrained, rates, reward_rules, rules, sources
+from busrl.config import engine_rules, named_files, pretrained, rates, reward_rules, rules, sources
 from busrl.config.derive import resolve
 from busrl.config.prompts import DataSource
 from busrl.config.reader import KeyPath, Reader, Source, read, show
@@ -39,7 +39,7 @@ from busrl.config.schema import (
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
-from busrl.states import CALLER_ROLES, ROLES
+from busrl.states import ROLES
 
 UNRESOLVED = Derived(
     limits=derive("sync", 0, 0, 0), horizon=0, slots=0, train_slots=0, val_reserve=0,
@@ -97,10 +97,10 @@ def _load(
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
     if not simulated:
-        draft, unmade = sources.prepare(draft, run_dir, files.compares(draft), bad)
+        draft, unmade = sources.prepare(draft, run_dir, named_files.compares(draft), bad)
         problems.extend(_problem(source, draft, finding) for finding in unmade)
         bad |= set(_unmade_keys(draft, unmade))
-    facts, broken = files.inspect(draft, bad | REAL_FILES if simulated else bad)
+    facts, broken = named_files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
     made = draft.derived
@@ -161,7 +161,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     if not _written(source, "reward", "kind") and (function or (draft.has_callers and not draft.reward.part)):
         kind = "python" if function else AGENT
     reward = dataclasses.replace(
-        draft.reward, kind=kind, answer_key=files.answer_key(draft), function=function, part=_parts(draft, source)
+        draft.reward, kind=kind, answer_key=named_files.answer_key(draft), function=function, part=_parts(draft, source)
     )
     here = os.path.abspath(source.folder)
     entries = (
@@ -182,7 +182,7 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     made = dataclasses.replace(
         draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
     )
-    model = dataclasses.replace(made.model, dtype=_dtype(made), path=files.model_folder(made.model.path))
+    model = dataclasses.replace(made.model, dtype=_dtype(made), path=named_files.model_folder(made.model.path))
     return dataclasses.replace(made, model=model)
 
 
@@ -203,7 +203,7 @@ def _with_origins(draft: Topology, source: Source) -> Topology:
 
 def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
     """The parts of the reward, each with what it takes from [reward]."""
-    own, key = draft.reward, files.answer_key(draft)
+    own, key = draft.reward, named_files.answer_key(draft)
     return tuple(
         dataclasses.replace(
             part, name=part.name or part.kind, answer_key=part.answer_key or key,
@@ -253,12 +253,11 @@ def _replaced(table: Any, names: Sequence[str], value: object) -> Any:
 
 
 def _implied(draft: Topology, reward: str) -> Iterator[Process]:
-    """One process of each role that no entry names; a validator where there are prompts for it, a reward where episodes
-    do not judge themselves, and nobody who plays them."""
-    unwanted = {*CALLER_ROLES} | ({"reward"} if reward == AGENT else set())
-    for role in (one.name for one in ROLES.values() if one.named):
-        wanted = role not in unwanted and (role != "validator" or draft.validation.names_prompts)
-        if wanted and all(entry.role != role for entry in draft.process):
+    """One process of each role that every run has and no entry names; a validator where there are prompts for it, a
+    reward where episodes do not judge themselves."""
+    wanted = {"validator": draft.validation.names_prompts, "reward": reward != AGENT}
+    for role in (one.name for one in ROLES.values() if one.default):
+        if wanted.get(role, True) and all(entry.role != role for entry in draft.process):
             yield Process(role)
 
 
@@ -324,7 +323,7 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
     sets = (one.data for one in draft.validation.set)
     for path in dict.fromkeys((draft.data.train, draft.validation.data, *sets)):
         if path and not path.startswith(TINY) and os.path.isfile(path):
-            number, size = files.longest_line(path)
+            number, size = named_files.longest_line(path)
             if size > given:
                 rule = f"longer than its slot: ring.slot_bytes = {given}"
                 problems.append(Problem(f"{path}:{number}", f"{size} bytes", rule, "shorten it or enlarge the slot"))

@@ -453,7 +453,8 @@ class Hosts:
 
     ahead: int = key(0, "samples that a host holds beside those that its engines run; 0 = a group, or a sixteenth of "
                      "its rows", low=0, high=1 << 16)
-    piece_mb: int = key(4, "MiB of weights that a host asks for at a time", low=1, high=256)
+    piece_mb: int = key(1, "MiB of weights that a host asks for at a time", low=1, high=256)
+    chain: bool = key(True, "hosts fetch weights from one another, each at a port of its own; false: all from home")
     start: tuple[str, ...] = key((), "launch starts each host by this command, which has to run `busrl host -` there, "
                                      "and starts it again when it ends; {host} is its name; empty = you start them")
     orphan_s: float = key(1800.0, "a host that hears nothing of the run for this long ends", above=0)

@@ -27,7 +27,7 @@ from busrl import files
 from busrl.bus.link import Asking
 from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.config import HostSource, Topology
-from busrl.config.hosts import Told
+from busrl.config.hosts import Invitation
 from busrl.errors import PeerLost, UserError
 from busrl.launch.display import open_display
 from busrl.launch.run import ALONE, Launch, Signals, close_run
@@ -66,7 +66,7 @@ def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
     The keys get a file of this user alone. UserError: nothing came, or something else."""
     if not select.select([stream], [], [], wait_s)[0]:
         raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")
-    found = Told.of_line(stream.readline(MOST_INPUT))
+    found = Invitation.of_line(stream.readline(MOST_INPUT))
     file = _cache() / f"{hashlib.sha256(found.keys.encode()).hexdigest()[:12]}-{found.name}.key_secret"
     file.parent.mkdir(parents=True, exist_ok=True)
     files.replace(file, found.keys.encode())

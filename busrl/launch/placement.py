@@ -20,15 +20,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from busrl.config import Topology
-from busrl.config.hosts import Told
+from busrl.config.hosts import Invitation
 from busrl.errors import NEEDS_FIX, BadKeys
 from busrl.launch.children import RunningChild, last_words, spawn
 from busrl.paths import RunPaths
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 ENDING_S = 5.0  # after SIGTERM
+
+
+class Caught(Protocol):
+    """The signals that launch got; readable when there is another one."""
+
+    count: int
+
+    def fileno(self) -> int: ...
+    def clear(self) -> None: ...
 
 
 @dataclass
@@ -64,7 +74,7 @@ class Placement:
     def _start(self, host: Placed, now: float) -> None:
         command = [part.replace("{host}", host.name) for part in self._topology.hosts.start]
         try:
-            told = Told.by_home(self._topology, host.name).line
+            told = Invitation.by_home(self._topology, host.name).line
             host.running = spawn(f"host-{host.name}", command, self._log(host), os.environ, stdin=_pipe_of(told))
         except (OSError, BadKeys) as problem:
             self._again(host, now, f"cannot be started: {problem}")
@@ -96,16 +106,17 @@ class Placement:
     def _log(self, host: Placed) -> Path:
         return self._paths.log(f"host-{host.name}")
 
-    def end(self, patience_s: float) -> None:
-        """Wait until all have ended by themselves, then end them; none is left."""
+    def end(self, patience_s: float, signals: Caught) -> None:
+        """Wait until all have ended by themselves, then end them; none is left. A second signal ends the patience."""
         left = [host for host in self._hosts if host.running is not None]
         for number, wait_s in ((0, patience_s), (signal.SIGTERM, ENDING_S), (signal.SIGKILL, ENDING_S)):
-            left = self._wait(left, number, wait_s)
+            if number == signal.SIGKILL or signals.count < 2:
+                left = self._wait(left, number, wait_s, None if number == signal.SIGKILL else signals)
         for host in left:
             self._say(f"host {host.name}: its command (pid {host.running and host.running.pid}) does not end")
 
-    def _wait(self, left: list[Placed], number: int, wait_s: float) -> list[Placed]:
-        """Those that have not ended after this signal."""
+    def _wait(self, left: list[Placed], number: int, wait_s: float, signals: Caught | None) -> list[Placed]:
+        """Those that have not ended after this signal, or before a second one of `signals`."""
         for host in left:
             if number and host.running is not None:
                 self._say(f"host {host.name}: its command is ended by {signal.Signals(number).name}")
@@ -116,9 +127,11 @@ class Placement:
                 self._see_at_end(host)
             left = [host for host in left if host.running is not None]
             fds = [host.running.pidfd for host in left if host.running is not None]
-            if not fds or not (seconds := max(0.0, end - time.monotonic())):
+            if not fds or not (seconds := max(0.0, end - time.monotonic())) or (signals and signals.count > 1):
                 break
-            select.select(fds, [], [], seconds)
+            select.select([*fds, *([] if signals is None else [signals.fileno()])], [], [], seconds)
+            if signals is not None:
+                signals.clear()
         return left
 
     def _see_at_end(self, host: Placed) -> None:
@@ -132,7 +145,7 @@ class Placement:
         for host in self._hosts:
             if host.running is not None:
                 host.running.kill()
-        self._wait([host for host in self._hosts if host.running is not None], 0, ENDING_S)
+        self._wait([host for host in self._hosts if host.running is not None], 0, ENDING_S, None)
 
 
 def _pipe_of(data: bytes) -> int:

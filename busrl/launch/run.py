@@ -209,7 +209,7 @@ class Launch:
             self._say(f"ending: {outcome.why}")
             if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
                 self._stop_all(outcome)
-                self._placement.end(0 if self._signals.count > 1 else self.topology.limits.stop_s)
+                self._placement.end(self.topology.limits.stop_s, self._signals)
             self.progress.run.look(ring_record(self._run.ring), time.monotonic())
             self._display.show(self.progress)
             return outcome

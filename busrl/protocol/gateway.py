@@ -16,6 +16,8 @@ from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Message,
 
 TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
+Counts = Annotated[list[Count], Meta(max_length=MAX_MAP)]
+Parts = Annotated[dict[Name, float], Meta(max_length=64)]
 
 
 class Tensor(Struct):
@@ -38,7 +40,8 @@ class Remote(Message, kw_only=True):
 
 
 class RemoteJoin(Remote, tag="REMOTE_JOIN"):
-    """A worker of `role` ("rollout" or "reward") joins. Answered by GATEWAY_WELCOME; a repetition changes nothing.
+    """A worker of `role` ("rollout", "reward", or "host": another host of the run) joins. Answered by GATEWAY_WELCOME;
+    a repetition changes nothing.
 
     A worker that keeps claims longer than a connection names the `ring` that gave them: it joins no other, in which the
     same names may be others' claims.
@@ -86,7 +89,7 @@ class RemoteRewarded(Remote, tag="REMOTE_REWARDED"):
 
     task: TaskId
     reward: float
-    parts: Annotated[dict[Name, float], Meta(max_length=64)] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
 
 class RemoteFail(Remote, tag="REMOTE_FAIL"):
@@ -98,6 +101,28 @@ class RemoteFail(Remote, tag="REMOTE_FAIL"):
     task: TaskId
     drop: Name = ""
     text: Text = ""
+
+
+class RemoteBatch(Remote, tag="REMOTE_BATCH"):
+    """Whole answers of a host to several tasks, in each tensor one behind the other, otherwise as REMOTE_GENERATED has
+    one. Each list has an item for each task; `rewards` and `parts` may be empty, and are not where the host judges too.
+
+    With `capacity` it is a claim too: the host wants to hold so many tasks when these are settled, and is sent those
+    that are new. Answered by GATEWAY_SETTLED, and then by GATEWAY_TASKS.
+    """
+
+    tasks: TaskIds
+    lengths: Counts
+    prompt_lengths: Counts
+    finishes: Counts
+    texts: Annotated[list[str], Meta(max_length=MAX_MAP)]
+    tokens: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    prompt_ids: Tensor
+    rewards: Annotated[list[float], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    parts: Annotated[list[Parts], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    capacity: Count = 0
 
 
 class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
@@ -186,6 +211,25 @@ class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):
     def __post_init__(self) -> None:
         """Cut what is too long for a receiver."""
         self.text = self.text[:MAX_TEXT]
+
+
+class Refusal(Struct):
+    """Why one task of a batch is not settled, by the code and text that GATEWAY_ANSWER would have."""
+
+    task: TaskId
+    code: Name
+    text: Text = ""
+
+
+class GatewaySettled(Message, tag="GATEWAY_SETTLED"):
+    """The outcome of REMOTE_BATCH: the tasks that count (now or since an earlier copy), those that were no longer the
+    host's, and those that are refused."""
+
+    life: Count
+    req: Count = 0
+    done: TaskIds = field(default_factory=list)
+    late: TaskIds = field(default_factory=list)
+    refused: Annotated[list[Refusal], Meta(max_length=MAX_MAP)] = field(default_factory=list)
 
 
 REMOTE: tuple[type[Remote], ...] = tuple(Remote.__subclasses__())

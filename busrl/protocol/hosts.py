@@ -1,4 +1,4 @@
-"""What a host asks the run's relay for, and its answers: the topology, the state of the run, versions of weights.
+"""What a host asks the run's relay or another host's for, and the answers: topology, state of the run, weights.
 
 Talks to nothing. These travel between one DEALER and one ROUTER (`busrl.bus.link`), not on the bus: each question has a
 number, each answer repeats it, and whoever hears nothing asks again. A piece of weights is a frame behind its answer.
@@ -33,23 +33,29 @@ class HostJoin(Question, tag="HOST_JOIN"):
 
 
 class HostLook(Question, tag="HOST_LOOK"):
-    """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds."""
+    """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds. `have`: the
+    version that engines there find (-1: none)."""
 
     known: HomeState | None = None
     wait_s: float = 0.0
+    have: int = -1
 
 
 class WeightsHead(Question, tag="WEIGHTS_HEAD"):
     """Which version above `have` can be had, and how is it laid out? Answered by VERSION; REFUSED while there is none.
-    While other hosts fetch one it is that one, though a newer may be there: nobody is overtaken for another's sake."""
+    While others fetch two older ones it is one of these: nobody is overtaken for another's sake. `place`: where this
+    host answers others; empty: nowhere."""
 
     have: int = -1
+    place: Name = ""
 
 
 class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
-    """Bytes `at` to `at + size` of a version. Answered by PIECE with one frame; REFUSED if it is overtaken."""
+    """Bytes `at` to `at + size` of the version with this `digest`. Answered by PIECE with one frame; REFUSED if it is
+    overtaken. A host that fetches it too answers when it has them, and WAITING now and then until it does."""
 
     version: Count = 0
+    digest: Count = 0
     at: Count = 0
     size: Count = 0
 
@@ -91,14 +97,29 @@ class State(Reply, tag="STATE"):
     state: HomeState = msgspec.field(default_factory=HomeState)
 
 
+class Peer(Struct, frozen=True, array_like=True):
+    """A host of the run: its public key, and where it answers other hosts (empty: nowhere)."""
+
+    name: Name
+    key: Name
+    place: Name = ""
+
+
 class Version(Reply, tag="VERSION"):
-    """A version of weights: `nbytes` in the order of `manifest` (JSON); `checksum` 0: it has none."""
+    """A version of weights: `nbytes` in the order of `manifest` (JSON); `checksum` 0: it has none. `digests`: of each
+    `piece` bytes, 8 bytes each; `digest` is of all of them. `above`: the hosts to fetch it from, in this order, before
+    home; `peers`: the hosts that may fetch it from this one, and those."""
 
     version: Count = 0
     step: Count = 0
     nbytes: Count = 0
     checksum: Count = 0
     manifest: Manifest = b""
+    piece: Count = 0
+    digest: Count = 0
+    digests: Manifest = b""
+    above: list[Name] = msgspec.field(default_factory=list)
+    peers: list[Peer] = msgspec.field(default_factory=list)
 
 
 class Piece(Reply, tag="PIECE"):
@@ -106,8 +127,12 @@ class Piece(Reply, tag="PIECE"):
     at: Count = 0
 
 
+class Waiting(Reply, tag="WAITING"):
+    """That piece is not here yet; it comes."""
+
+
 AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece
-AnyReply = Refused | Welcome | State | Version | Piece
+AnyReply = Refused | Welcome | State | Version | Piece | Waiting
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyQuestion)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyReply)

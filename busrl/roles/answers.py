@@ -37,7 +37,7 @@ from busrl.config import Topology
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
-from busrl.scheduling.admission import Waves
+from busrl.scheduling.admission import Unbegun, Waves
 from busrl.scheduling.segments import Cut, SegmentPlan
 from busrl.states import HeaderWord, SampleClass
 from busrl.weights.base import VersionSteps
@@ -150,7 +150,7 @@ def class_of(topology: Topology, name: str) -> SampleClass | None:
 
 
 def claim_queued(
-    ring: Ring, waves: Waves | None, limit: int, idle: bool, cls: SampleClass | None = None
+    ring: Ring, waves: Waves | Unbegun | None, limit: int, idle: bool, cls: SampleClass | None = None
 ) -> tuple[list[tuple[int, int]], bool]:
     """Claim up to `limit` QUEUED slots for generation: (slot, word) of each. A sample that was tried before goes only
     to a worker that holds nothing (`idle`), which runs it alone: then the second value is true."""
@@ -164,7 +164,7 @@ def claim_queued(
 
 
 def _take(
-    ring: Ring, waves: Waves | None, limit: int, most_attempts: int, cls: SampleClass | None
+    ring: Ring, waves: Waves | Unbegun | None, limit: int, most_attempts: int, cls: SampleClass | None
 ) -> list[tuple[int, int]]:
     if waves is None or cls == SampleClass.VALIDATE:
         return list(ring.take(State.QUEUED, State.GENERATING, cls=cls, limit=limit, max_attempt=most_attempts))

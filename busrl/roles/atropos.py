@@ -28,12 +28,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from busrl.agents.atropos import AtroposDoor, Rules, State
+from busrl.agents.atropos import AtroposDoor, Progress, Rules
 from busrl.agents.episode import Answer, Call, Episode
 from busrl.agents.tree import Ids, Limits, Trajectory
-from busrl.errors import CallRefused, SlotTooSmall
+from busrl.errors import CallRefused, MachineError, SlotTooSmall
 from busrl.files import LineFile, replace
-from busrl.ring import State as SlotState
+from busrl.ring import State
 from busrl.roles.episodes import write_episode
 from busrl.roles.holder import LINE_FIELDS, Claim, EpisodeHolder, run_key
 from busrl.states import Fate, HeaderWord, SampleClass, place_of
@@ -41,8 +41,8 @@ from busrl.states import Fate, HeaderWord, SampleClass, place_of
 ROOM_S = 20.0  # that a group waits for a draw
 DIGESTS_KEPT, ANSWERS_KEPT = 100_000, 20_000
 CALLER_UID = 1 << 61  # from here on: names the random numbers of calls that belong to no sample
-UNCOMMITTED = (SlotState.QUEUED, SlotState.GENERATING)
-COMMITTED = (SlotState.GENERATED, SlotState.REWARDING, SlotState.REWARDED, SlotState.TRAINING)
+UNCOMMITTED = (State.QUEUED, State.GENERATING)
+COMMITTED = (State.GENERATED, State.REWARDING, State.REWARDED, State.TRAINING)
 SOURCE = "env_id {}; what this run did not draw has the log-probabilities that were posted, and the version at receipt"
 
 
@@ -89,11 +89,11 @@ class Atropos(EpisodeHolder):
     def known(self, digest: bytes) -> bool:
         return digest in self.seen
 
-    def state(self) -> State:
+    def state(self) -> Progress:
         """The version's step before it: new weights in between make tokens look too old, never too new."""
         lines, step = self.ring.lines(), self.ring.header(HeaderWord.VERSION_STEP)
         waiting = np.unique(lines["group"][np.isin(lines["state"], COMMITTED)])
-        return State(self.ring.header(HeaderWord.STEP), self.topology.run.max_steps, len(waiting),
+        return Progress(self.ring.header(HeaderWord.STEP), self.topology.run.max_steps, len(waiting),
                      self.topology.learner.trigger.n_min * self.size, self.ring.header(HeaderWord.VERSION), step)
 
     def unclaimed(self) -> Episode:
@@ -126,7 +126,7 @@ class Atropos(EpisodeHolder):
     def _claim_group(self) -> list[Claim]:
         """All members of the draw that was admitted first, of those that wait whole; none if there is none."""
         lines = self.ring.lines()
-        waiting = np.flatnonzero((lines["state"] == SlotState.QUEUED) & (lines["cls"] == SampleClass.TRAIN))
+        waiting = np.flatnonzero((lines["state"] == State.QUEUED) & (lines["cls"] == SampleClass.TRAIN))
         draws, first, counts = np.unique(lines["group"][waiting], return_index=True, return_counts=True)
         for place in np.argsort(lines["admission"][waiting[first]], kind="stable"):
             slots = waiting[lines["group"][waiting] == draws[place]]
@@ -138,7 +138,7 @@ class Atropos(EpisodeHolder):
         """All of these slots, or none: another process was faster."""
         claims: list[Claim] = []
         for slot in slots.tolist():
-            if not (word := self.ring.claim(slot, int(lines["word"][slot]), SlotState.GENERATING)):
+            if not (word := self.ring.claim(slot, int(lines["word"][slot]), State.GENERATING)):
                 for claim in claims:
                     self.give_back(claim)
                 return []
@@ -151,15 +151,19 @@ class Atropos(EpisodeHolder):
                 source: str) -> None:
         """Nothing is committed of a group that does not fit."""
         messages = msgspec.json.encode([[{"role": "environment", "content": source}]])
+        draw = int(claims[0].line["group"])
         try:
             for claim, made, score in zip(claims, members, scores):
                 write_episode(self.ring, claim.slot, claim.word, made, score, messages)
-        except SlotTooSmall as problem:
+            self.kept.append(b"%s %d" % (digest.hex().encode(), draw))
+        except (SlotTooSmall, MachineError) as problem:
             for claim in claims:
                 self.give_back(claim)
-            raise CallRefused("invalid", f"tokens: a sequence does not fit: {problem}", "tokens") from None
-        self.seen[digest] = int(claims[0].line["group"])
-        self.kept.append(b"%s %d" % (digest.hex().encode(), self.seen[digest]))
+            if isinstance(problem, SlotTooSmall):
+                raise CallRefused("invalid", f"tokens: a sequence does not fit: {problem}", "tokens") from None
+            self.warn("atropos", f"a group is not taken: {problem}", "error", kind="digests")
+            raise CallRefused("no_room", f"no room for a group now: {problem}") from None
+        self.seen[digest] = draw
         for claim, made in zip(claims, members):
             self.commit(claim, made)
 
@@ -167,7 +171,7 @@ class Atropos(EpisodeHolder):
         """Members of a group of which others were committed, or lost, before: nothing whole can be made of it."""
         lines = self.ring.lines()
         own = lines["cls"] == SampleClass.TRAIN
-        queued = np.flatnonzero(own & (lines["state"] == SlotState.QUEUED))
+        queued = np.flatnonzero(own & (lines["state"] == State.QUEUED))
         begun = np.isin(lines["group"][queued], lines["group"][own & np.isin(lines["state"], COMMITTED)])
         again = place_of(lines["uid"][queued], self.size)[1] > 0
         for slot in queued[begun | again]:

@@ -29,6 +29,7 @@ from busrl.roles import host_news, version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of
+from busrl.scheduling.admission import Lines
 from busrl.states import Fate
 
 log = logging.getLogger("busrl")
@@ -56,7 +57,7 @@ class Keeper(Actor):
         self.tally = Tally(files.read_map(self.paths.gateway).get("workers"))
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
-        ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
+        self.samples = ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
         self.ledger = ledger if self.calls is None else BothLedgers(ledger, CallLedger(self.calls, ledger))
         self.desk = desk_of(self.topology, self.ledger, self.tally, claimed_from(self.paths.run_json).hex())
         self.bus.on_reject = self._answer_unreadable
@@ -87,7 +88,9 @@ class Keeper(Actor):
             self.warn("keeper", f"a dropped sample cannot be recorded, its slot is out of use: {problem}", "error")
         if version_pin.clear_stale(self.ring):
             self.warn("keeper", "cleared the version pin of a dead process: publication continues")
-        self._drop_poison()
+        lines = self.ring.lines()
+        self._drop_poison(lines)
+        self.samples.finish_judged(lines)
         for text, uids in taken_back(self.ring, reaped):
             self.warn("keeper", text, uids=uids)
         return bool(reaped)
@@ -98,9 +101,8 @@ class Keeper(Actor):
             for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
                 self.warn("keeper", text)
 
-    def _drop_poison(self) -> None:
+    def _drop_poison(self, lines: Lines) -> None:
         """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""
-        lines = self.ring.lines()
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
             if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
                 uid = int(lines["uid"][slot])

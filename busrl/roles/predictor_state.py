@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology, files
+from busrl.config import Topology, named_files
 from busrl.data import JsonlStream
 from busrl.data.trace import parse
 from busrl.files import replacing
@@ -143,7 +143,7 @@ def _keywords(topology: Topology, warn: Warn) -> Keywords | None:
     """The user's table; None for the shipped one. `launch` has checked it: a problem here arose since then."""
     if not topology.scheduler.keywords:
         return None
-    found, problems = files.read_keywords(topology.scheduler.keywords)
+    found, problems = named_files.read_keywords(topology.scheduler.keywords)
     for problem in problems:
         warn(f"{topology.scheduler.keywords}: {problem}; left out")
     return found if found.words or found.tags else None

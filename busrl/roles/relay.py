@@ -1,44 +1,52 @@
 """The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
 
 At home it talks to the ring's header (reading), the segment of weights and the hosts' relays. On a host it writes the
-words of the local ring's header that engines go by, and the local segment. Knows nothing of samples.
+words of the local ring's header that engines go by, and the local segment, from which it answers other hosts. Knows
+nothing of samples.
 
 - Words before weights, steps before versions: an engine may wait for weights, and a sample look too old, never too new.
 - A version reaches engines whole or not at all; one that is overtaken on its way is given up for the newer one.
+- Home sends a version once where hosts reach one another: each fetches from the one before it while that still fetches.
+- A host that stops giving pieces is left for the next, and home is the last: what is here already is not fetched again.
 - A host whose home has another ring than the one it claimed from ends: its samples are nobody's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
 
 import busrl
 from busrl import keys
-from busrl.bus.broker import CurveListener
-from busrl.bus.link import Answering, Asked, Asking
-from busrl.bus.security import relay_endpoint
+from busrl.bus.broker import Admission, CurveListener
+from busrl.bus.link import Answering, Asked, Asking, address_towards, wait
+from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.config import HostSource, of_host
 from busrl.config.hosts import SILENT, claimed_from
-from busrl.errors import PeerLost, WeightsRefused
+from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
+from busrl.keys import ClientKeys, Pair
 from busrl.protocol import hosts as h
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
-from busrl.weights.relay import SegmentCopy, Snapshot
+from busrl.weights.relay import Chain, Pieces, SegmentCopy, Snapshot, Sources
 
 log = logging.getLogger("busrl")
 LOOK_S = 0.02
 WAIT_S = 1.0  # for which home holds a question about the state
 ANSWER_S = 2.5  # beyond that, before home counts as silent
-AHEAD = 4  # pieces asked for at the same time
+AGAIN_S = 1.5  # beyond that, before the question counts as lost
+PASS_S = 0.1
+AHEAD_BYTES, MOST_AHEAD = 16 << 20, 32  # asked for at the same time, in pieces; these must fit into the link's queues
+MOST_OPEN = 4096
+WORD_S = 0.5  # between two words to hosts that wait for pieces
+PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for already
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
 LATELY_S = 10.0
-LOOK_MEANWHILE_S = 0.5
 
 
 class Relay(Actor):
@@ -68,12 +76,13 @@ class Home:
         self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
         own = self.topology.bus
         place = relay_endpoint(own.endpoint)
-        self.link = Answering(CurveListener(own.endpoint, keys.directory_of(own.keys), (place,)))
-        self.weights = Snapshot(actor.paths.weights_file)
+        self.keys = keys.directory_of(own.keys)
+        self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
+        self.weights = Snapshot(actor.paths.weights_file, self.topology.hosts.piece_mb << 20)
+        self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
-        self._fetching: dict[str, float] = {}  # those that asked for a piece since then, and when
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
 
     def work(self) -> bool:
@@ -112,9 +121,10 @@ class Home:
             self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from))
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
+            self.chain.looked(asked.name, question.have, time.monotonic())
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
         elif isinstance(question, h.WeightsHead):
-            self._head(asked, question.have)
+            self._head(asked, question)
         else:
             self._piece(asked, question)
 
@@ -135,24 +145,27 @@ class Home:
             )
         return None
 
-    def _head(self, asked: Asked, have: int) -> None:
-        own, now = self.topology.weights.timeout_s, time.monotonic()
-        others = any(now - at < own for name, at in self._fetching.items() if name != asked.name)
+    def _head(self, asked: Asked, question: h.WeightsHead) -> None:
+        now, name = time.monotonic(), asked.name
         with self.actor.activity("copy weights", self.topology.limits.work_s):
-            taken = self.weights.take(refresh=not others)
-        if taken is None or taken.version <= have:
+            taken = self.weights.take(self.chain.fetched(name, now))
+        if taken is None or taken.version <= question.have:
             self.link.answer(asked, h.Refused(text="no newer version just now"))
             return
-        head = h.Version(version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
-                         manifest=taken.manifest)
+        place = question.place if _is_place(question.place) else ""
+        head = h.Version(
+            version=taken.version, step=taken.step, nbytes=len(taken.data), checksum=taken.checksum,
+            manifest=taken.manifest, piece=self.weights.size, digest=taken.digest, digests=taken.digests,
+            above=self.chain.asks(name, place, taken.version, len(taken.data), now), peers=self._peers(),
+        )
         self.link.answer(asked, head)
 
+    def _peers(self) -> list[h.Peer]:
+        listed = keys.allowed(self.keys)
+        return [h.Peer(one, listed[one], self.chain.place(one)) for one in self.topology.host_names if one in listed]
+
     def _piece(self, asked: Asked, question: h.WeightsPiece) -> None:
-        found, end = self.weights.piece(question.version, question.at, question.size), question.at + question.size
-        if found is None or self.weights.taken is None or end == len(self.weights.taken.data):
-            self._fetching.pop(asked.name, None)  # it has asked for all
-        else:
-            self._fetching[asked.name] = time.monotonic()
+        found = self.weights.piece(question.digest, question.at, question.size)
         reply = h.Refused(text="overtaken") if found is None else h.Piece(version=question.version, at=question.at)
         self.link.answer(asked, reply, found)
 
@@ -168,59 +181,106 @@ class Home:
                 self.link.answer(asked, h.State(state=state))
 
 
+def _is_place(text: str) -> bool:
+    with contextlib.suppress(BadEndpoint):
+        check_endpoint(text, keys=True)
+        return text.startswith("tcp:")
+    return False
+
+
 # -- on another host -----
 
 
 class Away:
-    """Mirrors the state of the run, then fetches weights that are newer than those here."""
+    """Mirrors the state of the run, fetches weights that are newer than those here, and hands them on."""
 
     def __init__(self, actor: Relay) -> None:
         self.actor, self.ring, self.topology = actor, actor.ring, actor.topology
-        source = HostSource.read(actor.paths.host_source)
-        self.claimed_from = source.ring
-        self.link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
+        self.source = HostSource.read(actor.paths.host_source)
+        home = relay_endpoint(self.source.endpoint)
+        self.link = Asking(home, self.source.client, self.source.name)
         self.weights = SegmentCopy(actor.paths.weights_file)
-        self.piece = self.topology.hosts.piece_mb << 20
+        self.sharing = self._open_sharing(home)
+        self.links = Links(self.source)
+        self.fetch: Fetch | None = None
         self.state: h.HomeState | None = None
-        self._heard, self._next_look = time.monotonic(), 0.0
+        self._heard, self._next_look, self._next_head, self._usual = time.monotonic(), 0.0, 0.0, 0.0
+        self._heads = set[int]()  # numbers of questions for weights
 
     def work(self) -> bool:
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.RUNNING:
             self.actor.bus.recv(LOOK_S)  # it is over: launch stops this process in its turn
             return True
-        try:
-            reply = self.link.ask(h.HostLook(known=self.state, wait_s=WAIT_S), WAIT_S + ANSWER_S)
-        except PeerLost as problem:
-            self._silent(str(problem))
-            return True
-        self._heard = time.monotonic()
-        self.ring.activity("")
-        if isinstance(reply, h.Refused):
-            self._end(f"refused: {reply.text}")
-        elif isinstance(reply, h.State):
-            self._mirror(reply.state)
+        self._ask(time.monotonic())
+        wait(PASS_S, self._ends())
+        for reply, _ in self.link.here():
+            self._hear(reply)
+        if self.fetch is not None:
+            self._advance(self.fetch, time.monotonic())
+        if self.sharing is not None:
+            self.sharing.work()
+        if (silent_s := time.monotonic() - self._heard) > WAIT_S + ANSWER_S:
+            self._silent(silent_s)
         return True
 
     def close(self) -> None:
-        self.weights.close()
-        self.link.close()
+        for one in (self.links, self.sharing, self.weights, self.link):
+            if one is not None:
+                one.close()
 
-    def _silent(self, why: str) -> None:
+    def _open_sharing(self, home: str) -> Sharing | None:
+        if not self.topology.hosts.chain:
+            return None
+        try:
+            return Sharing(address_towards(home), self.source.client.pair, self.weights)
+        except (OSError, BadEndpoint) as problem:
+            self.actor.warn("relay", f"other hosts cannot fetch weights from this one: {problem}")
+            return None
+
+    def _ends(self) -> list[Asking | Answering]:
+        ends: list[Asking | Answering] = [self.link]
+        if self.fetch is not None and self.fetch.link is not None:
+            ends.append(self.fetch.link)
+        if self.sharing is not None:
+            ends.append(self.sharing.link)
+        return ends
+
+    def _ask(self, now: float) -> None:
+        """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
+        if now >= self._next_look:
+            self.link.post(h.HostLook(known=self.state, wait_s=WAIT_S, have=self.weights.newest()))
+            self._next_look = now + WAIT_S + AGAIN_S
+        idle = self.fetch is None or self.fetch.sources is None
+        if idle and self.state is not None and now >= self._next_head:
+            have = self.weights.newest()
+            if self.state.weights > max(have, 0):
+                place = self.sharing.link.place if self.sharing is not None else ""
+                self._heads.add(self.link.post(h.WeightsHead(have=have, place=place)))
+                self._next_head = now + AGAIN_S
+
+    def _hear(self, reply: h.AnyReply) -> None:
+        self._heard = time.monotonic()
+        self.ring.activity("")
+        if isinstance(reply, h.State):
+            self._next_look = 0.0
+            self._mirror(reply.state)
+        elif isinstance(reply, h.Version):
+            self._heads.clear()
+            self._next_head = 0.0
+            self._begin(reply)
+        elif isinstance(reply, h.Refused) and reply.number in self._heads:
+            self._next_head = self._heard + WAIT_S
+        elif isinstance(reply, h.Refused):
+            self._end(f"refused: {reply.text}")
+
+    def _silent(self, silent_s: float) -> None:
         self.ring.activity(SILENT, math.inf)  # the satellite takes nothing meanwhile
-        silent_s, limit_s = time.monotonic() - self._heard, self.topology.hosts.orphan_s
-        self.actor.warn("relay", f"nothing heard of the run for {silent_s:.0f} s: {why}", kind="silent")
+        limit_s = self.topology.hosts.orphan_s
+        text = (f"nothing heard of the run for {silent_s:.0f} s: see that it is there (`busrl status`), that this host "
+                f"can reach {self.link.endpoint}, and that {self.link.host}'s key is listed (`busrl keys list`)")
+        self.actor.warn("relay", text, kind="silent")
         if silent_s > limit_s:
             self._end(f"nothing heard of the run for {silent_s:.0f} s (hosts.orphan_s = {limit_s:g})")
-
-    def _meanwhile(self, reply: h.AnyReply) -> None:
-        """Engines must know how far they are behind, however long a version takes. What else has changed is asked for
-        again after it."""
-        self.ring.progress()
-        if isinstance(reply, h.State) and reply.state.ring == self.claimed_from:
-            self._set_words(reply.state)
-        if (now := time.monotonic()) >= self._next_look:
-            self._next_look = now + LOOK_MEANWHILE_S
-            self.link.post(h.HostLook())
 
     def _end(self, why: str) -> None:
         """The processes of this host go by the ring: it says that the run is over for them."""
@@ -229,70 +289,174 @@ class Away:
             self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
 
     def _mirror(self, state: h.HomeState) -> None:
-        if state.ring != self.claimed_from:
+        if state.ring != self.source.ring:
             self._end("the run has a new ring, in which nothing is claimed from here")
-            return
-        if self.state is not None and state.topology != self.state.topology:
+        elif self.state is not None and state.topology != self.state.topology:
             self._end("the topology of the run has changed")
+        else:
+            self.state = state
+            for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
+                self.ring.set_header(word, getattr(state, word.value))
+            self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
+            if state.over:
+                self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
+
+    def _begin(self, head: h.Version) -> None:
+        """Fetch this version; what is here of the same bytes is not fetched again."""
+        if self.sharing is not None:
+            self.sharing.listed = {peer.name: peer.key for peer in head.peers}
+        fetch, now = self.fetch, time.monotonic()
+        if fetch is None or fetch.head.digest != head.digest:
+            if head.version <= self.weights.newest():
+                return
+            self._give_up()
+            pieces = Pieces(head.nbytes, head.piece, head.digests)
+            try:
+                with self.actor.activity("make room for weights", self.topology.limits.work_s):
+                    self.weights.begin(head.version, head.step, head.checksum, head.manifest, head.digest, pieces)
+            except (WeightsRefused, WeightsTimeout) as problem:
+                self.actor.warn("relay", f"version {head.version} is not here yet: {problem}", kind="weights")
+                self._next_head = now + WAIT_S
+                return
+            fetch = self.fetch = Fetch(self.links, pieces, now)
+        fetch.begin(head, Sources(head.above, self._usual, self.topology.weights.timeout_s, now))
+
+    def _advance(self, fetch: Fetch, now: float) -> None:
+        if why := fetch.advance(self.weights, now):
+            self.actor.warn("relay", f"version {fetch.head.version}: {why}", kind="weights")
+        if fetch.pieces.left:
             return
-        self.state = state
-        self._set_words(state)
-        if state.over:
-            self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
-        elif state.weights > max(self.weights.newest(), 0):
-            self._fetch()
+        self.weights.done()
+        took, head, sources = now - fetch.begun, fetch.head, fetch.sources
+        log.info("version %d: %.1f MB in %.2f s from %s", head.version, head.nbytes / 1e6, took, fetch.named)
+        self._usual = sources.usual(now) if sources is not None else self._usual
+        self._give_up()
+        self._next_look = 0.0  # home learns of it at once
 
-    def _set_words(self, state: h.HomeState) -> None:
-        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
-            self.ring.set_header(word, getattr(state, word.value))
-        self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
-
-    def _fetch(self) -> None:
-        """Bring the newest version here; without an answer, or overtaken, it is tried again at the next look."""
-        try:
-            head = self.link.ask(h.WeightsHead(have=self.weights.newest()), self.topology.weights.timeout_s)
-        except PeerLost as problem:
-            self.actor.warn("relay", f"weights: {problem}", kind="weights")
-            return
-        if not isinstance(head, h.Version) or head.version <= self.weights.newest():
-            return
-        begun = time.monotonic()
-        try:
-            self.weights.begin(head.version, head.step, head.checksum, head.manifest)
-            limit_s = self.topology.weights.timeout_s
-            if fetch_pieces(self.link, self.weights, head.version, head.nbytes, self.piece, limit_s, self._meanwhile):
-                self.weights.done()
-                took = time.monotonic() - begun
-                log.info("version %d: %.1f MB in %.2f s", head.version, head.nbytes / 1e6, took)
-        except (PeerLost, WeightsRefused) as problem:
-            self.actor.warn("relay", f"version {head.version} is not here yet: {problem}", kind="weights")
-        finally:
-            self.weights.abandon()
+    def _give_up(self) -> None:
+        """Of a version that is not whole nothing stays."""
+        self.weights.abandon()
+        self.fetch = None
 
 
-def fetch_pieces(
-    link: Asking, copy: SegmentCopy, version: int, nbytes: int, size: int, timeout_s: float,
-    meanwhile: Callable[[h.AnyReply], None],
-) -> bool:
-    """Ask for all pieces of a version, some ahead, and write each as it comes; `meanwhile` is called with each answer.
-    False: a newer version has overtaken it. PeerLost: no piece came for `timeout_s`, whatever else did."""
-    wanted, asked = deque(range(0, nbytes, size)), dict[int, int]()
-    end = time.monotonic() + timeout_s
-    while wanted or asked:
-        while wanted and len(asked) < AHEAD:
-            at = wanted.popleft()
-            asked[link.post(h.WeightsPiece(version=version, at=at, size=min(size, nbytes - at)))] = at
-        found, left = None, end - time.monotonic()
-        if left > 0:
-            found = link.receive(left)
-        if found is None:
-            raise PeerLost(f"no piece of it for {timeout_s:g} s (weights.timeout_s)")
-        reply, data = found
-        meanwhile(reply)
-        if asked.pop(reply.number, None) is None:
-            continue  # an answer to an earlier question
-        if not isinstance(reply, h.Piece):
+class Links:
+    """Connections to home and other hosts for pieces of weights, apart from that for the state: nothing waits behind
+    them. One is kept for the next version."""
+
+    def __init__(self, source: HostSource) -> None:
+        self._endpoint, self._keys, self._name = relay_endpoint(source.endpoint), source.client, source.name
+        self._open: dict[tuple[str, str], Asking] = {}
+
+    def to(self, peer: h.Peer | None) -> Asking:
+        """The connection to this host, or to home; others are closed."""
+        place, key = (peer.place, peer.key) if peer is not None else (self._endpoint, self._keys.server)
+        made = self._open.pop((place, key), None) or Asking(place, ClientKeys(self._keys.pair, key), self._name)
+        self.close()
+        self._open[place, key] = made
+        return made
+
+    def close(self) -> None:
+        for link in self._open.values():
+            link.close()
+        self._open.clear()
+
+
+class Fetch:
+    """One version on its way here, from one host after another; without `sources` home has to name some again."""
+
+    head: h.Version
+    sources: Sources | None = None
+    link: Asking | None = None
+
+    def __init__(self, links: Links, pieces: Pieces, now: float) -> None:
+        self._links, self.pieces, self.begun = links, pieces, now
+        self._numbers = set[int]()  # of the questions on this link
+
+    @property
+    def named(self) -> str:
+        return (self.sources.current if self.sources is not None else "") or "home"
+
+    def begin(self, head: h.Version, sources: Sources) -> None:
+        self.head, self.sources = head, sources
+        self._turn()
+
+    def advance(self, copy: SegmentCopy, now: float) -> str:
+        """Take what came, and ask for more; why the host that gave it was left, or empty."""
+        if self.sources is None or self.link is None:
+            return ""
+        why = self._take(copy, self.sources, now)
+        if why:
+            self.sources.lost(now)
+        why = why or self.sources.look(now)
+        if self.sources.over:
+            self.sources = None
+        elif why:
+            self._turn()
+        ahead = max(2, min(MOST_AHEAD, AHEAD_BYTES // max(1, self.head.piece)))
+        while self.sources is not None and self.pieces.open < ahead and (place := self.pieces.want()) is not None:
+            at, size = place
+            asked = h.WeightsPiece(version=self.head.version, digest=self.head.digest, at=at, size=size)
+            self._numbers.add(self.link.post(asked))
+        return why
+
+    def _take(self, copy: SegmentCopy, sources: Sources, now: float) -> str:
+        """Write the pieces that came; why no more can be had here, or empty."""
+        assert self.link is not None
+        for reply, data in self.link.here():
+            sources.heard(now)
+            if isinstance(reply, h.Refused) and reply.number in self._numbers:
+                return f"{self.named}: {reply.text}"
+            if isinstance(reply, h.Piece) and reply.version == self.head.version:
+                try:
+                    new = self.pieces.came(reply.at, data)
+                except WeightsRefused as problem:
+                    return f"{self.named}: {problem}"
+                if new:
+                    copy.write(reply.at, data)
+                    sources.heard(now, len(data))
+        return ""
+
+    def _turn(self) -> None:
+        """Ask another host from here on: first for what was on its way."""
+        assert self.sources is not None
+        self.pieces.again()
+        self._numbers.clear()
+        self.link = self._links.to(next((one for one in self.head.peers if one.name == self.sources.current), None))
+
+
+class Sharing:
+    """Answers other hosts, whose keys home names, from what is here of a version: all of it, or what has come yet."""
+
+    def __init__(self, address: str, pair: Pair, copy: SegmentCopy) -> None:
+        self.listed: dict[str, str] = {}
+        place = f"tcp://{address}:*"
+        self.link = Answering(CurveListener(place, Admission(pair, lambda: self.listed), (place,)))
+        self._copy = copy
+        self._open = deque[tuple[float, Asked]](maxlen=MOST_OPEN)  # questions for what is not here, and since when
+        self._next_word = 0.0
+
+    def work(self) -> None:
+        now = time.monotonic()
+        self._open.extend((now, asked) for asked in self.link.waiting(0))
+        self._open = deque((one for one in self._open if not self._answer(*one, now)), MOST_OPEN)
+        if self._open and now >= self._next_word:
+            self._next_word = now + WORD_S
+            for asked in {asked.peer: asked for _, asked in self._open}.values():
+                self.link.answer(asked, h.Waiting())
+
+    def _answer(self, since: float, asked: Asked, now: float) -> bool:
+        """Whether it was answered."""
+        question = asked.question
+        if not isinstance(question, h.WeightsPiece):
+            return True
+        data = self._copy.piece(question.digest, question.at, question.size)
+        if data is not None:
+            self.link.answer(asked, h.Piece(version=question.version, at=question.at), data)
+        elif not self._copy.holds(question.digest) and now - since > PATIENCE_S:
+            self.link.answer(asked, h.Refused(text="it has not this version"))
+        else:
             return False
-        copy.write(reply.at, data)
-        end = time.monotonic() + timeout_s
-    return True
+        return True
+
+    def close(self) -> None:
+        self.link.close()

@@ -21,7 +21,18 @@ import numpy as np
 from busrl.config import Topology
 from busrl.config.rules import RESERVE_PROCESSES
 from busrl.errors import NotOwner, RingError, RingFull, SlotTooSmall
-from busrl.gateway import AnswerLimits, ClaimedTask, ClaimGone, Desk, Refused, RemoteAnswer, Tally, tensor
+from busrl.gateway import (
+    HOST,
+    AnswerLimits,
+    ClaimedTask,
+    ClaimGone,
+    Desk,
+    Judged,
+    Refused,
+    RemoteAnswer,
+    Tally,
+    tensor,
+)
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -29,6 +40,7 @@ from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, s
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
 from busrl.roles.answers import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
 from busrl.roles.episodes import last_call, turn_rewards_of
+from busrl.scheduling.admission import Lines, Unbegun
 from busrl.states import Fate, HeaderWord
 from busrl.weights.base import VersionSteps
 
@@ -36,6 +48,7 @@ log = logging.getLogger("busrl")
 RESTS_IN = {State.GENERATING: State.QUEUED, State.REWARDING: State.GENERATED}
 ALONE = 1 << 31  # of the field `flags`: the claimer holds nothing else
 MOST_TRIES = 3
+JUDGED = 1 << 31  # as `reward_parts`: the reward of a host, whole; programs that judge parts have the other bits
 TENSORS = ("tokens", "logprobs", "versions")
 
 
@@ -95,15 +108,18 @@ class RingLedger:
         stand_in = self.stand_in(index)
         if role == "reward":
             taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+        elif role == HOST and self.cuts.plan.most > 1:
+            taken, _ = claim_queued(stand_in, Unbegun(), limit, idle, self.cuts.cls)
         else:
             taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle, self.cuts.cls)
-        return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
+        lines = self.ring.lines([slot for slot, _ in taken])
+        return [_claim(slot, line) for (slot, _), line in zip(taken, lines)]
 
     def task(self, index: int, claim: ClaimedTask) -> g.Task | None:
         line, segments = self.ring.line(claim.slot), segments_of(claim.word)
         rewarding = state_of(claim.word) == State.REWARDING
         try:
-            most = 0 if rewarding else self.limits(claim).tokens
+            most = 0 if rewarding else int(line["max_new_tokens"]) - self._earlier(claim)
             cut = self.cuts.next(int(line["cls"]), segments, most)
             return g.Task(
                 task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
@@ -129,30 +145,59 @@ class RingLedger:
         return {name: tensor(array) for name, array in arrays.items()}
 
     def limits(self, claim: ClaimedTask) -> AnswerLimits:
-        segments, most = segments_of(claim.word), int(self.ring.line(claim.slot)["max_new_tokens"])
-        earlier = len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+        most = int(self.ring.line(claim.slot)["max_new_tokens"]) - self._earlier(claim)
         newest = self.ring.header(HeaderWord.VERSION)
-        return AnswerLimits(most - earlier, segments, self.prompt_tokens, self.vocabulary, newest)
+        return AnswerLimits(most, segments_of(claim.word), self.prompt_tokens, self.vocabulary, newest)
+
+    def _earlier(self, claim: ClaimedTask) -> int:
+        """Tokens of its earlier segments."""
+        segments = segments_of(claim.word)
+        return len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
         stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
-        line, limits = self.ring.line(slot), self.limits(claim)
+        line = self.ring.line(slot)
         whole = self._whole(limits, answer)
         with _as_refusals():
+            if judged is not None:
+                write_parts(stand_in, slot, word, judged.parts)
+                stand_in.set(slot, word, reward=judged.reward, reward_parts=JUDGED)
             if answer.prompt_ids is not None:
                 stand_in.put(slot, word, "prompt_ids", answer.prompt_ids)
             message = self.cuts.commit(
                 stand_in, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
                 version=int(line["version"]), step=int(line["step"]),
                 earlier=int(line["max_new_tokens"]) - limits.tokens,
-                prompt_tokens=len(self.ring.get(slot, "prompt_ids")),
+                prompt_tokens=len(
+                    self.ring.get(slot, "prompt_ids") if answer.prompt_ids is None else answer.prompt_ids
+                ),
             )
         if message is None:
             raise ClaimGone
         stand_in.add(tokens=len(answer.token_ids), samples=int(whole))
-        self.announce(message)
+        if judged is None or not self._judge(self.ring.line(slot), slot):
+            self.announce(message)
+
+    def finish_judged(self, lines: Lines) -> None:
+        """Answers that came with their reward, between whose two commits an earlier keeper died."""
+        judged = (lines["state"] == State.GENERATED) & (lines["reward_parts"] == JUDGED)
+        for slot in judged.nonzero()[0].tolist():
+            self._judge(lines[slot], slot)
+
+    def _judge(self, line: np.void, slot: int) -> bool:
+        """Commit the reward that the slot has already, in the keeper's own name; False if a reward worker was first."""
+        word = self.ring.claim(slot, int(line["word"]), State.REWARDING)
+        done = self.ring.release(slot, word, State.REWARDED) if word else 0
+        if done:
+            message = m.RewardComputed(
+                slot_id=slot, seq=seq_of(done), uid=int(line["uid"]), reward=float(line["reward"])
+            )
+            self.announce(message)
+        return bool(done)
 
     def _whole(self, limits: AnswerLimits, answer: RemoteAnswer) -> bool:
         """Whether the answer ends with this segment; `Refused` where it must end but has done = false."""
@@ -234,7 +279,9 @@ class CallLedger:
         most = int(self.ring.line(claim.slot)["max_new_tokens"])
         return AnswerLimits(most, 0, 0, self.samples.vocabulary, self.samples.ring.header(HeaderWord.VERSION))
 
-    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
         if not answer.done:
             raise Refused("the answer to a model call is sent whole, with done = true")
         stand_in, made = self._entries.stand_in(index), (answer.token_ids, answer.logprobs, answer.versions)
@@ -299,9 +346,11 @@ class BothLedgers:
         ledger, entry = self._ledger(index)
         ledger.show(entry, tasks)
 
-    def commit_answer(self, index: int, claim: ClaimedTask, answer: RemoteAnswer) -> None:
+    def commit_answer(
+        self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
         ledger, entry, own = self._own(index, claim)
-        ledger.commit_answer(entry, own, answer)
+        ledger.commit_answer(entry, own, answer, limits, judged)
 
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
         self.samples.commit_reward(index, claim, reward, parts)

@@ -7,6 +7,8 @@ nothing of engines, weights or groups.
 - A local slot is the record of a claim: its line holds the task's slot, seq and uid at home. So this process remembers
   nothing that its next life needs, and an engine's death is settled on this host.
 - An answer stays in its slot, TRAINING, until home has said what became of it; sent again it counts once.
+- Many answers go in one message, and the same message asks for as many new tasks. Where this host has rewards, its
+  answers go with theirs.
 - What home has given to others is dropped here: at once if no engine has it, else when the engine lets go.
 - Local fates say only that a sample is here; home's alone count.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,23 +28,24 @@ from busrl.bus import Endpoint, tcp_pair
 from busrl.config import HostSource
 from busrl.config.hosts import SILENT, ahead_of
 from busrl.errors import BusNotReady, MessageTooLarge
-from busrl.gateway import FATES, tensor
+from busrl.gateway import FATES, HOST
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.ring import Fates, State, segments_of, seq_of
+from busrl.ring import UID_NONE, Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
-from busrl.roles.answers import UNREADABLE, read_generated, read_prompt_ids, read_text
+from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
 from busrl.roles.host_news import HostErrors
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")
-ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER")
-CLAIM_S, RESEND_S, PRESENT_S = 0.25, 2.0, 1.0
-CLAIM_FREED = 8  # answers after which more is claimed at once
+ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER", "GATEWAY_SETTLED")
+CLAIM_S, RESEND_S, PRESENT_S, LOOK_S = 0.25, 2.0, 1.0, 0.05
+TENSORS = ("tokens", "logprobs", "versions", "prompt_ids")
+BESIDE = 512  # bytes of an answer in a message beside its tensors and its text
 ROWS_COUNT_S = 4.0  # for which an engine that told of its rows is taken to be there
 COLLECT_AT_ONCE = 256
 REMEMBERED = 8192
-DROPS = {fate: word for word, fate in FATES["rollout"].items()}
+DROPS = {fate: word for word, fate in FATES[HOST].items()}
 
 
 @dataclass
@@ -53,16 +56,36 @@ class Held:
     uid: int
     slot: int = -1
     word: int = 0  # the word that owns the slot, once its answer is ready
-    result: g.Remote | None = None
+    failed: g.RemoteFail | None = None
     sent_at: float = 0.0
     lost: bool = False  # home has given it to others
+
+    @property
+    def ended(self) -> bool:
+        """Whether its outcome is on the way home."""
+        return bool(self.word) or self.failed is not None
+
+
+@dataclass
+class Answer:
+    """What is read of a slot for home; the slot keeps it until home has it."""
+
+    one: Held
+    text: str
+    finish: int
+    reward: float
+    parts: dict[str, float]
+    tensors: dict[str, bytes]
+
+    @property
+    def size(self) -> int:
+        return BESIDE + 4 * len(self.text) + sum(map(len, self.tensors.values()))
 
 
 class Satellite(Actor):
     role = "satellite"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.DataGenerated)
-    tick_s = 0.02
 
     def setup(self) -> None:
         self.source = HostSource.read(self.paths.host_source)
@@ -72,54 +95,70 @@ class Satellite(Actor):
             name, frontend, backend, subscribe=[f"{kind}/{name}/" for kind in ANSWERS], hwm=own.hwm,
             max_bytes=own.max_message_bytes, keys=self.source.client, report=lambda text: self.warn("home", text),
         )
-        # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
-        self.joined, self.request = False, time.time_ns() // 1_000_000
-        self.rows: dict[str, tuple[int, float]] = {}  # of the engines here: how many, and when they said so
-        self.waiting: dict[str, g.Task] = {}
-        self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
-        self.bell = Doorbell()
-        self.errors, self._heard_at = HostErrors(self.paths), 0.0
-        self._next_claim = self._next_presence = 0.0
-        self._claimed = self._freed = 0  # the last claim's request until it is answered; answers since that claim
-        self.held = {one.task: one for one in self._adopted()}
+        self.begin()
         try:
             self.home.ready(self.topology.limits.ready_s / 2)
         except BusNotReady as problem:  # home may be away: what is here goes on
             self.warn("home", str(problem), kind="no home")
 
-    def _adopted(self) -> Iterable[Held]:
+    def begin(self) -> None:
+        """What is remembered between passes; the tasks that are here are those of the ring."""
+        # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
+        self.joined, self.request = False, time.time_ns() // 1_000_000
+        self.judges = any(one.role == "reward" for one in self.topology.processes())
+        self.rows: dict[str, tuple[int, float]] = {}  # of the engines here: how many, and when they said so
+        self.wanted = 0  # tasks that are to be here and not ended
+        self.waiting: dict[str, g.Task] = {}
+        self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
+        self.bell, self.rung = Doorbell(), True
+        self.errors, self._heard_at = HostErrors(self.paths), 0.0
+        self._next_claim = self._next_presence = self._next_look = self._next_collect = 0.0
+        self.held: dict[str, Held] = {}
+        self.lost: dict[str, Held] = {}  # of these, those that home has given to others
+        self.uids = np.full(self.ring.n_slots, UID_NONE, np.uint64)  # of each slot with a task that has not ended
+        self._adopt()
+
+    def _adopt(self) -> None:
         """What the ring says is here: tasks of an earlier life of this process."""
         lines = self.ring.lines()
         for slot in (lines["state"] != State.FREE).nonzero()[0].tolist():
-            yield Held(_task_of(lines[slot]), int(lines["uid"][slot]), slot)
+            one = Held(_task_of(lines[slot]), int(lines["uid"][slot]), slot)
+            self.held[one.task] = one
+            self.uids[slot] = one.uid
 
     def work(self) -> bool:
         if self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING:
             self.stop("the run has reached its goal")
             return True
         heard = self._hear()
-        did = self._dispatch() + self._collect() + self._report_dropped()
+        did = self._dispatch() + self._collect()
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_S
+            did += self._report_dropped()
         self._tell()
         self.ring_bells(self.bell)
         return bool(heard or did)
 
     def idle(self, timeout_s: float) -> None:
-        """Home's messages and the local bus are looked at in turn: neither wait is long."""
-        message = self.home.recv(timeout_s / 2)
-        if message is not None:
+        """Until home or this host says something."""
+        if (message := self.home.take()) is not None:
             self._heard(message)
-        super().idle(timeout_s / 2)
+        elif (message := self.bus.take()) is not None:
+            self._receive(message)
+        else:
+            self.bus.wait(timeout_s, self.home.fileno())
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):
             self.rows[message.worker_id] = (message.rows, time.monotonic())
+        else:
+            self.rung = True
 
     def teardown(self) -> None:
         """Answers that are ready are sent once more; the rest goes back to the run at once."""
+        self._next_collect = 0.0
         self._collect()
-        for one in self.held.values():
-            if one.result is not None:
-                self._send(one)
+        self._send([one for one in self.held.values() if one.ended])
         self._ask(g.RemoteLeave(life=self.source.life, reason=self.stopping))
         self.home.send(m.Goodbye(reason=self.stopping))
         self.home.close()
@@ -139,12 +178,15 @@ class Satellite(Actor):
         if isinstance(message, g.GatewayWelcome):
             self.joined, self._next_claim = True, 0.0
         elif isinstance(message, g.GatewayTasks):
-            if message.req >= self._claimed:
-                self._claimed = 0
             for task in message.tasks:
                 if task.task not in self.held and task.task not in self.over:
                     self.held[task.task] = Held(task.task, task.uid)
                     self.waiting[task.task] = task
+        elif isinstance(message, g.GatewaySettled):
+            for name in (*message.done, *message.late):
+                self._settle(name)
+            for one in message.refused:
+                self._refused(one.task, one.code, one.text)
         elif isinstance(message, g.GatewayAnswer):
             self._answered(message)
 
@@ -155,20 +197,18 @@ class Satellite(Actor):
             self._replaced()
         for task in answer.lost:
             self._lose(task)
-        if answer.code == "refused" and answer.task in self.held:
-            self._refused(self.held[answer.task], answer.text)
-        elif answer.task in self.held:
-            if answer.code != "unknown":
-                self._settled(self.held[answer.task])
+        if answer.task and answer.code not in ("unknown", "refused"):
+            self._settle(answer.task)
         elif answer.code in ("refused", "full", "too_large", "malformed", "version"):
             self.warn("home", f"{answer.about}: {answer.code}: {answer.text}", "error", kind=answer.code)
 
-    def _refused(self, one: Held, why: str) -> None:
-        """Home cannot use its answer, and would not use the next one: the sample is given up."""
-        self.warn("home", f"sample {one.uid} is refused: {why}", "error", uids=[one.uid])
-        if isinstance(one.result, g.RemoteGenerated):
-            one.result = g.RemoteFail(life=self.source.life, task=one.task, drop="malformed", text=why)
-            self._send(one)
+    def _refused(self, task: str, code: str, why: str) -> None:
+        """Home cannot use this answer, and would not use the next one: the sample is given up."""
+        if code != "refused":
+            self._settle(task)
+        elif (one := self.held.get(task)) is not None:
+            self.warn("home", f"sample {one.uid} is refused: {why}", "error", uids=[one.uid])
+            self._fail(one, "malformed", why)
 
     def _replaced(self) -> None:
         """Two hosts of one name would take each other's place for ever: the older one ends."""
@@ -177,20 +217,23 @@ class Satellite(Actor):
         self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.STOPPING)
         self.stop("replaced")
 
-    def _settled(self, one: Held) -> None:
+    def _settle(self, task: str) -> None:
         """Home needs nothing more of it."""
+        one = self.held.get(task)
+        if one is None:
+            return
         if one.word:
             self.ring.finish(one.slot, one.word, Fate.TRAINED)
             self._forget(one)
         else:
-            self._lose(one.task)
+            self._lose(task)
 
     def _lose(self, task: str) -> None:
         """It is somebody else's now."""
         one = self.held.get(task)
         if one is None:
             return
-        one.lost = True
+        one.lost, self.lost[task] = True, one
         line = None if one.slot < 0 else self.ring.line(one.slot)
         if line is None or line["state"] == State.FREE or int(line["uid"]) != one.uid:
             self._forget(one)
@@ -198,8 +241,10 @@ class Satellite(Actor):
             self.ring.drop(one.slot, int(line["word"]), Fate.OLD)  # unless an engine takes it this moment
 
     def _forget(self, one: Held) -> None:
-        self.held.pop(one.task, None)
-        self.waiting.pop(one.task, None)
+        for tasks in (self.held, self.waiting, self.lost):
+            tasks.pop(one.task, None)
+        if one.slot >= 0 and self.uids[one.slot] == one.uid:
+            self.uids[one.slot] = UID_NONE
         self.over[one.task] = None
         if len(self.over) > REMEMBERED:
             del self.over[next(iter(self.over))]
@@ -219,7 +264,9 @@ class Satellite(Actor):
             if not found:
                 break
             slot, word = found[0]
-            self.held[task.task].slot = slot
+            if self.uids[slot] != UID_NONE:  # of a task that was dropped here a moment ago
+                self._report_one(next(one for one in self.held.values() if one.slot == slot and not one.ended))
+            self.held[task.task].slot, self.uids[slot] = slot, task.uid
             del self.waiting[task.task]
             self._announce(slot, word, task.uid)
             done += 1
@@ -237,63 +284,84 @@ class Satellite(Actor):
                 os.pwrite(file.fileno(), b"\0", index)
 
     def _collect(self) -> int:
-        """Own each answer that is ready, and send it."""
-        for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=COLLECT_AT_ONCE):
-            self.ring.release(slot, word, State.REWARDED)
+        """Own the answers that are ready, and send them together."""
+        now = time.monotonic()
+        if not self.rung and now < self._next_collect:
+            return 0
+        self.rung, self._next_collect = False, now + LOOK_S
+        if not self.judges:
+            for slot, word in self.ring.take(State.GENERATED, State.REWARDING, cls=None, limit=COLLECT_AT_ONCE):
+                self.ring.release(slot, word, State.REWARDED)
         taken = self.ring.take(State.REWARDED, State.TRAINING, cls=None, limit=COLLECT_AT_ONCE)
-        for slot, word in taken:
-            self._send_answer(slot, word)
+        self.rung = len(taken) == COLLECT_AT_ONCE
+        lines, ready = self.ring.lines([slot for slot, _ in taken]), []
+        for (slot, word), line in zip(taken, lines):
+            one = self.held.get(_task_of(line))
+            if one is None or one.lost:
+                self.ring.finish(slot, word, Fate.TRAINED)
+                if one is not None:
+                    self._forget(one)
+                continue
+            one.slot, one.word, self.uids[slot] = slot, word, UID_NONE
+            ready.append(one)
+        self._send(ready, claim=True)
         return len(taken)
 
-    def _send_answer(self, slot: int, word: int) -> None:
-        line = self.ring.line(slot)
-        one = self.held.get(_task_of(line))
-        if one is None or one.lost:
-            self.ring.finish(slot, word, Fate.TRAINED)
-            if one is not None:
-                self._forget(one)
-            return
-        one.slot, one.word = slot, word
+    def _read(self, ready: list[Held]) -> Iterator[Answer]:
+        """What home needs of each; one that cannot be read is handed back."""
         try:
-            one.result = self._answer_of(one, int(line["finish"]), segments_of(word))
-        except UNREADABLE as problem:
-            self.warn("satellite", f"sample {one.uid} cannot be read: {problem}", "error", uids=[one.uid])
-            one.result = g.RemoteFail(life=self.source.life, task=one.task)
-        self._send(one)
+            yield from self._read_all(ready)
+        except UNREADABLE:  # one by one, to find which of them
+            for one in ready:
+                try:
+                    yield from self._read_all([one])
+                except UNREADABLE as problem:
+                    self.warn("satellite", f"sample {one.uid} cannot be read: {problem}", "error", uids=[one.uid])
+                    self._fail(one)
 
-    def _answer_of(self, one: Held, finish: int, segments: int) -> g.RemoteGenerated:
-        slot = one.slot
-        tokens, logprobs, versions = (
-            tensor(np.asarray(read_generated(self.ring, slot, name, segments)))
-            for name in ("tokens", "logprobs", "versions")
-        )
-        return g.RemoteGenerated(
-            life=self.source.life, task=one.task, tokens=tokens, logprobs=logprobs, versions=versions,
-            text=read_text(self.ring, slot, segments), prompt_ids=tensor(np.asarray(read_prompt_ids(self.ring, slot))),
-            finish=finish, done=True,
-        )
+    def _read_all(self, ready: list[Held]) -> list[Answer]:
+        held = [(one.slot, one.word) for one in ready]
+        lines = self.ring.lines([one.slot for one in ready])
+        columns = {name: self._columns(held, name) for name in TENSORS}
+        texts = map(text_of, read_copies(self.ring, held, "text"))
+        return [
+            Answer(
+                one, text, int(line["finish"]), float(line["reward"]),
+                read_parts(self.ring, one.slot) if self.judges else {},
+                {name: column[at] for name, column in columns.items()},
+            )
+            for at, (one, text, line) in enumerate(zip(ready, texts, lines))
+        ]
+
+    def _columns(self, held: list[tuple[int, int]], name: str) -> list[bytes]:
+        """One tensor of each slot, of all its segments."""
+        if name == "prompt_ids" or all(segments_of(word) == 1 for _, word in held):
+            return read_copies(self.ring, held, name)
+        return [read_generated(self.ring, slot, name, segments_of(word)).tobytes() for slot, word in held]
 
     def _report_dropped(self) -> int:
-        """Tell home of samples that engines or the keeper of this host gave up."""
-        placed = [one for one in self.held.values() if one.slot >= 0 and not one.word and one.result is None]
-        if not placed:
+        """Tell home of samples that engines, rewards or the keeper of this host gave up."""
+        lines = self.ring.lines()
+        for one in list(self.lost.values()):  # the engine that had it is gone
+            if lines["state"][one.slot] == State.QUEUED and int(lines["uid"][one.slot]) == one.uid:
+                self.ring.drop(one.slot, int(lines["word"][one.slot]), Fate.OLD)
+        gone = (self.uids != UID_NONE) & ((lines["state"] == State.FREE) | (lines["uid"] != self.uids))
+        if not gone.any():
             return 0
-        lines, count = self.ring.lines(), 0
-        for one in placed:
-            line = lines[one.slot]
-            if line["state"] != State.FREE and int(line["uid"]) == one.uid:
-                if one.lost and line["state"] == State.QUEUED:  # the engine that had it is gone
-                    self.ring.drop(one.slot, int(line["word"]), Fate.OLD)
-                continue
-            if one.lost:
-                self._forget(one)
-                continue
-            table, index = self._place(one.uid)
-            fate = next((known for known in DROPS if known == table.get(index)), Fate.NONE)
-            one.result = g.RemoteFail(life=self.source.life, task=one.task, drop=DROPS.get(fate, ""), text=fate.words)
-            self._send(one)
-            count += 1
-        return count
+        dropped = [one for one in self.held.values() if one.slot >= 0 and not one.ended and gone[one.slot]]
+        for one in dropped:
+            self._report_one(one)
+        return len(dropped)
+
+    def _report_one(self, one: Held) -> None:
+        """It has left its slot without an answer."""
+        self.uids[one.slot] = UID_NONE
+        if one.lost:
+            self._forget(one)
+            return
+        table, index = self._place(one.uid)
+        fate = next((known for known in DROPS if known == table.get(index)), Fate.NONE)
+        self._fail(one, DROPS.get(fate, ""), fate.words)
 
     def _place(self, uid: int) -> tuple[Fates, int]:
         """The table that has the fate of a sample, and where."""
@@ -305,58 +373,94 @@ class Satellite(Actor):
         now = time.monotonic()
         if now >= self._next_presence:
             self._next_presence = now + PRESENT_S
-            self.home.heartbeat("rollout", f"host, holds {len(self.held)}")
+            self.home.heartbeat(HOST, f"host, holds {len(self.held)}")
             if self.joined and (holding := self._living()):
                 self._ask(g.RemoteExtend(life=self.source.life, holding=holding))  # its answer names what is lost
+            if self.joined:
+                self._send([one for one in self.held.values() if one.ended and now - one.sent_at > RESEND_S])
             if now - self._heard_at < 2 * PRESENT_S:  # while home is away its errors wait
                 for error in self.errors.new():
                     self.home.send(error)
-        # Engines that answer faster than claims are due would run dry; a claim under way must not be doubled by it.
-        if now >= self._next_claim or (self._freed >= CLAIM_FREED and not self._claimed):
+        if now >= self._next_claim:
             self._next_claim = now + CLAIM_S
             self._claim(now)
-        if self.joined:
-            for one in self.held.values():
-                if one.result is not None and now - one.sent_at > RESEND_S:
-                    self._send(one)
 
     def _claim(self, now: float) -> None:
         """Ask for as many tasks as the engines here will want soon; to name those that are held renews their leases."""
         life = self.source.life
         if not self.joined:
-            self.home.send(m.Hello(role="rollout", pid=os.getpid(), host=os.uname().nodename))
-            self._ask(g.RemoteJoin(life=life, role="rollout", ring=self.source.ring_hex))
+            self.home.send(m.Hello(role=HOST, pid=os.getpid(), host=os.uname().nodename))
+            self._ask(g.RemoteJoin(life=life, role=HOST, ring=self.source.ring_hex))
             return
         relays = (one for one in self.ring.processes() if one.role == "relay" and one.state == "ready")
         hears = any(one.activity != SILENT for one in relays)
         # Without a relay nobody here knows how old its weights are.
         rows = sum(count for count, at in self.rows.values() if now - at < ROWS_COUNT_S) if hears else 0
-        wanted = rows + ahead_of(self.topology, rows) if rows else 0
-        unfinished = sum(one.result is None for one in self.held.values())
-        room = min(max(0, wanted - unfinished), self.ring.n_slots - len(self.held))
+        self.wanted = rows + ahead_of(self.topology, rows) if rows else 0
         living = self._living()
-        self._ask(g.RemoteClaim(life=life, capacity=len(living) + max(0, room), holding=living))
-        self._claimed, self._freed = self.request, 0
+        self._ask(g.RemoteClaim(life=life, capacity=len(living) + self._room(), holding=living))
+
+    def _room(self) -> int:
+        """Tasks more that this host could use."""
+        unfinished = sum(not one.ended for one in self.held.values())
+        return max(0, min(self.wanted - unfinished, self.ring.n_slots - len(self.held)))
 
     def _living(self) -> list[str]:
         """The claims of this host that home has given to nobody else, as far as it knows."""
         return [task for task, one in self.held.items() if not one.lost][:m.MAX_MAP]
 
-    def _send(self, one: Held) -> None:
-        assert one.result is not None
-        self._freed += not one.sent_at
-        one.sent_at = time.monotonic()
+    def _fail(self, one: Held, drop: str = "", text: str = "") -> None:
+        """Give it up, or hand it back."""
+        one.failed = g.RemoteFail(life=self.source.life, task=one.task, drop=drop, text=text)
+        self._send([one])
+
+    def _send(self, ended: list[Held], claim: bool = False) -> None:
+        """Outcomes, answers in as few messages as their size allows; the last one may `claim` in the place of each."""
+        now = time.monotonic()
+        for one in ended:
+            one.sent_at = now
+            if one.failed is not None:
+                self._ask(one.failed)
+        packs: list[list[Answer]] = [[]]
+        size, most = 0, self.topology.bus.max_message_bytes // 2
+        answered = [one for one in ended if one.failed is None]
+        for answer in self._read(answered) if answered else ():
+            if packs[-1] and size + answer.size > most:
+                packs.append([])
+                size = 0
+            packs[-1].append(answer)
+            size += answer.size
+        for number, pack in enumerate(packs, 1):
+            if pack:
+                capacity = len(self.held) - len(self.lost) - len(answered) + self._room() if number == len(packs) else 0
+                self._send_answers(pack, capacity if claim else 0)
+
+    def _send_answers(self, pack: list[Answer], capacity: int) -> None:
+        lengths = {name: [len(answer.tensors[name]) // 4 for answer in pack] for name in ("tokens", "prompt_ids")}
+        columns = [_joined([answer.tensors[name] for answer in pack], name) for name in TENSORS]
         try:
-            self._ask(one.result)
-        except MessageTooLarge as problem:
+            self._ask(g.RemoteBatch(
+                life=self.source.life, tasks=[answer.one.task for answer in pack], lengths=lengths["tokens"],
+                prompt_lengths=lengths["prompt_ids"], finishes=[answer.finish for answer in pack],
+                texts=[answer.text for answer in pack], capacity=capacity,
+                rewards=[answer.reward for answer in pack] if self.judges else [],
+                parts=[answer.parts for answer in pack] if any(answer.parts for answer in pack) else [],
+                tokens=columns[0], logprobs=columns[1], versions=columns[2], prompt_ids=columns[3],
+            ))
+        except MessageTooLarge as problem:  # it is alone: a pack of several is half as large as it may be
+            one = pack[0].one
             self.warn("satellite", f"sample {one.uid} cannot be sent: {problem}", "error", uids=[one.uid])
-            one.result = g.RemoteFail(life=self.source.life, task=one.task, drop="malformed", text="too large to send")
-            self._ask(one.result)
+            self._fail(one, "malformed", "too large to send")
 
     def _ask(self, message: g.Remote) -> None:
         self.request += 1
         message.req = self.request
         self.home.send(message)
+
+
+def _joined(parts: list[bytes], name: str) -> g.Tensor:
+    data = b"".join(parts)
+    return g.Tensor(DTYPES[name].name, [len(data) // DTYPES[name].itemsize], data)
 
 
 def _task_of(line: np.void) -> str:

@@ -79,7 +79,7 @@ class Serve(EpisodeHolder):
                 self.give_back(lease.claim)
         return super().work()
 
-    # -- what clients ask for (`busrl.agents.http.Desk`) -----
+    # -- what clients ask for (`busrl.agents.http.ClaimDesk`) -----
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]:
         """Up to `n` episodes, waiting for the first at most `wait_s`."""

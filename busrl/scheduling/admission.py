@@ -209,11 +209,24 @@ class Waves:
         return not bool((train & (busy | self.claimable(lines, next_admission))).any())
 
     def best(self, lines: Lines, next_admission: int, limit: int, most_attempts: int) -> list[int]:
-        """Slots to claim, as the ring itself orders them: unfinished first, then priority, then the older."""
-        at = np.flatnonzero(self.claimable(lines, next_admission) & (lines["attempt"] <= most_attempts))
-        own = {name: lines[name][at] for name in ("segs", "priority", "admission", "uid")}
-        order = np.lexsort((own["uid"], own["admission"], -own["priority"].astype(np.int64), own["segs"] == 0))
-        return [int(slot) for slot in at[order[:limit]]]
+        """Slots to claim."""
+        return _best(lines, self.claimable(lines, next_admission), limit, most_attempts)
+
+
+class Unbegun:
+    """Samples that have no segment yet, for workers that make whole answers."""
+
+    def best(self, lines: Lines, next_admission: int, limit: int, most_attempts: int) -> list[int]:
+        """Slots to claim."""
+        return _best(lines, (lines["state"] == QUEUED) & (lines["segs"] == 0), limit, most_attempts)
+
+
+def _best(lines: Lines, claimable: Bools, limit: int, most_attempts: int) -> list[int]:
+    """As the ring itself orders slots: unfinished first, then priority, then the older."""
+    at = np.flatnonzero(claimable & (lines["attempt"] <= most_attempts))
+    own = {name: lines[name][at] for name in ("segs", "priority", "admission", "uid")}
+    order = np.lexsort((own["uid"], own["admission"], -own["priority"].astype(np.int64), own["segs"] == 0))
+    return [int(slot) for slot in at[order[:limit]]]
 
 
 # -- rows of the engines -------------------------------------------------------------------------------------

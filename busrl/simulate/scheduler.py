@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from busrl.config import Topology, files
+from busrl.config import Topology, named_files
 from busrl.config.derive import policy_of
 from busrl.data.trace import TracedPrompt
 from busrl.errors import UserError
@@ -79,7 +79,7 @@ def keywords_of(path: str) -> Keywords | None:
     """The user's table of keywords; None for busrl's own. `UserError` for one that has a fault."""
     if not path:
         return None
-    found, problems = files.read_keywords(path)
+    found, problems = named_files.read_keywords(path)
     if problems:
         raise UserError(f"{path}: {problems[0]}")
     return found

@@ -1,9 +1,11 @@
 """Versions of weights on their way to other hosts: taken out of one segment, put into another, in pieces of bytes.
 
 `Snapshot` reads the segment of the run's host, `SegmentCopy` writes that of another, which engines there read as they
-would at home (`weights.shm`). Talks to these two files only; knows nothing of sockets, models or torch.
+would at home (`weights.shm`). `Chain` says who fetches from whom, `Sources` when a host turns to another, `Pieces` what
+is still to come. Talks to these two files only; knows nothing of sockets, models or torch.
 
 - A snapshot is copied once, under the reader's lock: the learner is held no longer than by an engine.
+- A version is known by the digest of its bytes, a piece checked by its own: whoever gave it, no versions mix.
 - A version counts on the other host when its last piece is written, never before; a version at or below the one that is
   there is not begun, so engines never step back.
 - A copy that ends in the middle leaves the buffer that engines read as it was.
@@ -11,12 +13,17 @@ would at home (`weights.shm`). Talks to these two files only; knows nothing of s
 
 from __future__ import annotations
 
+import math
 import os
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from busrl._blocks import digest
 from busrl.errors import WeightsRefused, WeightsTimeout
 from busrl.weights.base import is_named
 from busrl.weights.shm import (
@@ -35,40 +42,67 @@ from busrl.weights.shm import (
 )
 from busrl.weights.tensors import Manifest
 
+HOME = ""  # among the hosts that a version is fetched from
+HELD = 2  # versions that home keeps at the same time, where a slow host still fetches the older one
+NEAREST = 2  # hosts that one is told to fetch from before it turns to home
+SILENT_S = 2.0  # a host that is silent for this long is left for the next
+WATCH_S = 5.0  # over which a host's rate is seen: one that gives much less than usual is left for the next
+
+
+# -- at home -----
+
 
 class Taken(NamedTuple):
-    """One version: its number, the step that made it, the digest of its values (0: none), its layout, its bytes."""
+    """One version: its number, the step that made it, the digest of its values (0: none), its layout, its bytes; and
+    the digests of its pieces, 8 bytes each, and of all of them."""
 
     version: int
     step: int
     checksum: int
     manifest: bytes
     data: Bytes
+    digests: bytes = b""
+    digest: int = 0
 
 
 class Snapshot(VersionReceiver):
-    """The newest whole version of the segment at `path`, in memory of this process."""
+    """The newest whole version of the segment at `path`, in memory of this process, to be had in pieces of `size`."""
 
-    taken: Taken | None = None
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(path)
+        self.size = size
+        self._held: dict[int, Taken] = {}
 
-    def take(self, refresh: bool = True) -> Taken | None:
-        """The newest version, or without `refresh` the one that was taken last; None if there is none, or it was
-        written over while it was copied (ask again)."""
+    def take(self, fetched: Collection[int] = ()) -> Taken | None:
+        """The newest version, or the newest that is held here while two older ones are `fetched` by others; None if
+        there is none, or it was written over while it was copied (ask again)."""
         version, _ = self.newest()
         if version < 0:
             return None
-        if self.taken is None or (refresh and self.taken.version != version):
-            self.taken = None  # its memory goes first: a model is large
-            self.taken = self._copied()
-        return self.taken
+        if version not in self._held:
+            # Memory goes first: a model is large.
+            self._held = {one: taken for one, taken in self._held.items() if one in fetched}
+            if len(self._held) < HELD and (made := self._copied()) is not None:
+                self._held[made.version] = made
+                return made
+        return self._held.get(version) or self._held.get(max(self._held, default=-1))
 
-    def piece(self, version: int, at: int, size: int) -> memoryview | None:
-        """Bytes of the version that was taken last; None if that is another one, or they lie beyond its end."""
-        if self.taken is None or self.taken.version != version or not 0 <= at < at + size <= len(self.taken.data):
+    def piece(self, known: int, at: int, size: int) -> memoryview | None:
+        """Bytes of the version with this digest; None if it is not held, or they lie beyond its end."""
+        taken = next((one for one in self._held.values() if one.digest == known), None)
+        if taken is None or not 0 <= at < at + size <= len(taken.data):
             return None
-        return memoryview(self.taken.data.data)[at : at + size]
+        return memoryview(taken.data.data)[at : at + size]
 
     def _copied(self) -> Taken | None:
+        taken = self._read()
+        if taken is None:
+            return None
+        found = [digest(taken.data[at : at + self.size], at) for at in range(0, len(taken.data), self.size)]
+        digests = np.array(found, "<u8").tobytes()
+        return taken._replace(digests=digests, digest=digest(digests + taken.manifest, taken.version) >> 1)
+
+    def _read(self) -> Taken | None:
         segment = self._current()
         k = segment.newest() if segment is not None else None
         if segment is None or k is None or not segment.lock(k, alone=False):
@@ -85,13 +119,204 @@ class Snapshot(VersionReceiver):
             segment.unlock(k)
 
 
+@dataclass
+class _Host:
+    """What home knows of one: where it answers others, when it was heard of, what it has, fetches and how fast."""
+
+    place: str = ""
+    seen: float = -math.inf
+    have: int = -1
+    fetching: int = -1
+    begun: float = 0.0
+    nbytes: int = 0
+    rate: float = 0.0  # bytes per second of its last fetch, from its question to the version's end; 0: unknown
+
+
+class Chain:
+    """Who fetches from whom: fast hosts first, by what home saw of their last fetch, else by name; the first one
+    fetches from home. The order of a version stays while it is the newest, so that nobody waits for itself."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s  # a host that was not heard of for this long counts as gone
+        self._hosts: dict[str, _Host] = {}
+        self._version, self._order = -1, list[str]()
+
+    def looked(self, name: str, have: int, now: float) -> None:
+        """Host `name` is there, with version `have`."""
+        host = self._hosts.setdefault(name, _Host())
+        host.seen, host.have = now, have
+        if 0 <= host.fetching <= have:
+            host.rate, host.fetching = host.nbytes / max(now - host.begun, 1e-3), -1
+
+    def asks(self, name: str, place: str, version: int, nbytes: int, now: float) -> list[str]:
+        """Host `name` begins to fetch this version, or goes on: the hosts to fetch it from, nearest first."""
+        host = self._hosts.setdefault(name, _Host())
+        if host.fetching != version:
+            host.fetching, host.begun, host.nbytes = version, now, nbytes
+        host.seen, host.place = now, place
+        if version > self._version:
+            self._version = version
+            self._order = sorted((one for one in self._hosts if self._there(one, now)), key=self._slowness)
+        if version < self._version:
+            return []
+        if name not in self._order:
+            self._order.append(name)
+        before = reversed(self._order[: self._order.index(name)])
+        return [one for one in before if self._there(one, now) and self._gets(one, version)][:NEAREST]
+
+    def place(self, name: str) -> str:
+        host = self._hosts.get(name)
+        return host.place if host else ""
+
+    def fetched(self, name: str, now: float) -> set[int]:
+        """Versions that hosts other than `name` fetch just now."""
+        there = (host for one, host in self._hosts.items() if one != name and now - host.seen < self._patience_s)
+        return {host.fetching for host in there} - {-1}
+
+    def _there(self, name: str, now: float) -> bool:
+        return bool(self._hosts[name].place) and now - self._hosts[name].seen < self._patience_s
+
+    def _gets(self, name: str, version: int) -> bool:
+        """Whether it has this version, or gets it next."""
+        host = self._hosts[name]
+        return host.have == version or host.fetching == version or (host.fetching < 0 and host.have < version)
+
+    def _slowness(self, name: str) -> tuple[int, str]:
+        """In powers of two below the fastest: small differences change no order, and no connection."""
+        rate, best = self._hosts[name].rate, max(host.rate for host in self._hosts.values())
+        return int(math.log2(best / rate)) if rate else 1, name
+
+
+# -- on another host -----
+
+
+class Pieces:
+    """Which pieces of one version are here, which are asked for, and which come next. `digests`: of each, 8 bytes."""
+
+    def __init__(self, nbytes: int, size: int, digests: bytes) -> None:
+        """WeightsRefused: there are more or fewer digests than pieces."""
+        count = -(-nbytes // size) if size else -1
+        if len(digests) != 8 * count:
+            raise WeightsRefused(f"{nbytes} bytes in pieces of {size}, with {len(digests) // 8} digests")
+        self._nbytes, self._size, self._digests = nbytes, size, np.frombuffer(digests, "<u8")
+        self._wanted, self._asked, self._here = deque(range(count)), set[int](), bytearray(count)
+        self.left = count
+
+    @property
+    def open(self) -> int:
+        """How many are asked for."""
+        return len(self._asked)
+
+    def want(self) -> tuple[int, int] | None:
+        """Place and size of the next to ask for; None: all are here or asked for."""
+        while self._wanted:
+            one = self._wanted.popleft()
+            if not self._here[one]:
+                self._asked.add(one)
+                return one * self._size, self._length(one)
+        return None
+
+    def again(self) -> None:
+        """What was asked for is not waited for any longer, and comes first when somebody else is asked."""
+        self._wanted.extendleft(sorted(self._asked, reverse=True))
+        self._asked.clear()
+
+    def came(self, at: int, data: memoryview) -> bool:
+        """Whether it is a piece that was not here. WeightsRefused: it is none of this version."""
+        one, beside = divmod(at, self._size)
+        if beside or not 0 <= one < len(self._here) or len(data) != self._length(one):
+            raise WeightsRefused(f"bytes {at} to {at + len(data)} are no piece of the version")
+        if digest(data, at) != int(self._digests[one]):
+            raise WeightsRefused(f"bytes {at} to {at + len(data)} are not those of the version")
+        new = not self._here[one]
+        self._here[one] = 1
+        self._asked.discard(one)
+        self.left -= new
+        return new
+
+    def has(self, at: int, size: int) -> bool:
+        one, beside = divmod(at, self._size)
+        return not beside and 0 <= one < len(self._here) and size == self._length(one) and bool(self._here[one])
+
+    def _length(self, one: int) -> int:
+        return min(self._size, self._nbytes - one * self._size)
+
+
+class Sources:
+    """Which host to fetch a version from: the first of `above`, then the others, then home.
+
+    - One that is silent for SILENT_S, refuses or gives wrong bytes is left for good; home counts as silent after
+      `home_s`, and there is nobody after it.
+    - One that gave less than half of what is `usual` here over WATCH_S (0: unknown, so that all are tried) is left
+      for one that was not tried; when all were, the best is kept.
+    - `over`: nobody is left.
+    """
+
+    over = False
+
+    def __init__(self, above: Sequence[str], usual: float, home_s: float, now: float) -> None:
+        self._there = [*above, HOME]
+        self._enough = usual / 2 if usual else math.inf
+        self._home_s = home_s
+        self._rates: dict[str, float] = {}
+        self._settled = False
+        self.current, self._since, self._heard, self._bytes = self._there[0], now, now, 0
+
+    def heard(self, now: float, nbytes: int = 0) -> None:
+        """The current one has sent something, `nbytes` of it new."""
+        self._heard = now
+        self._bytes += nbytes
+
+    def lost(self, now: float) -> None:
+        """The current one gives nothing."""
+        self._there.remove(self.current)
+        if self._there:
+            self._turn(self._next(), now)
+        else:
+            self.over = True
+
+    def look(self, now: float) -> str:
+        """Why the current one was left just now; empty if it was not."""
+        before, silent_s = self.current, self._home_s if self.current == HOME else SILENT_S
+        if now - self._heard >= silent_s:
+            self.lost(now)
+            return f"nothing heard of {before or 'home'} for {silent_s:g} s"
+        if now - self._since < WATCH_S:
+            return ""
+        rate = self._rates[before] = self._bytes / (now - self._since)
+        self._since, self._bytes = now, 0
+        if rate >= self._enough or self._settled:
+            return ""
+        self._settled = all(one in self._rates for one in self._there)
+        if (best := self._next()) == before:
+            return ""
+        self._turn(best, now)
+        return f"{before or 'home'} gave {rate / 1e6:.1f} MB/s"
+
+    def usual(self, now: float) -> float:
+        """The best rate that was seen here."""
+        seconds = now - self._since
+        if self._rates and seconds < WATCH_S / 2:
+            return max(self._rates.values())
+        return max([*self._rates.values(), self._bytes / max(seconds, 1e-3)])
+
+    def _next(self) -> str:
+        """The first that was not tried, else the best."""
+        return max(self._there, key=lambda one: self._rates.get(one, math.inf))
+
+    def _turn(self, to: str, now: float) -> None:
+        self.current, self._since, self._heard, self._bytes = to, now, now, 0
+
+
 class SegmentCopy:
-    """Writes the segment at `path`: `begin` a version, `write` its bytes in any order, then it is `done`."""
+    """Writes the segment at `path`: `begin` a version, `write` its bytes in any order, then it is `done`. What is here
+    of it, and of the version before it, can be had by its digest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._segment = attach_segment(path, writable=True)
         self._k = -1
+        self._lying: dict[int, tuple[int, Pieces]] = {}  # by buffer
         self._head = (0, 0, 0)
 
     def newest(self) -> int:
@@ -99,7 +324,7 @@ class SegmentCopy:
         k = None if self._segment is None else self._segment.newest()
         return -1 if self._segment is None or k is None else self._segment.stamp(k)[0]
 
-    def begin(self, version: int, step: int, checksum: int, manifest: bytes) -> None:
+    def begin(self, version: int, step: int, checksum: int, manifest: bytes, known: int, pieces: Pieces) -> None:
         """WeightsRefused: it is not above what is there. WeightsTimeout: an engine keeps reading the buffer."""
         if version <= self.newest():
             raise WeightsRefused(f"{self.path}: version {version} is not above {self.newest()}, which is there")
@@ -109,26 +334,41 @@ class SegmentCopy:
             held = segment.stamp(k)[0]
             raise WeightsTimeout(f"{self.path}: an engine reads version {held} for over {PATIENCE_S:g} s")
         segment.begin(k, version)
+        self._lying[k] = known, pieces
         self._k, self._head = k, (version, step, checksum)
 
     def write(self, at: int, data: memoryview) -> None:
         assert self._segment is not None
         self._segment.data[self._k][at : at + len(data)] = np.frombuffer(data, np.uint8)
 
+    def holds(self, known: int) -> bool:
+        """Whether some or all of the version with this digest lies here."""
+        return any(one == known for one, _ in self._lying.values())
+
+    def piece(self, known: int, at: int, size: int) -> bytes | None:
+        """A copy of a piece, which may be written over later; None if it is not here."""
+        for k, (one, pieces) in self._lying.items():
+            if one == known and self._segment is not None and pieces.has(at, size):
+                return self._segment.data[k][at : at + size].tobytes()
+        return None
+
     def done(self) -> None:
         """All bytes are written: from here on it is the newest version."""
         assert self._segment is not None
         self._segment.complete(self._k, *self._head)
-        self.abandon()
+        self._segment.unlock(self._k)
+        self._k = -1
 
     def abandon(self) -> None:
         """Let go of the buffer. One that is not done stays marked as half written, and is written over."""
         if self._segment is not None and self._k >= 0:
             self._segment.unlock(self._k)
+            self._lying.pop(self._k, None)
         self._k = -1
 
     def close(self) -> None:
         self.abandon()
+        self._lying.clear()
         if self._segment is not None:
             self._segment.close()
             self._segment = None

@@ -134,6 +134,27 @@ inline void put_pattern(const busrl::Segment& seg, uint32_t slot, uint64_t word,
     busrl::store_entry(seg.table(slot), index, e);
 }
 
+// Room that is passed over: what is put next begins behind the part of a slot that is always in memory.
+inline void skip_kept(const busrl::Segment& seg, uint32_t slot, uint64_t word) {
+    busrl::TensorEntry e{};
+    std::memcpy(e.name, "skip", 4);
+    e.segment = busrl::kNoSegment;
+    e.code = busrl::kUint;
+    e.bits = 8;
+    e.ndim = 1;
+    e.shape[0] = e.nbytes = busrl::kKept;
+    e.flags = busrl::kTensorValid;
+    const uint32_t index = busrl::place_entry(seg, slot, word, e);
+    busrl::store_entry(seg.table(slot), index, e);
+}
+
+// What the segment's file takes of memory.
+inline uint64_t memory_of(const busrl::Segment& seg) {
+    struct stat info;
+    if (::fstat(seg.fd(), &info) != 0) throw Failure{"cannot look at the ring's file"};
+    return uint64_t(info.st_blocks) * 512;
+}
+
 inline bool pattern_holds(const busrl::Segment& seg, uint32_t slot, const char* name, uint8_t segment, uint64_t value) {
     const auto at = busrl::find_entry(seg.table(slot), busrl::TensorName(name), segment);
     if (!at) return false;

@@ -21,7 +21,7 @@ static void attaching_says_what_is_wrong(world* w) {
     info.size = sizeof info;
     OK(busrl_ring_info(ring, &info));
     CHECK(info.abi == 1 && info.n_slots == 8 && info.slot_bytes == 4096 && info.read_only == 1 && info.index == 0);
-    CHECK(info.uuid[0] == 1 && info.uuid[2] == 3 && info.n_processes == 8 && info.layout_major == 2);
+    CHECK(info.uuid[0] == 1 && info.uuid[2] == 3 && info.n_processes == 8 && info.layout_major == 3);
     CODE(busrl_ring_register(ring, "test", "monitor", NULL), BUSRL_E_READ_ONLY);
     CODE(busrl_ring_reap(ring, NULL, 0, NULL), BUSRL_E_READ_ONLY);
     CODE(busrl_ring_bind_fates(ring, "/dev/shm/busrl.no.such.file", NULL), BUSRL_E_NO_FILE);

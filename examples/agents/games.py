@@ -24,6 +24,13 @@ def shown(keys: str) -> int:
     return sum(map(int, keys)) % 10
 
 
+def typed(text: str, tools: Any) -> tuple[str, list[tuple[str, dict[str, int]]]]:
+    """How a model of 16 characters calls a tool (`agents.tools` of calculator.toml): two digits are to be added."""
+    if len(text) == 2 and text.isdigit():
+        return "", [(tools[0]["function"]["name"], {"a": int(text[0]), "b": int(text[1])})]
+    return text, []
+
+
 async def guess(task: dict[str, Any], llm: Any) -> float:
     """A digit from 1 to 6 in three tries; after each wrong one the world says whether the number is higher or lower."""
     text = task["prompt"]

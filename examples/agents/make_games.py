@@ -20,6 +20,10 @@ from busrl.quickstart.task import VOCABULARY, Recipe
 
 MADE = Path(__file__).parent / "made"
 IDS = {token: index for index, token in enumerate(VOCABULARY)}
+TEMPLATE = (  # contents one after another; a call of the calculator is the digits of its arguments
+    "{% for message in messages %}{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.arguments.a }}{{ call.function.arguments.b }}{% endfor %}{% endfor %}"
+)
 STEPS, BATCH, LR, WRONG, WILD = 400, 128, 2e-3, 0.36, 0.62
 Moves = list[tuple[str, bool]]  # text, and whether the model says it
 
@@ -73,6 +77,7 @@ def main(folder: Path) -> None:
         optimizer.step()
     folder.mkdir(parents=True, exist_ok=True)
     save(folder / "model", recipe, new_tokenizer(recipe), model)
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     sums = [{"prompt": f"{a}{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
     numbers = [{"prompt": "=", "answer": str(one)} for one in range(1, 7)]
     for name, tasks in (("calculator", sums), ("guess", numbers)):

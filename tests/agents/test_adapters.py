@@ -22,7 +22,9 @@ from busrl.agents import adapters
 from busrl.agents.llm import ChatRequest, Choice, Choices, Ended, Llm, Request, Response, RewardRequest, play
 from busrl.errors import AgentNotLoaded
 
-AGENTS_PYTHON = Path(__file__).resolve().parents[2] / ".venv" / "agents" / "bin" / "python"  # of `make agents-env`
+VENV = Path(__file__).resolve().parents[2] / ".venv"
+AGENTS_PYTHON = VENV / "agents" / "bin" / "python"  # of `make agents-env`
+OPENENV_PYTHON = VENV / "openenv" / "bin" / "python"  # of `make openenv-env`
 
 
 class Model:
@@ -99,6 +101,41 @@ def test_rewards_of_steps_before_the_last_are_those_of_their_turns(gymnasium: An
     again = Model(lambda read: "0")
     played("gymnasium:CartPole-v1", again, 5)
     assert again.read == model.read and len(json.loads(model.read[0])) == 4, "the index is the seed"
+
+
+def test_an_environment_is_kept_after_an_answer_that_is_no_action_and_closed_after_an_error(
+    gymnasium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    closed: list[Any] = []
+
+    class Breaks(gymnasium.Env):  # type: ignore[misc]
+        action_space = gymnasium.spaces.Discrete(2)
+        observation_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def reset(self, **_: Any) -> tuple[int, dict[str, Any]]:
+            return 0, {}
+
+        def step(self, action: int) -> Any:
+            raise RuntimeError("it fell over")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    async def run() -> None:
+        monkeypatch.setattr(gymnasium, "make", lambda name, **options: Breaks())
+        adapter = await adapters.load("gymnasium:Breaks-v0", {}, trial=True)
+        for _ in range(3):
+            await play(adapter.episode, {"index": 0}, Llm(Model(["no number here"]).ask, {}))
+        assert len(made) == 1 and not closed
+        await play(adapter.episode, {"index": 0}, Llm(Model(["1"]).ask, {}))
+        assert closed == made
+        await adapter.close()
+
+    asyncio.run(run())
 
 
 def test_without_chat_the_model_reads_what_the_environment_shows(gymnasium: Any) -> None:
@@ -247,43 +284,72 @@ async def serving(game: Guessing) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-def test_many_episodes_share_the_sessions_that_an_openenv_server_has() -> None:
-    async def run() -> tuple[Guessing, list[tuple[Ended, Model]]]:
-        game = Guessing()
-        async with serving(game) as environment:
-            adapter = await adapters.load(environment, {"observation": "said"}, trial=True)
+async def guessed(environment: str) -> None:
+    """24 episodes beside each other; then what no guess is, in words of the adapter and of the server."""
+    adapter = await adapters.load(environment, {"observation": "said", "no_action": -1.0}, trial=True)
 
-            async def one(index: int) -> tuple[Ended, Model]:
-                model = Model([f"maybe {number}" for number in range(10)])
-                return await play(adapter.episode, {"index": index}, Llm(model.ask, {})), model
+    async def one(index: int, *answers: str) -> tuple[Ended, Model]:
+        model = Model(answers or [f"maybe {number}" for number in range(10)])
+        return await play(adapter.episode, {"index": index}, Llm(model.ask, {})), model
 
-            found = await asyncio.wait_for(asyncio.gather(*map(one, range(24))), 30)
-            await adapter.close()
-        return game, found
-
-    game, found = asyncio.run(run())
-    assert game.highest == MOST and game.refused > 0 and game.sessions == 0
-    for index, (ended, model) in enumerate(found):
+    for index, (ended, model) in enumerate(await asyncio.wait_for(asyncio.gather(*map(one, range(24))), 60)):
         assert (ended.how, ended.reward) == ("returned", 1.0)
         assert model.read == ["guess", *["higher"] * (index % 10)]
         assert model.rewards == [(turn, -0.25) for turn in range(index % 10)]
+    for answer, why in (("no idea", "holds no number"), ('{"guess": "four"}', "does not take")):
+        ended, _ = await one(4, answer)
+        assert (ended.how, ended.reward) == ("failed", -1.0) and why in ended.text
+    assert (await one(4, '{"guess": 4}'))[0].reward == 1.0
+    await adapter.close()
 
 
-def test_an_answer_that_an_openenv_server_does_not_take_ends_its_episode() -> None:
-    async def run(*answers: str) -> Ended:
+def test_many_episodes_share_the_sessions_that_an_openenv_server_has() -> None:
+    async def run() -> Guessing:
+        game = Guessing()
+        async with serving(game) as environment:
+            await guessed(environment)
+        return game
+
+    game = asyncio.run(run())
+    assert game.highest == MOST and game.refused > 0 and game.sessions == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OPENENV_PYTHON.exists(), reason="make openenv-env")
+def test_a_server_of_openenv_itself_is_played_as_the_one_here() -> None:
+    command = [OPENENV_PYTHON, Path(__file__).with_name("openenv_server.py"), str(MOST)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            asyncio.run(guessed(f"openenv:ws://127.0.0.1:{int(server.stdout.readline())}"))
+        finally:
+            server.kill()
+
+
+def test_without_a_field_all_of_an_observation_but_its_metadata_is_shown() -> None:
+    async def run() -> None:
         async with serving(Guessing()) as environment:
-            adapter = await adapters.load(environment, {"no_action": -1.0})
-            model = Model(answers)
-            ended = await play(adapter.episode, {"index": 4}, Llm(model.ask, {}))
+            adapter = await adapters.load(environment, {})
+            model = Model(["4"])
+            assert (await play(adapter.episode, {"index": 4}, Llm(model.ask, {}))).reward == 1.0
             assert json.loads(model.read[0]) == {"said": "guess", "tries": 0}, "the metadata is not for the model"
             await adapter.close()
-            return ended
 
-    ended = asyncio.run(run("no idea"))
-    assert (ended.how, ended.reward) == ("failed", -1.0) and "'no idea' holds no number" in ended.text
-    ended = asyncio.run(run('{"guess": "four"}'))
-    assert ended.reward == -1.0 and "does not take" in ended.text
-    assert asyncio.run(run('{"guess": 4}')).reward == 1.0
+    asyncio.run(run())
+
+
+def test_a_session_that_cannot_be_opened_is_not_counted_as_open() -> None:
+    """Or one without room would wait for its end for ever."""
+    async def run() -> None:
+        async with serving(Guessing()) as environment:
+            adapter = await adapters.load(environment, {})
+        for _ in range(2):  # the server is gone
+            ended = await play(adapter.episode, {"index": 4}, Llm(Model([]).ask, {}))
+            assert ended.how != "ended"
+        assert adapter._open == 0
+        await adapter.close()
+
+    asyncio.run(run())
 
 
 def test_an_openenv_server_that_is_away_is_said_before_the_start() -> None:

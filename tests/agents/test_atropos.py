@@ -19,12 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from busrl.agents.atropos import AtroposDoor, Rules, State
+from busrl.agents.atropos import AtroposDoor, Progress, Rules
 from busrl.agents.episode import Answer, Episode
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits, Trajectory
+from busrl.errors import CallRefused, DiskFull
 from busrl.roles.atropos import Atropos, digest_of
 from busrl.roles.episodes import FINISH, StoredEpisode, fault_of
+from busrl.roles.holder import Claim
 from busrl.states import Finish
 
 SIZE, KEY, TOKENS = 2, "k" * 32, 64
@@ -49,8 +51,8 @@ class Kept:
     def known(self, digest: bytes) -> bool:
         return digest in self.groups
 
-    def state(self) -> State:
-        return State(3, 100, len(self.groups), 16, 7, 3)
+    def state(self) -> Progress:
+        return Progress(3, 100, len(self.groups), 16, 7, 3)
 
     def unclaimed(self) -> Episode:
         raise AssertionError("no test calls the model here")
@@ -254,3 +256,21 @@ def test_a_turn_that_the_run_drew_has_its_own_numbers_and_another_those_that_wer
     made = role._own(posted)
     assert made.logprobs.tolist() == [-0.75, -0.25] and made.versions.tolist() == [4, 7] and made.step == 2
     assert posted.versions.tolist() == [7, 7]
+
+
+def test_a_group_whose_digest_cannot_be_written_is_given_back_and_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client gets a 503 and posts it again: 200 must mean that it is kept."""
+    role: Any = object.__new__(Atropos)
+    role.seen, role.ring, given_back, warned = {}, None, [], []
+    role.give_back, role.warn = given_back.append, lambda *said, **_: warned.append(said[1])
+
+    class Full:
+        def append(self, line: bytes) -> None:
+            raise DiskFull("atropos.seen: no space left on device")
+
+    role.kept = Full()
+    monkeypatch.setattr("busrl.roles.atropos.write_episode", lambda *_: None)
+    claims = [Claim(slot, 0, {"group": 3}) for slot in range(2)]
+    with pytest.raises(CallRefused, match="no room for a group now") as refused:
+        role._commit(b"d" * 16, claims, [None, None], [0.0, 1.0], "env_id 0")
+    assert refused.value.code == "no_room" and given_back == claims and not role.seen and "no space" in warned[0]

@@ -40,7 +40,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "bus": {
         "security": "", "endpoint": "security", "broker": "endpoint security", "tap": "endpoint security",
-        "link": "broker endpoint",
+        "link": "broker endpoint security",
     },
     "cli": {
         "checkpoints": "", "command": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
@@ -52,11 +52,11 @@ INSIDE: dict[str, dict[str, str]] = {
         "memory": "pretrained schema", "rules": "learner reader schema declare", "engine_rules": "learner rules schema",
         "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
         "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens schema declare",
-        "files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
+        "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
-        "derive": "files prompts rules schema", "hosts": "derive schema",
+        "derive": "named_files prompts rules schema", "hosts": "derive schema",
         "explain": "hosts machine memory pretrained prompts rates reader rules schema trial",
-        "load": "derive engine_rules files pretrained prompts rates reader reward_rules rules schema sources",
+        "load": "derive engine_rules named_files pretrained prompts rates reader reward_rules rules schema sources",
     },
     "data": {
         "figures": "", "prompts": "", "chat": "prompts", "sources": "prompts", "trace": "prompts",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.config import Topology, explain, files, memory
+from busrl.config import Topology, explain, memory, named_files
 from busrl.config.memory import Widths, Work, learner_sum
 from busrl.errors import UserError
 
@@ -228,7 +228,7 @@ def test_compiled_layers_need_a_compiler_and_may_be_on_several_ranks(
     found = refused("", *given)
     assert any("g++-that-is-not-there, which compiles the layers, is not on the PATH" in one for one in found), found
     (here / "Python.h").write_text("")
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda _: str(here))
+    monkeypatch.setattr(named_files.sysconfig, "get_path", lambda _: str(here))
     monkeypatch.setenv("CXX", "sh")
     assert loaded("", *given, TWO).ranks == 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from busrl.config import Topology
-from busrl.config.files import read_keywords
+from busrl.config.named_files import read_keywords
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]

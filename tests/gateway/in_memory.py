@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from busrl.gateway import AnswerLimits, ClaimedTask, Desk, Refused, RemoteAnswer, Tally, tensor
+from busrl.gateway import AnswerLimits, ClaimedTask, Desk, Judged, Refused, RemoteAnswer, Tally, tensor
 from busrl.protocol import gateway as g
 from busrl.states import Fate
 
@@ -98,7 +98,9 @@ class Ledger:
     def limits(self, held: ClaimedTask) -> AnswerLimits:
         return AnswerLimits(8, 0, 16)
 
-    def commit_answer(self, index: int, held: ClaimedTask, answer: RemoteAnswer) -> None:
+    def commit_answer(
+        self, index: int, held: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
+    ) -> None:
         self._commit(index, held)
 
     def commit_reward(self, index: int, held: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
@@ -161,3 +163,16 @@ def answer_to(task: str, *, life: int = 1, sender: str = "a", count: int = 3, **
         "text": "abc",
     }
     return g.RemoteGenerated(life=life, task=task, sender=sender, **{**fields, **changed})
+
+
+def batch_of(tasks: list[str], *, life: int = 1, sender: str = "a", **changed: object) -> g.RemoteBatch:
+    """Sound answers of a host to these tasks; `changed` breaks a field."""
+    count = len(tasks)
+    fields = {
+        "lengths": [3] * count, "prompt_lengths": [4] * count, "finishes": [1] * count, "texts": ["abc"] * count,
+        "tokens": tensor(np.arange(3 * count, dtype=np.int32)),
+        "logprobs": tensor(np.full(3 * count, -0.5, np.float32)),
+        "versions": tensor(np.zeros(3 * count, np.uint32)),
+        "prompt_ids": tensor(np.arange(4 * count, dtype=np.int32)),
+    }
+    return g.RemoteBatch(life=life, tasks=tasks, sender=sender, **{**fields, **changed})  # type: ignore[arg-type]

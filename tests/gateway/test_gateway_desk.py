@@ -291,7 +291,7 @@ def test_a_long_list_of_tasks_travels_in_several_messages(ledger: Ledger, monkey
     assert [len(answer.tasks) for answer in answers] == [1, 1, 1, 1]
 
 
-TEXTS = st.text(max_size=12) | st.sampled_from(["a", "rollout", "0.2.0", "1.2.1"])
+TEXTS = st.text(max_size=12) | st.sampled_from(["a", "rollout", "host", "0.2.0", "1.2.1"])
 NUMBERS = st.integers(0, 3) | st.integers(0, 2**64 - 1)
 TENSORS = st.builds(g.Tensor, TEXTS | st.just("int32"), st.lists(NUMBERS, max_size=4), st.binary(max_size=16))
 
@@ -313,6 +313,13 @@ def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sen
         }.items():
             if name in kind.__struct_fields__:
                 fields[name] = data.draw(strategy)
+        if kind is g.RemoteBatch:
+            count, fields["prompt_ids"] = data.draw(st.integers(0, 2)), data.draw(TENSORS)
+            for name, item in {
+                "tasks": TEXTS | st.just(task), "lengths": NUMBERS, "prompt_lengths": NUMBERS, "finishes": NUMBERS,
+                "texts": TEXTS, "rewards": st.floats(), "parts": st.dictionaries(TEXTS, st.floats(), max_size=2),
+            }.items():
+                fields[name] = data.draw(st.lists(item, min_size=count, max_size=count) | st.lists(item, max_size=3))
         answers = desk.handle(kind(**fields), 0.0)
         assert all(codec.encode(answer) for answer in answers)
     assert task in [held.task for _, held in ledger.claims()] and all(slot != 0 for slot, _, _ in ledger.commits)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from in_memory import LEASE_S, Killed, Ledger, Slot, new_desk
+from in_memory import LEASE_S, Killed, Ledger, Slot, batch_of, new_desk
 
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
@@ -21,6 +21,8 @@ FINAL = ("done", "already", "late")
 
 class Worker:
     """A reward worker as the documentation asks for one. It may be a zombie: an old life that has not seen the new."""
+
+    role = "reward"
 
     def __init__(self, name: str, life: int) -> None:
         self.name, self.life, self.req = name, life, 0
@@ -38,10 +40,13 @@ class Worker:
         if self.replaced:
             return []
         if not self.joined:
-            return [self._ask(g.RemoteJoin(life=self.life, role="reward"))]
-        results = [g.RemoteRewarded(life=self.life, task=task, reward=1.0) for task, made in self.held.items() if made]
+            return [self._ask(g.RemoteJoin(life=self.life, role=self.role))]
+        results = self.results([task for task, made in self.held.items() if made])
         claim = g.RemoteClaim(life=self.life, capacity=CAPACITY, holding=list(self.held))
         return [self._ask(message) for message in (*results, claim)]
+
+    def results(self, made: list[str]) -> list[g.Remote]:
+        return [g.RemoteRewarded(life=self.life, task=task, reward=1.0) for task in made]
 
     def work(self) -> None:
         self.held = dict.fromkeys(self.held, True)
@@ -55,8 +60,17 @@ class Worker:
             for task in message.tasks:
                 if task.task not in self.told:
                     self.held.setdefault(task.task, False)
+        elif isinstance(message, g.GatewaySettled):
+            assert not message.refused, message
+            for code, tasks in (("done", message.done), ("late", message.late)):
+                self._ended(code, tasks)
         elif isinstance(message, g.GatewayAnswer):
             self._answered(message)
+
+    def _ended(self, code: str, tasks: list[str]) -> None:
+        for task in tasks:
+            self.held.pop(task, None)
+            self.told[task] = code
 
     def _answered(self, message: g.GatewayAnswer) -> None:
         if message.code == "unknown":
@@ -65,11 +79,21 @@ class Worker:
             self.replaced = True
         elif message.task:
             assert message.code in FINAL, message
-            self.held.pop(message.task, None)
-            self.told[message.task] = message.code
+            self._ended(message.code, [message.task])
+
+
+class Host(Worker):
+    """A host: its results come in one message, which is a claim too."""
+
+    role = "host"
+
+    def results(self, made: list[str]) -> list[g.Remote]:
+        return [batch_of(made, life=self.life, capacity=CAPACITY)] if made else []
 
 
 class Gateway(RuleBasedStateMachine):
+    kind: type[Worker] = Worker
+
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger([Slot(uid) for uid in range(6)])
@@ -77,7 +101,7 @@ class Gateway(RuleBasedStateMachine):
         self.desk = new_desk(self.ledger)
         self.born = 0.0
         self.lives = Counter(NAMES)
-        self.workers = [Worker(name, 1) for name in NAMES]
+        self.workers = [self.kind(name, 1) for name in NAMES]
         self.requests: list[g.Remote] = []
         self.answers: list[tuple[str, m.Message]] = []
 
@@ -98,7 +122,7 @@ class Gateway(RuleBasedStateMachine):
             self.workers = [worker for worker in self.workers if worker.name != name]
         elif sum(worker.name == name for worker in self.workers) > 2:
             return
-        self.workers.append(Worker(name, self.lives[name]))
+        self.workers.append(self.kind(name, self.lives[name]))
 
     @rule(which=st.integers(0, 5), copies=st.booleans())
     def a_worker_gets_on_undisturbed(self, which: int, copies: bool) -> None:
@@ -191,15 +215,19 @@ class Gateway(RuleBasedStateMachine):
         self.answers += [(message.sender, answer) for answer in answers]
         for answer in answers:
             if isinstance(answer, g.GatewayAnswer) and answer.task:
-                self._check_answer(message, answer)
+                self._check(answer.task, answer.code)
+            elif isinstance(answer, g.GatewaySettled):
+                for code, tasks in (("done", answer.done), ("late", answer.late)):
+                    for task in tasks:
+                        self._check(task, code)
 
-    def _check_answer(self, message: g.Remote, answer: g.GatewayAnswer) -> None:
+    def _check(self, task: str, code: str) -> None:
         """What a worker is told is true."""
-        slot, seq, _ = map(int, answer.task.split("."))
+        slot, seq, _ = map(int, task.split("."))
         done = any(commit[:2] == (slot, seq) for commit in self.ledger.commits)
-        if answer.code in ("done", "already"):
+        if code in ("done", "already"):
             assert done
-        elif answer.code == "late":
+        elif code == "late":
             assert not done
             now = self.ledger.slots[slot]
             assert not (now.owner and now.seq == seq), "nobody is told late of a claim that is still held"
@@ -252,12 +280,24 @@ class Gateway(RuleBasedStateMachine):
         raise AssertionError([slot for slot in self.ledger.slots if not slot.ended])
 
 
+class GatewayOfHosts(Gateway):
+    kind = Host
+
+
 SHORT = settings(max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 TestGateway = Gateway.TestCase
 TestGateway.settings = SHORT
+TestGatewayOfHosts = GatewayOfHosts.TestCase
+TestGatewayOfHosts.settings = SHORT
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestGatewayAtLength(Gateway.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(SHORT, max_examples=3000, stateful_step_count=100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestGatewayOfHostsAtLength(GatewayOfHosts.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(SHORT, max_examples=3000, stateful_step_count=100)

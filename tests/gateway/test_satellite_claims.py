@@ -16,8 +16,6 @@ from busrl.paths import RunPaths
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
-from busrl.roles.actor import Doorbell
-from busrl.roles.host_news import HostErrors
 from busrl.roles.satellite import Satellite
 from busrl.states import Fate
 
@@ -39,12 +37,10 @@ class Away(Satellite):
         self.ring.bind_fates(self.fates, self.validate_fates)
         self.source = SimpleNamespace(life=1, name="gpu-0")  # type: ignore[assignment]
         self.home = SimpleNamespace(heartbeat=lambda *said: None, send=lambda message: None)  # type: ignore[assignment]
-        self.held, self.waiting, self.over, self.rows = {}, {}, {}, {}
-        self.joined, self.request, self.bell = True, 0, Doorbell()
-        self._claimed = self._freed = 0
-        self._heard_at, self.errors = 0.0, HostErrors(RunPaths.of(folder))
-        self._next_claim = self._next_presence = 0.0
-        keeper.ask("gpu-0", g.RemoteJoin(life=1, role="rollout"))
+        self.paths = RunPaths.of(folder)
+        self.begin()
+        self.joined, self.request = True, 0
+        keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
 
     def claim(self, wanted: int) -> int:
         """Claim as `_claim` does, but for so many; how many slots are queued here then."""

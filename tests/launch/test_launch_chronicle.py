@@ -66,7 +66,8 @@ def test_an_error_from_outside_is_shown_filed_and_counted_in_status(scripted) ->
     shown = status(scripted.root)
     assert "my-actor" in shown and "nonsense" not in shown and "\x1b" not in shown + scripted.output + scripted.log()
     # The first of them that launch heard is shown at once; a message may be lost while the connections come up.
-    assert any(f"my-actor (pond): {text}" in scripted.output for text in ("thin ice", "a crack", "it broke", "who knows"))
+    begun = ("thin ice", "a crack", "it broke", "who knows")
+    assert any(f"my-actor (pond): {text}" in scripted.output for text in begun)
     assert {"my-actor"} == {row["process"] for row in filed(scripted.paths)}
     assert all(row["severity"] in m.SEVERITIES for row in filed(scripted.paths))
 

@@ -5,8 +5,9 @@
 
 Both hosts of the first are processes of this machine, with rings, buses and segments of their own, so that they cost
 what further processes cost on the same cores. Seconds are from the first step to the goal: the mean reward of ten
-steps in a row. The second copies a segment of so many MB through relay and TCP with keys to a second segment, and the
-same bytes through one TCP connection without keys.
+steps in a row; `cpu_us` are microseconds of CPU per generated answer of each process in that time, to be read where
+others load the machine. The second copies a segment of so many MB through relay and TCP with keys to a second segment,
+and the same bytes through one TCP connection without keys.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from report import commit, machine  # noqa: E402
 from runs import BenchRun  # noqa: E402
 
 from busrl import keys  # noqa: E402
+from busrl.errors import RingError  # noqa: E402
+from busrl.paths import RunPaths  # noqa: E402
+from busrl.ring import Ring  # noqa: E402
 
 NAMES = ("one", "two")
 SETTINGS = ("generation.max_batch=128", "validation.at_start=false", "validation.at_end=false", "run.max_steps=150")
@@ -51,15 +55,16 @@ def whole_run(folder: Path, apart: bool, goal: float, port: int, seed: int) -> d
         settings.append("process.rollout.count=2")
     run = BenchRun(folder / "run", settings)
     hosts = [_host(folder, name, port) for name in NAMES] if apart else []
+    places = {"home": run.paths} | {name: RunPaths.of(folder / name) for name in (NAMES if apart else ())}
     try:
         begun, rewards = 0.0, list[float]()
         run.until_step(1)
-        begun = time.monotonic()
+        begun, before = time.monotonic(), used(places)
         while statistics.fmean((rewards := _rewards(run))[-10:] or [0.0]) < goal or len(rewards) < 10:
             if run.child.poll() is not None or time.monotonic() - begun > MOST_S:
                 break
             time.sleep(0.05)
-        seconds = time.monotonic() - begun
+        seconds, cpu = time.monotonic() - begun, per_answer(before, used(places))
     finally:
         for child in (run.child, *hosts):
             child.terminate()
@@ -67,7 +72,33 @@ def whole_run(folder: Path, apart: bool, goal: float, port: int, seed: int) -> d
             child.wait(60)
     reached = statistics.fmean(rewards[-10:] or [0.0]) >= goal
     return {"way": "hosts" if apart else "home", "seed": seed, "seconds": seconds, "steps": len(rewards),
-            "reached": reached, "load": os.getloadavg()[0]}
+            "reached": reached, "load": os.getloadavg()[0], "cpu_us": cpu}
+
+
+def used(places: dict[str, RunPaths]) -> dict[str, tuple[float, int]]:
+    """Seconds of CPU of every process, and the answers that it generated."""
+    found = {}
+    for place, paths in places.items():
+        try:
+            ring = Ring.attach(paths.ring_name, read_only=True)
+        except (RingError, OSError):
+            continue
+        for one in ring.processes():
+            if not one.remote and not ring.is_dead(one.index):
+                times = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                answers = one.samples if one.role == "rollout" else 0
+                found[f"{place}:{one.label}"] = (sum(map(int, times)) / os.sysconf("SC_CLK_TCK"), answers)
+        ring.close()
+    return found
+
+
+def per_answer(before: dict[str, tuple[float, int]], after: dict[str, tuple[float, int]]) -> dict[str, int]:
+    """Microseconds of CPU per generated answer: of each process, and of all that neither generate nor train."""
+    spent = {name: after[name][0] - before[name][0] for name in before.keys() & after.keys()}
+    answers = sum(count for _, count in after.values()) - sum(count for _, count in before.values())
+    each = {name: round(1e6 * spent[name] / max(1, answers)) for name in sorted(spent)}
+    others = sum(us for name, us in each.items() if not name.partition(":")[2].startswith(("rollout", "learner")))
+    return {**each, "all but rollouts and learner": others, "answers": answers}
 
 
 def _host(folder: Path, name: str, port: int) -> subprocess.Popen[bytes]:

@@ -71,9 +71,7 @@ class Fates {
             throw Error(Fault::fates, path + " maps " + std::to_string(capacity) + " samples, " + std::to_string(upto) +
                                           " are needed; open it with a larger capacity");
         const uint64_t target = align_up(upto, kChunk);
-        int code;
-        do code = ::posix_fallocate(file_.fd(), 0, off_t(target));
-        while (code == EINTR);
+        const int code = allocate(file_.fd(), 0, target);
         errno = code;
         if (code == ENOSPC || code == EDQUOT || code == EFBIG)
             throw Error(Fault::disk_full, errno_text("no space for " + path), target, refresh());

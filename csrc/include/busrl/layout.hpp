@@ -30,7 +30,7 @@ using U64 = A<uint64_t>;
 constexpr uint64_t kMagic[] = {0x3147524C52535542, 0x314C434C52535542};
 constexpr const char* kMagicText[] = {"BUSRLRG1", "BUSRLCL1"};
 constexpr const char* kHolds[] = {"samples", "model calls"};
-constexpr uint32_t kLayoutMajor = 2;
+constexpr uint32_t kLayoutMajor = 3;
 constexpr uint32_t kLayoutMinor = 0;
 constexpr uint64_t kUidNone = ~uint64_t{0};
 constexpr uint64_t kUidValidate = uint64_t{1} << 62;  // set in the uid of a validation sample
@@ -272,9 +272,15 @@ static_assert(offsetof(TensorEntry, flags) == 0x78);
 struct alignas(128) TensorTable {
     // Both are written by the owner of the slot alone, with release, and read by anybody with acquire.
     A<uint32_t> used;  // entries at and above this index are not looked at; raised after [TENSOR publish]
-    uint8_t pad[124];
+    uint32_t pad0;
+    // Bytes from the slot's begin up to which its payload is in memory; 0 = what always is. Written by the owner of the
+    // slot after it has allocated and before it gives back [PAYLOAD size]; pairs with the next owner's load, and a look
+    // at FREE slots that only chooses.
+    U64 allocated;
+    uint8_t pad[112];
     U64 entry[kTensors][sizeof(TensorEntry) / 8];  // [TENSOR publish] `flags` last, pairs with [TENSOR read]
 };
 static_assert(sizeof(TensorTable) == 128 + kTensors * 128 && offsetof(TensorTable, entry) == 128);
+static_assert(offsetof(TensorTable, allocated) == 8);
 
 }  // namespace busrl

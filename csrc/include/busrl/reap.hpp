@@ -99,10 +99,12 @@ inline std::vector<Reaped> reap(const Segment& seg, const FateBook& fates, uint3
     }
     if (seg.machine() == Machine::calls) free_orphans(seg, out);
     // The dead may have moved a slot without its hint: a slot that rests and that no search finds.
+    bool rescanned = died;
     if (died)
         rescan(seg);
     else
-        rescan_if_older(seg, kRescanReapNs);
+        rescanned = rescan_if_older(seg, kRescanReapNs);
+    if (rescanned) trim_all(seg, me);  // what was freed by the dead, or by somebody without an entry
     return out;
 }
 

@@ -1,7 +1,8 @@
 // One mapping of the segment: made under no name and linked when ready, or attached after its header was checked.
 //
 //  * No half-built segment is ever visible: the final name appears by link(2), which fails if it is taken.
-//  * Memory is allocated and touched by the creator, so a full /dev/shm is an error at start, not SIGBUS later.
+//  * Memory is allocated by the creator, so a full /dev/shm is an error at start, not SIGBUS later; but for the far
+//    parts of large slots, which are allocated before they are written (loose.hpp).
 //  * The header is copied once, checked, and never read again: `shape` is private memory.
 // Talks to the file system; knows nothing of states.
 #pragma once
@@ -16,7 +17,7 @@
 
 #include "busrl/errors.hpp"
 #include "busrl/fork_guard.hpp"
-#include "busrl/util.hpp"
+#include "busrl/loose.hpp"
 
 namespace busrl {
 
@@ -110,7 +111,7 @@ inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uin
 
 // Whoever may write the file may change what we map; whoever made it with holes may kill us with SIGBUS at a touch.
 // A file that is cut after this look still can: only its owner may cut it, and the next start says what was cut.
-inline void check_file(int fd, const struct stat& info, const std::string& path) {
+inline void check_file(const struct stat& info, const std::string& path) {
     auto refuse = [&](const std::string& why) { throw Error(Fault::corrupt, "ring " + path + ": " + why); };
     if (!S_ISREG(info.st_mode)) refuse("not a regular file; give the name that `busrl ring list` shows");
     if (info.st_uid != ::geteuid())
@@ -119,12 +120,16 @@ inline void check_file(int fd, const struct stat& info, const std::string& path)
     if (uint64_t(info.st_size) < sizeof(Header))
         refuse("it has " + std::to_string(info.st_size) + " bytes, a ring has at least " +
                std::to_string(sizeof(Header)) + "; remove it with `busrl ring clean --force`");
+}
+
+inline void check_holes(int fd, const struct stat& info, const HeaderFixed& shape, const std::string& path) {
     struct statfs where;
     const bool in_memory = ::fstatfs(fd, &where) == 0 && where.f_type == TMPFS_MAGIC;
-    if (in_memory && uint64_t(info.st_blocks) * 512 < uint64_t(info.st_size))
-        refuse("it has holes: " + std::to_string(info.st_size) + " bytes, " +
-               std::to_string(uint64_t(info.st_blocks) * 512) +
-               " of them allocated, and a ring is allocated in full; remove it with `busrl ring clean --force`");
+    const uint64_t kept = kept_bytes(shape), found = uint64_t(info.st_blocks) * 512;
+    if (in_memory && found < kept)
+        throw Error(Fault::corrupt, "ring " + path + ": it has holes: " + std::to_string(found) +
+                                        " bytes are allocated, a ring of this shape has at least " +
+                                        std::to_string(kept) + "; remove it with `busrl ring clean --force`");
 }
 
 // After the content, so that a file that is no ring is called that.
@@ -149,7 +154,7 @@ class Segment : public ForkGuarded {
         const std::string folder = path.substr(0, path.rfind('/') + 1);
         const HeaderFixed shape = plan(geometry, uuid, machine);
         if (::access(path.c_str(), F_OK) == 0) throw already_there(path);
-        refuse_if_too_small(folder, shape.total_bytes);
+        refuse_if_too_small(folder, kept_bytes(shape));
         File file(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
         std::string draft;  // where O_TMPFILE is unknown, a hidden name in the same folder
         if (!file) {
@@ -160,8 +165,8 @@ class Segment : public ForkGuarded {
         if (!file) throw Error(Fault::general, errno_text("cannot make a ring in " + folder));
         try {
             ::fchmod(file.fd(), 0600);
-            const int code = ::posix_fallocate(file.fd(), 0, off_t(shape.total_bytes));
-            if (code == ENOSPC) throw too_small(folder, shape.total_bytes, free_bytes(folder));
+            const int code = allocate_kept(file.fd(), shape);
+            if (code == ENOSPC) throw too_small(folder, kept_bytes(shape), free_bytes(folder));
             errno = code;
             if (code != 0) throw Error(Fault::general, errno_text("cannot allocate the ring " + path));
             auto segment = std::make_shared<Segment>(Key{}, std::move(file), shape, path, false);
@@ -183,7 +188,7 @@ class Segment : public ForkGuarded {
             throw Error(errno == ENOENT ? Fault::missing : Fault::general, errno_text("cannot open the ring " + path));
         struct stat info;
         if (::fstat(file.fd(), &info) != 0) throw Error(Fault::general, errno_text("cannot inspect the ring " + path));
-        check_file(file.fd(), info, path);
+        check_file(info, path);
         struct {
             HeaderFixed fixed;
             uint32_t crc, ready;
@@ -193,6 +198,7 @@ class Segment : public ForkGuarded {
             throw Error(Fault::corrupt, errno_text("cannot read the header of the ring " + path));
         check_header(copy.fixed, copy.crc, copy.ready, uint64_t(info.st_size), path, machine);
         check_mode(info, path);
+        check_holes(file.fd(), info, copy.fixed, path);
         auto segment = std::make_shared<Segment>(Key{}, std::move(file), copy.fixed, path, read_only);
         // [READY observe] acquire, pairs with [READY publish]: everything the creator wrote is visible.
         if (segment->header().ready.load(std::memory_order_acquire) != 1)
@@ -244,7 +250,9 @@ class Segment : public ForkGuarded {
           hint_off_(busrl::hint_off(shape)),
           file_(std::move(file)) {
         const int access = read_only ? PROT_READ : PROT_READ | PROT_WRITE;
-        void* where = ::mmap(nullptr, shape.total_bytes, access, MAP_SHARED | MAP_POPULATE, file_.fd(), 0);
+        // Populating holes would allocate them.
+        const int populate = has_loose(shape) ? 0 : MAP_POPULATE;
+        void* where = ::mmap(nullptr, shape.total_bytes, access, MAP_SHARED | populate, file_.fd(), 0);
         if (where == MAP_FAILED) throw Error(Fault::general, errno_text("cannot map the ring " + this->path));
         base_ = static_cast<uint8_t*>(where);
         ::madvise(base_, shape.total_bytes, MADV_DONTFORK);
@@ -263,7 +271,8 @@ class Segment : public ForkGuarded {
 
     void build() {
 #ifdef MADV_POPULATE_WRITE
-        ::madvise(base_, shape.total_bytes, MADV_POPULATE_WRITE);  // best effort: the pages are allocated already
+        // best effort: the pages are allocated already
+        ::madvise(base_, has_loose(shape) ? shape.data_off : shape.total_bytes, MADV_POPULATE_WRITE);
 #endif
         Header& h = header();
         h.fixed = shape;

@@ -118,6 +118,30 @@ inline std::string describe_name(const TensorEntry& e) {
     return name + (e.segment == kNoSegment ? "" : " of segment " + std::to_string(e.segment));
 }
 
+// Allocates the payload up to `end`, by the owner of the slot, who writes there next. A full /dev/shm is an error here;
+// nothing is lost by it, and the same call succeeds once there is room.
+inline void grow(const Segment& seg, uint32_t slot, uint64_t end) {
+    if (!has_loose(seg.shape) || end <= kKept) return;
+    A<uint64_t>& allocated = seg.table(slot).allocated;
+    const uint64_t had = allocated.load(std::memory_order_acquire);  // [PAYLOAD size], see layout.hpp
+    if (end <= had) return;
+    const Span loose = loose_span(seg.shape, slot);
+    const uint64_t at = seg.shape.data_off + uint64_t(slot) * seg.shape.slot_stride;
+    // From the first page that is not there yet: where it fails, the kernel takes back unwritten pages of the range.
+    const int code =
+        allocate(seg.fd(), std::max(loose.begin, align_up(at + had, page_bytes())), std::min(loose.end, at + end));
+    if (code == ENOSPC)
+        throw Error(Fault::shm_too_small,
+                    "no memory is left where the ring " + seg.path + " is, for " + std::to_string(end - had) +
+                        " more bytes of slot " + std::to_string(slot) +
+                        "; enlarge it (mount -o remount,size=..., docker run --shm-size=...), or wait for samples to "
+                        "be trained",
+                    end - had, 0);
+    errno = code;
+    if (code != 0) throw Error(Fault::general, errno_text("cannot allocate payload of the ring " + seg.path));
+    allocated.store(end, std::memory_order_release);  // [PAYLOAD size]
+}
+
 // Sets room aside and returns the entry to publish. `entry` brings name, segment, dtype, shape and nbytes.
 // The caller owns the slot. The index is where the entry belongs; it is invalid until store_entry.
 inline uint32_t place_entry(const Segment& seg, uint32_t slot, uint64_t word, TensorEntry& entry) {
@@ -134,6 +158,7 @@ inline uint32_t place_entry(const Segment& seg, uint32_t slot, uint64_t word, Te
         if (entry_is_sound(before, seg.shape.slot_bytes) && before.capacity >= entry.nbytes) {
             entry.offset = before.offset;
             entry.capacity = before.capacity;
+            grow(seg, slot, entry.offset + entry.nbytes);
             return *old;
         }
     }
@@ -158,6 +183,7 @@ inline uint32_t place_entry(const Segment& seg, uint32_t slot, uint64_t word, Te
                         std::to_string(seg.shape.slot_bytes - std::min(end, seg.shape.slot_bytes)) + " of " +
                         std::to_string(seg.shape.slot_bytes) + " are left; raise ring.slot_bytes",
                     entry.nbytes, seg.shape.slot_bytes - std::min(end, seg.shape.slot_bytes));
+    grow(seg, slot, end + entry.nbytes);
     entry.offset = end;
     entry.capacity = entry.nbytes;
     return index;

@@ -108,6 +108,15 @@ class File {  // owns one descriptor
     int fd_ = -1;
 };
 
+// 0, or an errno: ENOSPC where the file system is full. What was allocated stays as it was.
+inline int allocate(int fd, uint64_t begin, uint64_t end) {
+    if (begin >= end) return 0;
+    int code;
+    do code = ::posix_fallocate(fd, off_t(begin), off_t(end - begin));
+    while (code == EINTR);
+    return code;
+}
+
 inline std::string read_small(const char* path) {
     File file(::open(path, O_RDONLY | O_CLOEXEC));
     char buffer[1024];

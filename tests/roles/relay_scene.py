@@ -1,0 +1,132 @@
+"""The relays of a run and of its hosts as real processes, without anybody else: for tests and `tools/bench/hosts.py`.
+
+The caller is the learner that publishes, and reads the hosts' segments as engines do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from busrl import keys
+from busrl.config import HostSource, load
+from busrl.config.hosts import claimed_from, of_host
+from busrl.launch.rundir import OpenRun, open_host, open_run, remove_runtime_dir, unlink_segments
+from busrl.states import HeaderWord
+from busrl.weights.shm import ShmSender, VersionReceiver
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = "home"
+LIMIT_S = 120.0
+LOOK_S = 0.005
+FETCHED = re.compile(r"version (\d+): [\d.]+ MB in ([\d.]+) s from (\S+)")
+
+
+class Relays:
+    """`before`: what the command of a host's relay stands behind, by its name (`home` too)."""
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], megabytes: float, *settings: str, address: str = "127.0.0.1",
+        before: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.names, self._before = tuple(names), before or {}
+        self.count = int(megabytes * 1e6) // 4
+        endpoint = f"tcp://{address}:{_free_port()}"
+        keys.init(folder / "keys")
+        for name in names:
+            keys.add(folder / "keys", name)
+        own = [f'bus.endpoint="{endpoint}"', f'bus.keys="{folder / "keys"}"', *settings]
+        listed = f"process.rollout.hosts={[*names]}".replace("'", '"')
+        topology = load(ROOT / "configs" / "quickstart.toml", [*own, listed])
+        self.runs: dict[str, OpenRun] = {HOME: open_run(folder / HOME, topology)}
+        ring = claimed_from(self.runs[HOME].paths.run_json).hex()
+        for name in names:
+            file = str(keys.client_file(folder / "keys", name))
+            source = HostSource(endpoint, file, name, ring, time.time_ns() // 1000)
+            self.runs[name] = open_host(folder / name, of_host(topology, name), source)
+        self.sender = ShmSender(self.runs[HOME].paths.weights_file)
+        self._engines = {name: VersionReceiver(self.runs[name].paths.weights_file) for name in names}
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self._values = torch.empty(self.count)
+
+    def __enter__(self) -> Relays:
+        for name in self.runs:
+            self.start(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children.values():
+            child.send_signal(signal.SIGTERM)
+        for child in self.children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
+            child.kill()
+            child.wait()
+        self.sender.close()
+        for run in self.runs.values():
+            unlink_segments(run.paths.ring_name)
+            remove_runtime_dir(run.paths)
+            run.release()
+
+    def start(self, name: str) -> None:
+        run = self.runs[name]
+        command = [*self._before.get(name, ()), sys.executable, "-m", "busrl.roles", str(run.paths.root), "relay"]
+        with open(run.paths.log("relay"), "ab") as out:
+            self.children[name] = subprocess.Popen(
+                command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+
+    def kill(self, name: str) -> None:
+        """SIGKILL its relay, and start another one in its place."""
+        self.children[name].kill()
+        self.children[name].wait()
+        self.start(name)
+
+    def publish(self, version: int) -> None:
+        """Weights whose every value is the version."""
+        self._values.fill_(float(version))
+        self.sender.publish(version, version, {"w": self._values})
+        ring = self.runs[HOME].ring
+        for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
+            ring.set_header(word, version)
+
+    def newest(self, name: str) -> int:
+        return self._engines[name].newest()[0]
+
+    def all_have(self, version: int) -> bool:
+        return all(self.newest(name) >= version for name in self.names)
+
+    def until(self, what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {limit_s:.0f} s for {what}\n{self.logs()}")
+            time.sleep(LOOK_S)
+
+    def log(self, name: str) -> str:
+        return self.runs[name].paths.log("relay").read_text(errors="replace")
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.runs)
+
+    def fetched(self, name: str) -> dict[int, tuple[float, str]]:
+        """Versions that a host has fetched: in which seconds, and from where at last."""
+        return {int(one[0]): (float(one[1]), one[2]) for one in FETCHED.findall(self.log(name))}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return min(int(one.getsockname()[1]), 65000)
