@@ -21,7 +21,17 @@ from busrl.config.schema import Derived, Faults, Topology
 from busrl.errors import BadKeys, UserError
 
 SILENT = "hears nothing of the run"  # what the relay of a host is doing while that is so
+CLAIMED_FROM = "claimed_from"  # key of run.json
 AHEAD_SHARE = 16  # of the rows, held beside those that engines run
+
+
+def claimed_from(run_json: Path) -> bytes:
+    """The ring that claims are of: 8 bytes of the run, 8 that are new with every ring, in which names of claims begin
+    anew. UserError: launch did not write it."""
+    try:
+        return bytes.fromhex(files.read_map(run_json)[CLAIMED_FROM])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{run_json}: {CLAIMED_FROM} is missing; start the run again, so that it is written") from None
 
 
 def rows_of(topology: Topology, host: str) -> int:

@@ -20,6 +20,7 @@ import json
 import os
 import pwd
 import re
+import secrets
 import select
 import shutil
 import signal
@@ -33,6 +34,7 @@ from typing import Any
 from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import HostSource, Topology, sources
+from busrl.config.hosts import CLAIMED_FROM
 from busrl.errors import (
     LockTimeout,
     MachineError,
@@ -308,7 +310,10 @@ def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) ->
     mended = mend_trained_set(paths)
     start.record(paths)
     notes = [*start.notes, mended] if mended else start.notes
-    ring, guard = _adopted(paths, topology, uuid, notes) or _created(paths, topology, uuid, notes)
+    adopted = _adopted(paths, topology, uuid, notes)
+    if adopted is None:  # what the old one's claims are called comes again: its successor's are another ring's
+        written = _write_files(paths, topology, uuid, {**before, CLAIMED_FROM: ""})
+    ring, guard = adopted or _created(paths, topology, uuid, notes)
     remove_open(paths.open_bin)
     ring.bind_fates(fates, validate_fates)
     ring.set_header(HeaderWord.RUN_STATE, RunPhase.RUNNING)
@@ -454,6 +459,7 @@ def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[
         "tcp": "" if topology.bus.endpoint == "ipc" else topology.bus.endpoint, "tap": paths.tap,
         "launch_pid": os.getpid(), "started": time.time(),
         "uuid": uuid.hex(),
+        CLAIMED_FROM: before.get(CLAIMED_FROM) or uuid.hex()[:16] + secrets.token_hex(8),
     }
     written = {paths.topology: topology.to_json().encode(), paths.run_json: json.dumps(info, indent=2).encode() + b"\n"}
     for path, data in written.items():

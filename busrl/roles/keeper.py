@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from busrl import files
+from busrl.config.hosts import claimed_from
 from busrl.config.pretrained import model_facts
 from busrl.errors import FateRefused, MessageTooLarge
 from busrl.gateway import BAD, Tally
@@ -58,7 +59,7 @@ class Keeper(Actor):
         cuts = SegmentCuts.of(self.topology)
         self.samples = ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
         self.ledger = ledger if self.calls is None else BothLedgers(ledger, CallLedger(self.calls, ledger))
-        self.desk = desk_of(self.topology, self.ledger, self.tally)
+        self.desk = desk_of(self.topology, self.ledger, self.tally, claimed_from(self.paths.run_json).hex())
         self.bus.on_reject = self._answer_unreadable
         self.hosts = host_news.HostLog(self.topology.host_names)
 

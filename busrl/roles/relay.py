@@ -26,7 +26,7 @@ from busrl.bus.broker import Admission, CurveListener
 from busrl.bus.link import Answering, Asked, Asking, address_towards, wait
 from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.config import HostSource, of_host
-from busrl.config.hosts import SILENT
+from busrl.config.hosts import SILENT, claimed_from
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import hosts as h
@@ -81,6 +81,7 @@ class Home:
         self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
         self.weights = Snapshot(actor.paths.weights_file, self.topology.hosts.piece_mb << 20)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
+        self.claimed_from = claimed_from(actor.paths.run_json)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
@@ -108,7 +109,7 @@ class Home:
         pause = words.pop(HeaderWord.GENERATION_PAUSE.value)
         newest, _ = self.weights.newest()
         return h.HomeState(
-            ring=self.ring.uuid, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
+            ring=self.claimed_from, over=self._over, topology=self._topology, pause=pause, weights=newest, **words
         )
 
     def _answer(self, asked: Asked) -> None:
@@ -118,7 +119,7 @@ class Home:
             self.link.answer(asked, why)
         elif isinstance(question, h.HostJoin):
             made = of_host(self.topology, question.host).to_json().encode()
-            self.link.answer(asked, h.Welcome(topology=made, ring=self.ring.uuid))
+            self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from))
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
             self.chain.looked(asked.name, question.have, time.monotonic())

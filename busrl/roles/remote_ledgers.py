@@ -423,7 +423,7 @@ def _claim(slot: int, line: np.void) -> ClaimedTask:
     return ClaimedTask(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
-def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally) -> Desk:
+def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str) -> Desk:
     """The desk of a run. Remote workers never take the entries that the run itself may need."""
     data, processes = topology.data, topology.processes()
     welcome = g.GatewayWelcome(
@@ -435,5 +435,5 @@ def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally) 
         ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
         reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
-        ring=(ledger.samples if isinstance(ledger, BothLedgers) else ledger).ring.uuid.hex(),
+        ring=ring,
     )

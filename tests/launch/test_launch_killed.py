@@ -15,12 +15,14 @@ def test_children_end_with_a_killed_launch_and_the_next_one_adopts_the_ring(scri
     scripted.dispatch_one(uid=3)
     scripted.kill_launch(MODES)
     assert scripted.paths.ring_file.exists()
-    uuid = json.loads(scripted.paths.run_json.read_text())["uuid"]
+    known = json.loads(scripted.paths.run_json.read_text())
+    uuid = known["uuid"]
     scripted.start(MODES)
     scripted.life("learner", 2)
     ring = Ring.attach(scripted.paths.ring_name, read_only=True)
     line = ring.lines()[ring.lines()["state"] == State.QUEUED]
     assert line["uid"].tolist() == [3] and ring.uuid.hex() == uuid
+    assert json.loads(scripted.paths.run_json.read_text())["claimed_from"] == known["claimed_from"]
     ring.close()
     scripted.finish()
     assert scripted.wait() == 0, scripted.output
@@ -36,8 +38,12 @@ def test_samples_of_open_bin_go_back_at_the_next_start(scripted):
     assert scripted.wait() == 0, scripted.output
     assert scripted.summary()["audit"]["counts"]["open"] == 1
     (scripted.root / "finish").unlink()
+    before = json.loads(scripted.paths.run_json.read_text())
     scripted.start(MODES)
     scripted.ready("learner", 2)
+    now = json.loads(scripted.paths.run_json.read_text())
+    assert now["uuid"] == before["uuid"] and now["claimed_from"] != before["claimed_from"], "the same run, another ring"
+    assert now["claimed_from"][:16] == before["claimed_from"][:16] == now["uuid"][:16]
     fates = Fates(str(scripted.paths.fates), read_only=True)
     assert fates.get(5) == 0 and not scripted.paths.open_bin.exists()
     assert json.loads(scripted.paths.draws.read_text())["uids"] == [5]

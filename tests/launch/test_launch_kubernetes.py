@@ -114,7 +114,8 @@ def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read
 def test_the_command_prints_it_and_a_run_on_one_host_is_refused(
     capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
-    assert main(["launch", str(QUICKSTART), "--emit", "lws", *(part for one in settings for part in ("--set", one))]) == 0
+    given = [part for one in settings for part in ("--set", one)]
+    assert main(["launch", str(QUICKSTART), "--emit", "lws", *given]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "LeaderWorkerSet"
     with pytest.raises(UserError, match="no other host"):
         kubernetes.jobset(load(QUICKSTART, []))

@@ -22,7 +22,7 @@ import torch
 
 from busrl import keys
 from busrl.config import HostSource, load
-from busrl.config.hosts import of_host
+from busrl.config.hosts import claimed_from, of_host
 from busrl.launch.rundir import OpenRun, open_host, open_run, remove_runtime_dir, unlink_segments
 from busrl.states import HeaderWord
 from busrl.weights.shm import ShmSender, VersionReceiver
@@ -51,7 +51,7 @@ class Relays:
         listed = ", ".join(f'"{name}"' for name in names)
         topology = load(ROOT / "configs" / "quickstart.toml", [*own, f"process.rollout.hosts=[{listed}]"])
         self.runs: dict[str, OpenRun] = {HOME: open_run(folder / HOME, topology)}
-        ring = self.runs[HOME].ring.uuid.hex()
+        ring = claimed_from(self.runs[HOME].paths.run_json).hex()
         for name in names:
             own_keys = str(keys.client_file(folder / "keys", name))
             source = HostSource(endpoint, own_keys, name, ring, time.time_ns() // 1000)

@@ -134,6 +134,7 @@ def test_home_is_killed_and_started_again_while_its_host_waits(change: str, tmp_
         home.start()
         assert home.wait() == 0, home.tail()
         assert host.wait(60) == 0, host.tail()
+    assert host.text().count("run at tcp") == (2 if change else 1), "it began anew where its claims are no more"
     check_end(home, 0)
 
 

@@ -223,7 +223,7 @@ MEANINGS: Final[dict[str, str]] = {
     "REMOTE_CLAIM.capacity": "How many tasks the worker wants to hold in all.",
     "holding": "Every task that the worker holds and has no final answer for.",
     "REMOTE_JOIN.role": '`"rollout"` or `"reward"`.',
-    "ring": "Of a worker that keeps claims over restarts: uuid (hex) of the ring that gave them; empty: any ring.",
+    "ring": "Of a worker that keeps claims over restarts: the ring of them (`claimed_from` of run.json); empty: any.",
     "REMOTE_GENERATED.tokens": "int32, one dimension, 1 to `max_new_tokens` ids.",
     "logprobs": "float32, as many: log-probability of each token as it was sampled, at most 0.",
     "versions": "uint32, as many: version of the weights that made each.",
