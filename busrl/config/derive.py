@@ -47,6 +47,8 @@ TEXT_PER_TOKEN, TEXT_FLOOR = 16, 1 << 16  # bound on text: whole completions of 
 LINE_BYTES, TABLE_BYTES, PROCESS_BYTES = 128, 128 + TABLE_TENSORS * 128, 512  # per slot, slot, process-table entry
 MORE_CALLS, ID_BYTES, CALL_BYTES = 16, 4, 1024  # the last: details, and what begins at a multiple of ALIGN
 PAGE = 4096
+KEPT, LOOSE_FROM = 64 << 10, 256 << 10  # of a slot always in memory; slots of less are in memory whole (docs/ring.md)
+USUAL_SHARE = 4  # an answer is expected to have such a part of the most tokens
 
 
 def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding]]:
@@ -61,7 +63,6 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
     call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
-    calls_bytes = ring_bytes(call_slots, call_slot_bytes, topology.ring.processes) if call_slots else 0
     found.extend(_most_answers(topology, val_samples))
     found.extend(_answers_of_hosts(topology, slot_bytes))
     derived = Derived(
@@ -71,15 +72,14 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
         slot_bytes=slot_bytes, task_bytes=facts.task_bytes,
         prompt_tokens=facts.prompt_tokens, prompt_text=facts.prompt_text, trial=facts.trial.lines,
         train_prompts=facts.train_prompts, validation_prompts=facts.validation_prompts if rounds else 0,
-        ring_bytes=ring_bytes(slots, slot_bytes, topology.ring.processes) + calls_bytes, val_samples=val_samples,
-        sets=sets,
+        ring_bytes=0, val_samples=val_samples, sets=sets,
         call_slots=call_slots, call_slot_bytes=call_slot_bytes,
         explain=(
             *bounds.explain(), _order(topology), *_segments(topology), *rules.explain_control(topology), slots_text,
             bytes_text,
         ),
     )
-    return derived, found
+    return sized(topology, derived), found
 
 
 def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
@@ -255,10 +255,31 @@ def _publish_remedy(bounds: AdmissionLimits, rare: bool) -> str:
     return f"{key} <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
 
 
-def ring_bytes(slots: int, slot_bytes: int, processes: int) -> int:
-    """Size of the ring's file: header, process table, and per slot its line, its tensor table and its payload."""
-    per_slot = LINE_BYTES + TABLE_BYTES + _up(slot_bytes, 256)
+def ring_bytes(slots: int, slot_bytes: int, processes: int, held: int | None = None) -> int:
+    """What the ring's file takes: header, process table, and per slot its line, its tensor table and its payload, where
+    each slot holds so many bytes (None: all that it can)."""
+    stride = _up(slot_bytes, 256)
+    payload = stride if held is None or stride < LOOSE_FROM else min(stride, max(_up(held, PAGE), KEPT) + PAGE)
+    per_slot = LINE_BYTES + TABLE_BYTES + payload
     return _up(2 * PAGE + processes * PROCESS_BYTES + slots * per_slot, PAGE) + 3 * PAGE
+
+
+def usual_tokens(topology: Topology) -> int:
+    """Tokens of a usual answer."""
+    given, most = topology.ring.expected_tokens, topology.generation.max_new_tokens
+    return min(most, given if isinstance(given, int) else -(-most // USUAL_SHARE))
+
+
+def sized(topology: Topology, derived: Derived) -> Derived:
+    """With the bytes of its rings: at most, and where each slot holds a usual answer, whose share of a slot is that of
+    its tokens. A call is counted whole."""
+    processes, most = topology.ring.processes, topology.generation.max_new_tokens
+    usual = derived.slot_bytes * usual_tokens(topology) // most
+    calls = ring_bytes(derived.call_slots, derived.call_slot_bytes, processes) if derived.call_slots else 0
+    return replace(
+        derived, ring_bytes=ring_bytes(derived.slots, derived.slot_bytes, processes) + calls,
+        ring_held=ring_bytes(derived.slots, derived.slot_bytes, processes, usual) + calls,
+    )
 
 
 def _up(value: int, to: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.algorithms import catalog
-from busrl.config import machine, memory, pretrained, rates, trial
+from busrl.config import derive, machine, memory, pretrained, rates, trial
 from busrl.config.hosts import of_host
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
@@ -48,6 +48,7 @@ def require_memory(topology: Topology) -> None:
         raise SharedMemoryFull(
             f"{machine.SHM} has {_mib(free)} free, the run needs {text} = {_mib(needed)}: enlarge it (mount -o remount,"
             f"size=... {machine.SHM}; docker run --shm-size), `busrl ring clean` old runs, or lower ring.slots"
+            f"{' or ring.expected_tokens' if topology.derived.ring_held < topology.derived.ring_bytes else ''}"
         )
 
 
@@ -61,11 +62,12 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
 
 
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
-    """Files of the run in /dev/shm and their sizes; the weights are two buffers, left out while unknown.
+    """Files of the run in /dev/shm and what they take; the weights are two buffers, left out while unknown.
 
-    With sparse updates each buffer has half of its size beside it, for the changes that follow it.
+    The ring is counted with usual answers: the memory of long ones goes back when they are trained. With sparse updates
+    each buffer has half of its size beside it, for the changes that follow it.
     """
-    found = [("ring", topology.derived.ring_bytes)]
+    found = [("ring", topology.derived.ring_held)]
     parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
     if topology.weights.transport == "shm" and parameters:
         size = parameters * pretrained.BYTES_OF[topology.model.dtype]
@@ -188,7 +190,9 @@ def _hosts(t: Topology) -> Iterator[str]:
         needs = sum(size for _, size in shared_memory(own))
         start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
         yield f"on {host}, by {start}: {', '.join(runs)}"
-        yield f"  {own.derived.slots} slots, {_mib(needs)} of shared memory"
+        most = needs + own.derived.ring_bytes - own.derived.ring_held
+        more = f", at most {_mib(most)}" if most > needs else ""
+        yield f"  {own.derived.slots} slots, {_mib(needs)} of shared memory{more}"
 
 
 def _device(t: Topology, process: ProcessName) -> str:
@@ -223,6 +227,9 @@ def _sizes(t: Topology) -> Iterator[str]:
     yield f"shared memory ({machine.SHM} has {_mib(machine.shm_free())} free)"
     for name, size in shared_memory(t):
         yield f"  {name}: {_mib(size)}"
+    if t.derived.ring_held < t.derived.ring_bytes:
+        usual = f"{t.derived.slots} answers of {derive.usual_tokens(t)} tokens (ring.expected_tokens)"
+        yield f"    that is with {usual}; at most {_mib(t.derived.ring_bytes)}, if all are as long as they may be"
     if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
         yield "  weights: twice the size of the model, known when it is loaded"
     yield from _blocks(t)
@@ -343,6 +350,10 @@ def _lacking(t: Topology) -> Iterator[str]:
 
 def _doubts(t: Topology) -> Iterator[str]:
     """What may end a run, or keep it from beginning."""
+    free, needs = machine.shm_free(), sum(size for _, size in shared_memory(t))
+    if needs <= free < (most := needs + t.derived.ring_bytes - t.derived.ring_held):
+        text = f"{machine.SHM} has {_mib(free)} free: enough for usual answers ({_mib(needs)}), not for {_mib(most)}"
+        yield f"{text}, if all are as long as they may be; the run would pause then, and lose nothing"
     if t.data.train not in ("", t.validation.data) and t.derived.train_prompts < t.learner.trigger.n_min:
         yield f"data.train: {t.derived.train_prompts} prompts for steps of {t.learner.trigger.n_min} groups"
     if (asked := t.run.max_steps * t.derived.limits.n_hi) > (most := MOST_SAMPLES // (2 * t.groups.size)):

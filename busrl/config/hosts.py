@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from busrl import files, keys
-from busrl.config.derive import ring_bytes
+from busrl.config.derive import sized
 from busrl.config.schema import Derived, Faults, Topology
 from busrl.errors import BadKeys, UserError
 
@@ -56,8 +56,8 @@ def of_host(topology: Topology, host: str) -> Topology:
 
 
 def _sized(topology: Topology, slots: int) -> Derived:
-    size = ring_bytes(slots, topology.derived.slot_bytes, topology.ring.processes)
-    return replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, ring_bytes=size)
+    own = replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, call_slots=0)
+    return sized(topology, own)
 
 
 @dataclass(frozen=True)

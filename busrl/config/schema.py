@@ -300,6 +300,8 @@ class Ring:
                            words=("auto",), low=1, high=1 << 20)
     slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
                                 words=("auto",), low=256, high=1 << 30)
+    expected_tokens: int | str = key("auto", "tokens of a usual answer, for the memory that long answers are "
+                                     "expected to take; auto = a quarter of generation.max_new_tokens", words=("auto",), low=1)
     processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
 
 
@@ -592,7 +594,7 @@ class Derived:
     task_bytes: int  # longest JSONL line
     train_prompts: int  # lines of data.train
     validation_prompts: int  # lines of the file that validation uses, 0 if there is no validation
-    ring_bytes: int  # size of the shared-memory file, or of both where there is a ring of calls
+    ring_bytes: int  # most that the shared-memory file takes, or both where there is a ring of calls
     val_samples: int  # answers of one validation round over all sets, 0 = validation is off
     sets: tuple[AskedSet, ...] = ()  # what a round asks; none in run directories of before
     prompt_tokens: int = 0  # the limit on prompts, "auto" worked out; 0 in run directories of before
@@ -603,6 +605,7 @@ class Derived:
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     call_slots: int = 0  # of the ring of model calls, 0 = the run has none
     call_slot_bytes: int = 0
+    ring_held: int = 0  # as ring_bytes, where each slot holds a usual answer
     explain: tuple[str, ...] = ()
     algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
     warnings: tuple[str, ...] = ()

@@ -251,7 +251,8 @@ class EpisodeHolder(Actor):
         if made is None:
             return self.drop(claim, Fate.MALFORMED, "its episode ended without a model call")
         try:
-            self._write(claim, made, ended, episode)
+            if not self.write_or_wait("episodes", lambda: self._write(claim, made, ended, episode)):
+                return ""  # the run stops: the sample goes back
         except SlotTooSmall as problem:
             return self.drop(claim, Fate.MALFORMED, f"its episode does not fit: {problem}")
         self.commit(claim, made)

@@ -27,7 +27,7 @@ from busrl.config.pretrained import model_facts
 from busrl.data import prompt_of
 from busrl.engines import Engine, Finished, Request
 from busrl.engines.tokens import NO_IDS, Ids
-from busrl.errors import SlotTooSmall
+from busrl.errors import SharedMemoryFull, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
@@ -205,7 +205,8 @@ class SampleIntake(Intake):
         return ids
 
     def commit(self, sequence: Finished) -> bool:
-        """Commit a segment that ended; the answer is whole, or dropped, or goes on with any worker."""
+        """Commit a segment that ended; the answer is whole, or dropped, or goes on with any worker. SharedMemoryFull:
+        it is still claimed, and the same call succeeds once there is memory."""
         slot, task = sequence.key, self.claimed.pop(sequence.key)
         word = task.word
         if sequence.refused:
@@ -225,6 +226,9 @@ class SampleIntake(Intake):
                 uid=task.uid, version=task.version, step=task.step, earlier=task.earlier,
                 prompt_tokens=task.prompt_tokens,
             )
+        except SharedMemoryFull:
+            self.claimed[slot] = task
+            raise
         except (SlotTooSmall, *UNREADABLE) as problem:
             self._drop(slot, word, Fate.MALFORMED, str(problem))
             return True
@@ -332,6 +336,9 @@ class CallIntake(Intake):
         step = self.steps.step_of(int(answer.versions.min()))
         try:
             write_answer(self.ring, slot, task.word, *made, task.claimed_ns, step, answer.computed)
+        except SharedMemoryFull:  # as a sample's
+            self.claimed[slot] = task
+            raise
         except SlotTooSmall as problem:
             self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
 

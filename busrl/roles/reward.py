@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from busrl.errors import SlotTooSmall
+from busrl.errors import SharedMemoryFull, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.rewards.pool import WITH_IDS, Item, Outcome, RewardPool
 from busrl.ring import State, segments_of, seq_of
@@ -181,7 +181,7 @@ class Reward(Actor):
         for (slot, word), outcome in zip(owned, outcomes):
             try:
                 write_parts(self.ring, slot, word, outcome.parts)
-            except SlotTooSmall as problem:  # they are for people: the reward counts all the same
+            except (SlotTooSmall, SharedMemoryFull) as problem:  # they are for people: the reward counts all the same
                 self.warn("reward", f"the parts of rewards are not kept: {problem}", kind="parts")
         if owned:
             self.bell.add(lambda: self._message(*owned[0], rewards[0]), len(owned))

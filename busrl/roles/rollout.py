@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -360,10 +361,17 @@ class Rollout(Actor):
         return bool(requests)
 
     def _commit(self, ended: Iterable[Finished]) -> int:
-        """Give the answers back; returns how many are whole."""
+        """Give the answers back, when there is memory for them; returns how many are whole."""
         if self.restart is not None:
             ended = map(self.restart.merged, ended)
-        return sum([self.intake.commit(answer) for answer in ended])
+        whole: list[bool] = []
+
+        def commit(answer: Finished) -> None:
+            whole.append(self.intake.commit(answer))
+
+        for answer in ended:
+            self.write_or_wait("generation", partial(commit, answer))
+        return sum(whole)
 
     def _left_behind(self) -> bool:
         """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""

@@ -28,7 +28,7 @@ import numpy as np
 from busrl.config import Topology
 from busrl.config.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.data import JsonlStream, plain_text, trace, training_stream
-from busrl.errors import CannotTrain, DiskFull
+from busrl.errors import CannotTrain, DiskFull, SharedMemoryFull
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
@@ -187,7 +187,7 @@ class Scheduler(Actor):
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
             self._dispatch_all(view)
-        except DiskFull as problem:
+        except (DiskFull, SharedMemoryFull) as problem:
             self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
             with self.activity("waiting for disk space", math.inf):
                 self.idle(1.0)

@@ -51,7 +51,7 @@ enum busrl_code {
     BUSRL_E_CORRUPT = -5,         /* bytes in shared memory contradict the layout */
     BUSRL_E_LAYOUT = -6,          /* the ring has another layout version */
     BUSRL_E_STALE = -7,           /* the ring was made before the last boot */
-    BUSRL_E_SHM_TOO_SMALL = -8,   /* /dev/shm can not hold it */
+    BUSRL_E_SHM_TOO_SMALL = -8,   /* /dev/shm can not hold it: the same call succeeds when there is room */
     BUSRL_E_SLOT_TOO_SMALL = -9,  /* the tensor does not fit; busrl_ring_error gives both sizes */
     BUSRL_E_NOT_OWNER = -10,      /* you do not hold the slot under that word */
     BUSRL_E_TRANSITION = -11,     /* the state machine has no such arrow */

@@ -74,6 +74,24 @@ py::array view_of(const Handle& ring, const busrl_tensor& t, bool writable) {
     return view;
 }
 
+// Read-only. The owner of the slot looks into the mapping. Anybody else might meet a hole there, if the slot is given
+// back meanwhile: a long answer is copied out of the file then, which reads holes as zeros.
+py::array seen(const Handle& ring, uint32_t slot, const busrl_tensor& t) {
+    const Segment& seg = ring.live();
+    if (!has_loose(seg.shape) || (ring.index() != 0 && is_owned_by(load_word(seg, slot), ring.index())))
+        return view_of(ring, t, false);
+    py::array copy(dtype_of(t.dtype, t.bits), py::array::ShapeContainer(t.shape, t.shape + t.ndim));
+    auto* to = static_cast<char*>(copy.mutable_data());
+    const auto from = static_cast<const uint8_t*>(t.data) - seg.payload(0) + off_t(seg.shape.data_off);
+    for (uint64_t done = 0; done < t.nbytes;) {
+        const ssize_t n = ::pread(seg.fd(), to + done, t.nbytes - done, from + off_t(done));
+        if (n <= 0) throw Error(Fault::general, errno_text("cannot read the ring " + seg.path));
+        done += uint64_t(n);
+    }
+    py::detail::array_proxy(copy.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+    return copy;
+}
+
 }  // namespace
 
 py::array lines(const Handle& ring, const std::optional<std::vector<uint32_t>>& slots) {
@@ -145,7 +163,7 @@ py::array get(Handle& ring, uint32_t slot, const std::string& name, uint32_t seg
     busrl_tensor tensor;
     tensor.size = sizeof(tensor);
     check(busrl_ring_tensor(&ring, slot, name.c_str(), segment, &tensor));
-    return view_of(ring, tensor, false);
+    return seen(ring, slot, tensor);
 }
 
 py::dict tensors(Handle& ring, uint32_t slot) {
@@ -153,7 +171,7 @@ py::dict tensors(Handle& ring, uint32_t slot) {
     for (uint32_t place = 0; place < kTensors; ++place) {
         busrl_tensor tensor = begin_tensor();
         if (check(busrl_ring_tensor_at(&ring, slot, place, &tensor)) == BUSRL_AGAIN) continue;
-        out[py::make_tuple(readable(tensor.name), tensor.segment)] = view_of(ring, tensor, false);
+        out[py::make_tuple(readable(tensor.name), tensor.segment)] = seen(ring, slot, tensor);
     }
     return out;
 }

@@ -132,6 +132,8 @@ void structs() {
     end();
     begin("TensorTable", sizeof(TensorTable));
     FIELD(TensorTable, used)
+    FIELD(TensorTable, pad0)
+    FIELD(TensorTable, allocated)
     FIELD(TensorTable, pad)
     FIELD(TensorTable, entry)
     end();

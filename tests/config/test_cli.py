@@ -67,6 +67,16 @@ def test_check_refuses_a_run_that_shared_memory_can_not_hold() -> None:
     assert "/dev/shm has" in message and "the run needs ring" in message
 
 
+def test_check_warns_where_only_the_longest_answers_would_not_fit_into_shared_memory() -> None:
+    space = os.statvfs("/dev/shm")
+    slots = max(2048, space.f_bavail * space.f_frsize // (64 << 20) + 8)
+    sizes = (f"ring.slots={slots}", f"ring.slot_bytes={64 << 20}", "ring.expected_tokens=1")
+    done = busrl("check", QUICKSTART, "--verbose", *(part for one in sizes for part in ("--set", one)))
+    assert done.returncode == 0, done.stderr
+    assert "enough for usual answers" in done.stdout and "if all are as long as they may be" in done.stdout
+    assert f"{slots} answers of 1 tokens (ring.expected_tokens)" in done.stdout
+
+
 def test_a_dry_run_starts_nothing(tmp_path: Path) -> None:
     done = busrl("launch", QUICKSTART, "--dry-run", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr

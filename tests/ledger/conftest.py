@@ -128,7 +128,7 @@ class FakeRun:
 
     def empty_ring(self) -> None:
         self.ring = bytearray(LINE_OFF + self.slots * 128)
-        struct.pack_into("<8sIIQ", self.ring, 0, b"BUSRLRG1", 2, 0, len(self.ring))
+        struct.pack_into("<8sIIQ", self.ring, 0, b"BUSRLRG1", 3, 0, len(self.ring))
         self.ring[0x18:0x28] = self.uuid
         struct.pack_into("<II", self.ring, 0x40, self.slots, 64)
         struct.pack_into("<Q", self.ring, 0x50, LINE_OFF)

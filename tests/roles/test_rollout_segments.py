@@ -17,6 +17,7 @@ from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 from busrl.config import load
 from busrl.config.schema import Segments, Topology
 from busrl.engines.base import Finished, Request
+from busrl.errors import ShmTooSmall
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import SegmentCuts, read_generated, read_text
@@ -330,3 +331,30 @@ def test_in_rounds_of_segments_every_unfinished_answer_gets_one_segment_per_wave
     worker.run()
     made.append([(r.uid, r.segment) for r in seen])
     assert made == [[(0, 0)], [(1, 0)], [(1, 1), (2, 0)], [(1, 2), (2, 1)]]
+
+
+
+def test_an_answer_for_which_there_is_no_memory_stays_claimed_and_is_committed_when_there_is(
+    rings: list[Ring], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch(rings[0], [1])
+    worker = Worker(topology(), rings[0], PlannedEngine(1, script=says({1: "ab$"})))
+    commit, tries = worker.intake.segments.commit, []
+
+    def full_at_first(*args: Any, **keys: Any) -> Any:
+        tries.append(shown(rings[0], 1)[0])
+        if len(tries) == 1:
+            raise ShmTooSmall("no memory is left")
+        return commit(*args, **keys)
+
+    def until_written(what: str, write: Any) -> bool:
+        with pytest.raises(ShmTooSmall):
+            write()
+        assert list(worker.intake.claimed) == [slot(rings[0], 1)]
+        write()
+        return True
+
+    monkeypatch.setattr(worker.intake.segments, "commit", full_at_first)
+    monkeypatch.setattr(worker, "write_or_wait", until_written)
+    worker.run()
+    assert tries == [State.GENERATING] * 2 and shown(rings[0], 1) == (State.GENERATED, 1, EOS, 3)

@@ -54,7 +54,7 @@ from busrl.ledger.audit.report import Finding, error, note
 
 
 MAGIC = b"BUSRLRG1"
-MAJOR = 2
+MAJORS = (2, 3)  # their lines are the same
 FIXED_BYTES = 0x78  # of the header, written once, which the checksum covers
 CASTAGNOLI = 0x82F63B78
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -126,8 +126,8 @@ def _header(data: bytes, size: int, path: Path) -> tuple[bytes, int, int]:
     (major,) = struct.unpack_from("<I", data, 0x08)
     (n_slots,) = struct.unpack_from("<I", data, 0x40)
     (line_off,) = struct.unpack_from("<Q", data, 0x50)
-    if major != MAJOR:
-        raise NotARing(f"{path}: layout {major}, this audit reads {MAJOR}")
+    if major not in MAJORS:
+        raise NotARing(f"{path}: layout {major}, this audit reads {' and '.join(map(str, MAJORS))}")
     if (damage := _damage(data, size)) or line_off + n_slots * LINE_BYTES > size or line_off % 8:
         raise NotARing(f"{path}: {damage or f'{n_slots} slots at {line_off} in {size} bytes'}")
     return data[0x18:0x28], n_slots, line_off

@@ -212,6 +212,17 @@ def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: f
 # -- samples.jsonl -------------------------------------------------------------
 
 
+EXCERPT = 1 << 15  # characters of a text
+
+
+def excerpt(text: str) -> str:
+    """Begin and end of a text that is too long to keep one of for every step of a long run."""
+    if len(text) <= EXCERPT:
+        return text
+    half = EXCERPT // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
+
+
 class Excerpts:
     """Samples to read: the prompt as the model got it, the answer, its reward; `log.samples` of them for each step.
 
@@ -262,7 +273,7 @@ class Excerpts:
         task = _text_or_problem(lambda: read_task(ring, slot).decode("utf-8", "replace"))
         prompt, rest = self.prompt(task)
         completion = _text_or_problem(lambda: read_text(ring, slot, segments_of(word)))
-        return {"prompt": prompt, "record": rest, "completion": completion}
+        return {"prompt": excerpt(prompt), "record": rest, "completion": excerpt(completion)}
 
     def prompt(self, task: str) -> tuple[str, dict[str, Any]]:
         """The prompt of a line as text, a chat as its template writes it, and the line's other keys."""
