@@ -273,15 +273,17 @@ def dumped(message: dict[str, Any]) -> dict[str, Any]:
 
 class Engine:
     """Draws the given texts in turn, its own word when they are used up, after any number of other things; keeps what
-    it read and drew. `closed`: answers nothing until it is set open."""
+    it read and drew. `closed`: answers nothing until it is set open. Who listens is told every id, all but the last of
+    them before `ending` is set."""
 
     def __init__(self, chat: Renderer, texts: Iterator[str] | None = None) -> None:
         self.world = World(chat, random.Random(4))
         self.texts = texts or iter(())
         self.running = self.most = self.calls = 0
         self.near: list[int] = []
-        self.open = asyncio.Event()
+        self.open, self.ending = asyncio.Event(), asyncio.Event()
         self.open.set()
+        self.ending.set()
         self.fails = 0
 
     async def __call__(self, call: Call) -> Answer:
@@ -302,6 +304,11 @@ class Engine:
         ids = [*self.world.split(text), self.world.chat._special["<|im_end|>"]]
         finish = Finish.EOS if len(ids) <= call.max_new_tokens else Finish.LENGTH
         ids = ids[: call.max_new_tokens]
+        if call.heard is not None:
+            for one in ids[:-1]:
+                call.heard([one])
+            await self.ending.wait()
+            call.heard(ids[-1:])
         scores = np.array([-self.world.random.random() for _ in ids], np.float32)
         self.world.log.append((prompt, tuple(ids), tuple(map(float, scores))))
         return Answer(np.array(ids, np.int32), scores, np.full(len(ids), number, np.uint32), finish, engine=number,

@@ -38,7 +38,7 @@ from busrl.agents.llm import (
     Response,
     RewardRequest,
 )
-from busrl.agents.parsers import MessageMaker
+from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import History, Ids, Limits, Message, OpenCall, Tree, Turn
 from busrl.errors import CallRefused, CallUnanswered
@@ -51,13 +51,15 @@ ID_BYTES = 512  # more than an id of any vocabulary stands for, on average
 @dataclass(frozen=True)
 class Call:
     """What an engine is asked: to sample at most `max_new_tokens` behind `prompt`. `stream` (64 bits) names its random
-    numbers; `near` is what the answer of the turn before called its engine, where the prefix may still be."""
+    numbers; `near` is what the answer of the turn before called its engine, where the prefix may still be; `heard` is
+    told ids as they are drawn, as far as the engine tells them before its answer."""
 
     uid: int
     stream: int
     prompt: Ids
     max_new_tokens: int
     near: int
+    heard: Callable[[list[int]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Answer:
 
 
 Engine = Callable[[Call], Awaitable[Answer]]
+Heard = Callable[[int, dict[str, str]], None]  # of which answer, and what is new in the parts of its message
 
 
 @dataclass(frozen=True)
@@ -187,27 +190,32 @@ class Episode:
 
         return Llm(ask, task)
 
-    async def answer(self, request: Request) -> tuple[Delivery, Response]:
-        """Answer a request; what is refused is so in the response. The caller says when it was delivered."""
+    async def answer(self, request: Request, heard: Heard | None = None) -> tuple[Delivery, Response]:
+        """Answer a request; what is refused is so in the response. The caller says when it was delivered. `heard` is
+        told what is drawn meanwhile, where no tools are offered; the message in the answer counts."""
         try:
             if isinstance(request, RewardRequest):
                 self.reward(request)
                 return Delivery([]), Choices([])
             with self._at_work():
-                given = await (self._chat(request) if isinstance(request, ChatRequest) else self._complete(request))
+                if isinstance(request, ChatRequest):
+                    given = await self._chat(request, heard)
+                else:
+                    given = await self._complete(request, heard)
             return given, Choices([choice_of(turn) for turn in given.turns])
         except CallRefused as refused:
             self.counts["refused"] += 1
             return Delivery([]), Refusal(refused.code, str(refused), refused.param)
 
-    async def answer_once(self, body: bytes, retried: bool, request: Request) -> tuple[Delivery, Response]:
+    async def answer_once(self, body: bytes, retried: bool, request: Request,
+                          heard: Heard | None = None) -> tuple[Delivery, Response]:
         """`answer`, for clients that may ask again: with `retried` the same `body` gets the answer of the request that
-        it repeats, if there is one. Cancelled: the client went away. For the HTTP door."""
+        it repeats, if there is one, and hears nothing before. Cancelled: the client went away. For the HTTP door."""
         key = hashlib.blake2b(body, digest_size=16).digest()
         kept = self._retries.again(key, self._clock()) if retried else None
         self.counts["joined"] += kept is not None
         if kept is None:
-            kept = self._retries.first(key, self._started(self.answer(request)))
+            kept = self._retries.first(key, self._started(self.answer(request, heard)))
         if kept.giving_up:
             kept.giving_up.cancel()
         kept.waiting += 1
@@ -266,7 +274,7 @@ class Episode:
 
     # -- calls -----
 
-    async def _chat(self, request: ChatRequest) -> Delivery:
+    async def _chat(self, request: ChatRequest, heard: Heard | None) -> Delivery:
         size = sum(map(len, request.messages))
         require_some_fit(self._settings.limits.context, len(request.messages), size)
         history = self.tree.read(request.messages, request.tools, request.arguments)
@@ -277,9 +285,9 @@ class Episode:
         if not isinstance(arguments, dict):
             raise CallRefused("invalid", "arguments of the template must be an object", "chat_template_kwargs")
         found = self._renderer.prompt(self.tree, history, tools, arguments)
-        return await self._several(request, found.parent, found.new, history, found.text, tools)
+        return await self._several(request, found.parent, found.new, history, found.text, tools, heard)
 
-    async def _complete(self, request: CompleteRequest) -> Delivery:
+    async def _complete(self, request: CompleteRequest, heard: Heard | None) -> Delivery:
         given = request.prompt
         parts, size = (len(given), 0) if isinstance(given, list) else (1, len(given))
         require_some_fit(self._settings.limits.context, parts, size)
@@ -290,10 +298,10 @@ class Episode:
         prompt = np.array(ids, np.int32)
         parent = self.tree.match_ids(prompt)
         new = prompt[parent.end if parent else 0 :]
-        return await self._several(request, parent, new, None, None, [])
+        return await self._several(request, parent, new, None, None, [], heard)
 
     async def _several(self, request: ChatRequest | CompleteRequest, parent: Turn | None, new: Ids | Sequence[int],
-                       history: History | None, text: str | None, tools: list[Any]) -> Delivery:
+                       history: History | None, text: str | None, tools: list[Any], heard: Heard | None) -> Delivery:
         if not 1 <= request.n <= MOST_ANSWERS:
             raise CallRefused("invalid", f"n = {request.n}: must be 1 to {MOST_ANSWERS}", "n")
         if request.max_tokens < 0:
@@ -302,8 +310,8 @@ class Episode:
         wanted = min(request.max_tokens or most, most)
         if request.n > 1:
             wanted = await self._share(parent, len(new), wanted, request.n)
-        calls = [self._started(self._call(parent, new, wanted, history, text, tools, request))
-                 for _ in range(request.n)]
+        ears = [self._ear(place, request, text, heard) if heard and not tools else None for place in range(request.n)]
+        calls = [self._started(self._call(parent, new, wanted, history, text, tools, request, ear)) for ear in ears]
         try:
             return Delivery(list(await asyncio.gather(*calls)))
         finally:
@@ -311,13 +319,14 @@ class Episode:
                 call.cancel()
 
     async def _call(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None,
-                    text: str | None, tools: list[Any], request: ChatRequest | CompleteRequest) -> Turn:
+                    text: str | None, tools: list[Any], request: ChatRequest | CompleteRequest,
+                    ear: Callable[[list[int]], None] | None) -> Turn:
         async with self._running:
             await self._room(parent, len(new), wanted)
             asked = self.tree.ask(parent, new, wanted, history, text, request.trained)
             try:
                 near = self._engines.get(parent.number, -1) if parent else -1
-                answer = await self._engine(Call(self.uid, asked.stream, asked.prompt, asked.room, near))
+                answer = await self._engine(Call(self.uid, asked.stream, asked.prompt, asked.room, near, ear))
                 return self._settle(asked, answer, tools, request.stop)
             except BaseException:
                 self.tree.cancel(asked)
@@ -325,6 +334,19 @@ class Episode:
             finally:
                 freed, self._freed = self._freed, asyncio.Event()
                 freed.set()
+
+    def _ear(self, place: int, request: ChatRequest | CompleteRequest, text: str | None,
+             heard: Heard) -> Callable[[list[int]], None]:
+        """What is done with ids of an answer before it is there."""
+        ids: list[int] = []
+        draft = Draft(self._maker, isinstance(request, ChatRequest), text or "", request.stop)
+
+        def listen(more: list[int]) -> None:
+            ids.extend(more)
+            if new := draft.more(self._renderer.said(ids)[0]):
+                heard(place, new)
+
+        return listen
 
     async def _room(self, parent: Turn | None, new: int, wanted: int, n: int = 1) -> None:
         """Wait while calls under way hold room that these would get when they have ended."""

@@ -17,6 +17,7 @@ import hmac
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -202,10 +203,33 @@ class Door:
     async def _answered(self, request: web.Request, episode: Episode, raw: bytes, asked: Request, changed: bool,
                         body: openai.Body, shape: str) -> web.StreamResponse:
         episode.counts["overridden"] += changed
-        retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
-        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked))
+        answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
+        stream = Stream(request, answers, shape) if body.stream else None
         try:
-            stream = await self._waited(request, work) if body.stream else None
+            given = await self._played(request, episode, raw, asked, stream)
+        except CallRefused as refused:
+            if stream is None or not stream.begun:
+                raise
+            return await stream.refused(refused)
+        answers = replace(answers, turns=given.turns)
+        if stream is not None:
+            response = await stream.ended(answers)
+        else:
+            response = answer_of(getattr(answers, shape)())
+            await response.prepare(request)
+            await response.write_eof()
+        given.delivered()
+        return response
+
+    async def _played(self, request: web.Request, episode: Episode, raw: bytes, asked: Request,
+                      stream: Stream | None) -> Delivery:
+        """The answer, once it is there; a stream has brought what was told of it."""
+        retried = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+        heard = stream.heard if stream is not None else None
+        work = asyncio.ensure_future(episode.answer_once(request.path.encode() + raw, retried, asked, heard))
+        try:
+            if stream is not None:
+                await stream.follow(work)
             given, response = await work
         except CallUnanswered as problem:
             episode.gone_wrong(problem)
@@ -217,45 +241,8 @@ class Door:
         finally:
             work.cancel()
         if isinstance(response, Refusal):
-            refused = CallRefused(response.code, response.text, response.param)
-            if stream is None:
-                raise refused
-            return await self._ended(stream, openai.error(str(refused), refused.code, refused.param))
-        return await self._deliver(request, given, body, shape, stream)
-
-    async def _waited(self, request: web.Request, work: asyncio.Future[Any]) -> web.StreamResponse | None:
-        """Wait for the answer to a stream; the response that was begun meanwhile, to say that the call waits."""
-        stream: web.StreamResponse | None = None
-        while not (await asyncio.wait({work}, timeout=WAIT_S))[0]:
-            if stream is None:
-                stream = web.StreamResponse(headers=EVENT_STREAM)
-                await stream.prepare(request)
-            await stream.write(b": wait\n\n")
-        return stream
-
-    async def _deliver(self, request: web.Request, given: Delivery, body: openai.Body, shape: str,
-                       stream: web.StreamResponse | None) -> web.StreamResponse:
-        answers = openai.Answers(given.turns, body, self._model, next(self._numbers), self._renderer.decode)
-        if body.stream:
-            if stream is None:
-                stream = web.StreamResponse(headers=EVENT_STREAM)
-                await stream.prepare(request)
-            for chunk in answers.chunks() if shape == "chat" else answers.completion_chunks():
-                await stream.write(b"data: " + openai.written(chunk) + b"\n\n")
-            await stream.write(b"data: [DONE]\n\n")
-            await stream.write_eof()
-            given.delivered()
-            return stream
-        response = answer_of(getattr(answers, shape)())
-        await response.prepare(request)
-        await response.write_eof()
-        given.delivered()
-        return response
-
-    async def _ended(self, stream: web.StreamResponse, said: Mapping[str, Any]) -> web.StreamResponse:
-        await stream.write(b"data: " + openai.written(said) + b"\n\n")
-        await stream.write_eof()
-        return stream
+            raise CallRefused(response.code, response.text, response.param)
+        return given
 
     # -- about the model -----
 
@@ -317,6 +304,60 @@ class Door:
         if not self._is_the_runs(request) and not same_key(self._key_of(request), expected):
             raise CallRefused("invalid_api_key", "this is neither the run's key nor that of the episode")
         return self._desk
+
+
+class Stream:
+    """A response of events, begun with the first of them. It brings what is drawn, then what is left of the answer."""
+
+    def __init__(self, request: web.Request, answers: openai.Answers, shape: str) -> None:
+        self._request, self._answers, self._chat = request, answers, shape == "chat"
+        self._response = web.StreamResponse(headers=EVENT_STREAM)
+        self._news: asyncio.Queue[tuple[int, dict[str, str]] | None] = asyncio.Queue()
+        self._given: dict[int, dict[str, str]] = {}
+        self.begun = False
+        self.heard = None if openai.wants_numbers(answers.body) else self._hear
+
+    async def follow(self, work: asyncio.Future[Any]) -> None:
+        """Until the work is done: what is heard, and signs of life while there is nothing."""
+        work.add_done_callback(lambda _: self._news.put_nowait(None))
+        while True:
+            try:
+                news = await asyncio.wait_for(self._news.get(), WAIT_S)
+            except asyncio.TimeoutError:
+                await self._write(b": wait\n\n")
+                continue
+            if news is None:
+                return
+            place, new = news
+            before = self._given.setdefault(place, {})
+            await self._event(self._answers.piece(place, new, not before, self._chat))
+            before.update({name: before.get(name, "") + text for name, text in new.items()})
+
+    async def ended(self, answers: openai.Answers) -> web.StreamResponse:
+        """What is left of the answer, and the end."""
+        for chunk in (answers.chunks if self._chat else answers.completion_chunks)(self._given):
+            await self._event(chunk)
+        await self._write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def refused(self, refused: CallRefused) -> web.StreamResponse:
+        """The end, where there is no answer."""
+        await self._event(openai.error(str(refused), refused.code, refused.param))
+        await self._response.write_eof()
+        return self._response
+
+    def _hear(self, place: int, new: dict[str, str]) -> None:
+        self._news.put_nowait((place, new))
+
+    async def _event(self, value: Mapping[str, Any]) -> None:
+        await self._write(b"data: " + openai.written(value) + b"\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._response.prepare(self._request)
+        await self._response.write(data)
 
 
 def same_key(key: str, expected: str) -> bool:

@@ -25,6 +25,7 @@ from busrl.agents.tree import Turn
 from busrl.errors import CallRefused
 
 MOST_STOPS, LONGEST_STOP = 16, 256
+Given = Mapping[int, Mapping[str, str]]  # by choice: what a stream has brought of the parts of its message
 Sampling = tuple[str, float, float]  # a rule of agents.sampling, temperature and top-p of the sample
 T = TypeVar("T", bound="Body")
 
@@ -145,6 +146,11 @@ def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[Complete
     return CompleteRequest(_prompt(body.prompt), _count(body), _wanted(body), stop=_stops(body)), changed
 
 
+def wants_numbers(body: Body) -> bool:
+    """Whether an answer has more than its text for each token: then a stream brings it whole."""
+    return bool(body.return_token_ids) or getattr(body, "logprobs", None) not in (None, False)
+
+
 def _prompt(given: Any) -> str | list[int]:
     """A text or token ids, perhaps as the only one of a list."""
     if isinstance(given, list) and given and not isinstance(given[0], int):
@@ -222,12 +228,23 @@ class Answers:
         return {**self.head("chat.completion", "chatcmpl"), "choices": choices, "usage": self.usage(), **self._ids(),
                 "busrl": self.about(self.turns[-1])}
 
-    def chunks(self) -> Iterator[dict[str, Any]]:
-        """The same as chunks of a stream, each choice whole in one of them."""
+    def piece(self, place: int, new: Mapping[str, str], first: bool, chat: bool) -> dict[str, Any]:
+        """A chunk of what was drawn before the answer was there."""
+        if not chat:
+            choice = {"index": place, "text": new["content"], "finish_reason": None, "logprobs": None}
+            return {**self.head("text_completion", "cmpl"), "choices": [choice]}
+        delta = {"role": "assistant", **new} if first else dict(new)
+        head = self.head("chat.completion.chunk", "chatcmpl")
+        return {**head, "choices": [{"index": place, "delta": delta, "finish_reason": None, "logprobs": None}]}
+
+    def chunks(self, given: Given) -> Iterator[dict[str, Any]]:
+        """The same as chunks of a stream: of each choice what was not given before, in one of them."""
         head = self.head("chat.completion.chunk", "chatcmpl")
         for place, turn in enumerate(self.turns):
             calls = [{**one, "index": at} for at, one in enumerate(turn.message.get("tool_calls") or [])]
             delta = {**turn.message, "tool_calls": calls} if calls else turn.message
+            if before := given.get(place):
+                delta = {name: text[len(before.get(name, "")) :] for name, text in delta.items() if name != "role"}
             more = self._more(turn)
             reason = more.pop("finish_reason")
             yield {**head, "choices": [{"index": place, "delta": delta, "finish_reason": None, **more}]}
@@ -239,10 +256,11 @@ class Answers:
         return {**self.head("text_completion", "cmpl"), "choices": [*self._texts()], "usage": self.usage(),
                 **self._ids(), "busrl": self.about(self.turns[-1])}
 
-    def completion_chunks(self) -> Iterator[dict[str, Any]]:
+    def completion_chunks(self, given: Given) -> Iterator[dict[str, Any]]:
         head = self.head("text_completion", "cmpl")
         for choice in self._texts():
-            yield {**head, "choices": [choice]}
+            before = given.get(choice["index"], {}).get("content", "")
+            yield {**head, "choices": [{**choice, "text": choice["text"][len(before) :]}]}
         yield from self._usage_chunk(head)
 
     def generated(self) -> dict[str, Any]:

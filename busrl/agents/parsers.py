@@ -358,6 +358,45 @@ class MessageMaker:
         return message, parsed.unparsed
 
 
+class Draft:
+    """The text of an answer while it is drawn, where no tools were offered: as much of its message as no later text
+    changes. `message` False: the text is the message, whatever it thinks."""
+
+    def __init__(self, maker: MessageMaker, message: bool, prompt: str, stops: Sequence[str]) -> None:
+        self._splits, self._prompt, self._stops = message and maker.reasoning == "split", prompt, stops
+        self._given: dict[str, str] = {}
+
+    def more(self, text: str) -> dict[str, str]:
+        """What is new in the parts of the message, of all the text so far."""
+        cut = min((place for one in self._stops if (place := text.find(one)) >= 0), default=None)
+        text = text[:cut] if cut is not None else _without_begun(text, self._stops)
+        new = {}
+        for name, part in self._certain(text.rstrip("\ufffd")).items():  # the end of it may be half of a character
+            given = self._given.get(name, "")
+            if len(part) > len(given) and part.startswith(given):
+                new[name], self._given[name] = part[len(given) :], part
+        return new
+
+    def _certain(self, text: str) -> dict[str, str]:
+        if not self._splits:
+            return {"content": text}
+        begun = text.lstrip()
+        if any(begun != opening and opening.startswith(begun) for opening, _ in THINKING):
+            return {}
+        reasoning, rest = split_reasoning(text, self._prompt)
+        if reasoning is None:
+            return {"content": rest}
+        if not rest:
+            reasoning = _without_begun(reasoning, [closing for _, closing in THINKING]).rstrip("\n")
+        return {"reasoning_content": reasoning, "content": rest}
+
+
+def _without_begun(text: str, marks: Sequence[str]) -> str:
+    """Without an end of it that may be the beginning of a mark."""
+    begun = (length for mark in marks for length in range(1, len(mark)) if text.endswith(mark[:length]))
+    return text[: len(text) - max(begun, default=0)]
+
+
 def call_id(number: int, place: int) -> str:
     """Nine letters and digits, as some templates want them; the same in a repeated episode."""
     return f"c{number & 0xFFFFF:05x}{place & 0xFFF:03x}"

@@ -36,11 +36,12 @@ from busrl.agents.tree import Limits, Trajectory
 from busrl.config.pretrained import end_ids
 from busrl.config.schema import AGENT
 from busrl.data.chat import LightTokenizer, template_of
-from busrl.errors import AgentNotLoaded, CallUnanswered, SlotTooSmall
+from busrl.errors import AgentNotLoaded, BugError, CallUnanswered, SlotTooSmall
 from busrl.files import replace
 from busrl.protocol import messages as m
+from busrl.protocol.codec import topic
 from busrl.ring import Ring, State, seq_of
-from busrl.ring.calls import AsyncCaller, ModelCall, RingWatch
+from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
 from busrl.roles.episodes import CONTEXT, commit_episode, reward_of, turn_rewards_of, write_episode
@@ -106,6 +107,13 @@ class EpisodeHolder(Actor):
                 self.warn(self.role, last, kind="fresh turns")
         self.maker = MessageMaker(parser_of(own.tools, source, self.base_dir), own.reasoning)
         self.limits = Limits(*self.topology.episode_limits, own.max_turns, own.max_sequences)
+
+    def subscriptions(self) -> list[str]:
+        return [*super().subscriptions(), topic(m.CallTokens, self.worker_id)]
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.CallTokens):
+            self.caller.tokens(message)
 
     def run_passes(self) -> None:
         self.loop.run_until_complete(self._passes())
@@ -232,11 +240,21 @@ class EpisodeHolder(Actor):
             top_p=line["top_p"], priority=line["priority"], admission=line["admission"], cls=line["cls"],
             engine=max(0, call.near) if own.keeps_prefixes else 0, affinity_s=own.agents.affinity_ms / 1e3,
         )
-        found = await self.caller.ask(asked, own.limits.work_s)
+        found = await self._answered(asked, call)
         claim.read, claim.computed = claim.read + len(call.prompt), claim.computed + found.computed
         waited, made = int(1e3 * found.waited_s), int(1e3 * found.generated_s)
         return Answer(found.ids, found.logprobs, found.versions, found.finish, found.engine, waited, made,
                       found.step)
+
+    async def _answered(self, asked: ModelCall, call: Call) -> CallAnswer:
+        limit = self.topology.limits.work_s
+        if call.heard is None:
+            return await self.caller.ask(asked, limit)
+        async for found in self.caller.stream(asked, limit):
+            if isinstance(found, CallAnswer):
+                return found
+            call.heard(found)
+        raise BugError("a stream of ids ended without the answer")
 
     # -- ends -----
 

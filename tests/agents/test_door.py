@@ -16,10 +16,10 @@ import pytest
 from agent_worlds import ADD, Engine, calling, of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai import AsyncOpenAI, AuthenticationError, BadRequestError
+from openai import APIError, AsyncOpenAI, AuthenticationError, BadRequestError
 
 from busrl.agents import openai as bodies
-from busrl.agents.episode import Episode
+from busrl.agents.episode import Answer, Call, Episode
 from busrl.agents.http import Door
 from busrl.agents.renderer import Renderer
 from busrl.errors import CallRefused, CallUnanswered
@@ -164,6 +164,60 @@ def test_a_stream_brings_the_same_message(chats: Callable[[str], Renderer]) -> N
             assert episode.tree.turns[0].delivered
 
     ask(chats("qwen2_5"), work, [calling("qwen2_5", (1, 2), text="Let me.")])
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+def test_a_stream_brings_text_while_it_is_drawn_and_is_whole_in_the_end(
+    chats: Callable[[str], Renderer], numbers: bool
+) -> None:
+    """Two answers at once, one of which thinks; with numbers for each token they come whole."""
+    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+        engine.ending.clear()
+        parts = [{"reasoning_content": "", "content": ""} for _ in range(2)]
+        roles, early = [0, 0], False
+        async with client_of(episode) as client:
+            asking = client.chat.completions.create(**HELLO, n=2, stream=True, logprobs=numbers)
+            if numbers:
+                engine.ending.set()
+            async for chunk in await asking:
+                for choice in chunk.choices:
+                    roles[choice.index] += choice.delta.role == "assistant"
+                    for name, text in choice.delta.model_dump(exclude_none=True).items():
+                        if name in ("content", "reasoning_content"):
+                            parts[choice.index][name] += text
+                if not engine.ending.is_set() and all(one["content"] for one in parts):
+                    early = True
+                    engine.ending.set()
+            assert early != numbers, "the end of both was drawn only when words of both had come"
+            assert roles == [1, 1]
+            for part, turn in zip(parts, episode.tree.turns, strict=True):
+                assert part == {"reasoning_content": "", **{name: turn.message[name] for name in part
+                                                            if name in turn.message}}
+                assert turn.delivered
+            asking = client.completions.create(model="policy", prompt="Go.", stream=True)
+            texts = [chunk.choices[0].text async for chunk in await asking]
+            assert "".join(texts) == episode.tree.turns[-1].message["content"] and len(texts) > 2
+
+    ask(chats("qwen3"), work, ["<think>\nhm\n</think>\n\nOne é word.", "<thin ice, and more.", "Plain text."])
+
+
+def test_a_stream_whose_engine_fails_says_so_behind_what_it_brought(chats: Callable[[str], Renderer]) -> None:
+    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+        async def lost(call: Call) -> Answer:
+            assert call.heard is not None
+            call.heard(chats("qwen3").encode("Some words, and more"))
+            raise CallUnanswered("lost", "it became another answer")
+
+        episode._engine, gone = lost, []
+        episode.gone_wrong = gone.append
+        async with client_of(episode) as client:
+            text = ""
+            with pytest.raises(APIError, match="this episode is over"):
+                async for chunk in await client.chat.completions.create(**HELLO, stream=True):
+                    text += chunk.choices[0].delta.content or ""
+        assert text.startswith("Some") and len(gone) == 1
+
+    ask(chats("qwen3"), work)
 
 
 def test_sub_agents_that_talk_at_the_same_time_and_call_each_other_are_sequences_of_one_episode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import agent_worlds as worlds
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from busrl.agents.parsers import (
     PARSERS,
+    Draft,
     MessageMaker,
     Parsed,
     call_id,
@@ -191,3 +193,35 @@ def test_no_parser_raises_and_a_text_without_calls_is_whole(text: str) -> None:
         assert parsed.calls or parsed.text == text
         for name, arguments in parsed.calls:
             assert name.encode() and arguments.encode() and isinstance(json.loads(arguments), dict)
+
+
+# -- drafts -----------------------------------------------
+
+WORDS = st.sampled_from(["<think>", "</think>", "[THINK]", "[/THINK]", "<th", "</", "[", "\n", " ", "a", "stop", "st",
+                         "\ufffd", "é"])
+
+
+@given(st.lists(WORDS, max_size=12).map("".join), st.sampled_from(["", "<think>\n"]), st.booleans(),
+       st.sampled_from([[], ["stop"], ["top", "a"]]), st.data())
+def test_what_a_draft_gives_is_the_beginning_of_the_message(
+    text: str, prompt: str, message: bool, stops: list[str], data: Any
+) -> None:
+    maker, given_so_far = MessageMaker(none), dict[str, str]()
+    draft = Draft(maker, message, prompt, stops)
+    for end in [*sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))), len(text)]:
+        for name, new in draft.more(text[:end]).items():
+            assert new
+            given_so_far[name] = given_so_far.get(name, "") + new
+    said = min((text.partition(one)[0] for one in stops), key=len, default=text)
+    whole = maker.message(said, prompt, [], 0)[0] if message else {"content": said}
+    for name, part in given_so_far.items():
+        assert whole[name].startswith(part)
+
+
+def test_a_draft_holds_back_no_more_than_what_may_become_a_mark() -> None:
+    draft = Draft(MessageMaker(none), True, "", ["STOP"])
+    texts = ("<thi", "<think>\nhm", "<think>\nhm, well\n</thi", "<think>\nhm, well\n</think>\nSo S",
+             "<think>\nhm, well\n</think>\nSo Say")
+    told = [draft.more(text) for text in texts]
+    assert told == [{}, {"reasoning_content": "hm"}, {"reasoning_content": ", well"}, {"content": "So "},
+                    {"content": "Say"}]
