@@ -301,7 +301,8 @@ class Ring:
     slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
                                 words=("auto",), low=256, high=1 << 30)
     expected_tokens: int | str = key("auto", "tokens of a usual answer, for the memory that long answers are "
-                                     "expected to take; auto = a quarter of generation.max_new_tokens", words=("auto",), low=1)
+                                     "expected to take; auto = a quarter of generation.max_new_tokens",
+                                     words=("auto",), low=1)
     processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
 
 
