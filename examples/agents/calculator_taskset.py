@@ -10,9 +10,8 @@ from typing import Any
 
 import openai
 import verifiers.v1 as vf
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-
 from games import shown
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
