@@ -1,8 +1,8 @@
 """The base of roles whose samples are episodes: holds their slots, trees and model calls until they end.
 
-Talks to the ring of samples and to the ring of model calls (`busrl.ring.calls`). Consumes QUEUED slots, produces
-GENERATED ones and DATA_GENERATED; with reward.kind = "agent" also REWARDED ones and REWARD_COMPUTED. Knows nothing of
-whose code an episode is, of engines, groups or advantages.
+Talks to the ring of samples and to that of model calls (`busrl.ring.calls`). Consumes QUEUED slots and CALL_TOKENS,
+produces GENERATED ones and DATA_GENERATED; with reward.kind = "agent" also REWARDED ones and REWARD_COMPUTED. Knows
+nothing of whose code an episode is, of engines, groups or advantages.
 
 - A slot stays GENERATING until its episode has ended: if this process dies the slot goes back to QUEUED, with a new
   tree; the keeper frees its calls. So attempts accuse no episode here, and suspects are taken like others.

@@ -414,7 +414,9 @@ def test_any_body_is_read_or_refused_with_its_field(body: Any, cut: bool) -> Non
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize")
 HOSTILE = [b"", b"\xff\xfe", b"[" * 100_000, b'{"messages":' * 2000, b'{"messages": [{"role": "user"}]}', b"nonsense",
-           json.dumps({"messages": [{"role": "user", "content": "x"}] * 20_000}).encode(),
+           json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
+           json.dumps({"messages": HELLO["messages"], "model": "x" * (1 << 20), "x" * (1 << 20): 1, "tools": [
+               {"type": "function", "function": {"name": "x" * (1 << 20), "parameters": {}}}]}).encode(),
            json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(),
            json.dumps({"messages": [{"role": "\ud800", "content": "\ud800"}]}).encode(),
            json.dumps({"token_ids": [1 << 40], "tokens": [-1], "prompt": [True]}).encode(),

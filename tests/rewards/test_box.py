@@ -44,6 +44,8 @@ def test_a_program_reads_its_stdin_and_its_exit_code_is_told():
         "os.kill(os.getppid(), 9); time.sleep(.1); os.kill({parent}, 0)", "os.kill({parent}, 9)",
         "socket.create_connection(('127.0.0.1', {port}), 5)", "'x' * (1 << 30)",
         "open('big', 'wb').write(b'x' * (2 << 20))",
+        "import ctypes; c = ctypes.CDLL(None, use_errno=True); failed = c.ptrace(16, {parent}, 0, 0); "
+        "raise OSError(ctypes.get_errno(), 'ptrace') if failed else SystemExit(0)",
         "os.setuid(0)", "[open(str(n), 'w').close() for n in range(5000)]",
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from checks import check_end
 from harness import ROOT, Run, running
+
+from busrl.quickstart import ensure
 
 SERVE, CLIENT = ROOT / "configs" / "serve.toml", ROOT / "examples" / "agents" / "http_client.py"
 
@@ -72,6 +75,40 @@ def test_clients_over_http_train_a_run_and_a_silent_one_loses_its_episode(tmp_pa
         went = run.paths.errors.read_text()
         assert f"episode {silent['episode']} goes back" in went
     assert run.step() == 3
+
+
+def endless(folder: Path) -> Path:
+    """The tiny model without an end token, and with room for long answers."""
+    shutil.copytree(ensure("tiny:sort").model, folder)
+    for name, changes in (
+        ("config.json", {"eos_token_id": None, "max_position_embeddings": 4096}),
+        ("generation_config.json", {"eos_token_id": None}),
+        ("tokenizer_config.json", {"eos_token": None, "model_max_length": 4096}),
+    ):
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.long
+def test_a_stream_brings_text_while_the_engine_draws(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", f"model.path={endless(tmp_path / 'model')}", "generation.max_new_tokens=3000",
+              "generation.max_batch=4", "agents.episodes=4", "validation.data=", "learner.checkpoint_every=0",
+              config=SERVE, steps=1)
+    with running(run):
+        told = about(run)
+        root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
+        _, [claimed] = post(f"{root}/busrl/v1/episodes", key, {"n": 1, "wait_s": 30})
+        head = {"Authorization": f"Bearer {claimed['api_key']}"}
+        body = {"prompt": claimed["task"]["prompt"], "stream": True, "stream_options": {"include_usage": True}}
+        asked = urllib.request.Request(f"{root}/v1/completions", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(asked, timeout=120) as answer:
+            lines = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: ")]
+        assert lines.pop().strip() == b"[DONE]"
+        *chunks, usage = map(json.loads, lines)
+        texts = [chunk["choices"][0]["text"] for chunk in chunks]
+        assert usage["usage"]["completion_tokens"] == 3000 and len("".join(texts)) > 2000
+        assert len(texts) > 2 and max(map(len, texts)) < 2500, "it came in pieces"
 
 
 @pytest.mark.slow
