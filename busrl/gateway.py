@@ -109,6 +109,7 @@ class RemoteAnswer(NamedTuple):
     text: str
     finish: int
     done: bool
+    step: int = 0  # of the oldest weights that drew it, as the worker knows
 
 
 class Judged(NamedTuple):
@@ -178,7 +179,7 @@ class Answers:
     def __init__(self, message: g.RemoteBatch) -> None:
         self._message, count = message, len(message.tasks)
         needed = (message.lengths, message.prompt_lengths, message.finishes, message.texts)
-        given = [*needed, *(one for one in (message.rewards, message.parts) if one)]
+        given = [*needed, *(one for one in (message.rewards, message.parts, message.steps) if one)]
         if any(len(column) != count for column in given):
             raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
         self._ends, self._prompt_ends = (
@@ -204,10 +205,13 @@ class Answers:
             and finish in (Finish.EOS, Finish.LENGTH)
         )
         if not sound:
-            return checked_answer(self._alone(at), limits)
+            return checked_answer(self._alone(at), limits)._replace(step=self._step(at))
         made, text = slice(begin, end), self._message.texts[at]
         arrays = (self._tokens[made], self._logprobs[made], self._versions[made], self._prompts[first:last])
-        return RemoteAnswer(*arrays, text, finish, True)
+        return RemoteAnswer(*arrays, text, finish, True, self._step(at))
+
+    def _step(self, at: int) -> int:
+        return self._message.steps[at] if self._message.steps else 0
 
     def judged(self, at: int) -> Judged | None:
         """The reward of number `at`; None if this host has given none."""

@@ -106,6 +106,7 @@ class RemoteFail(Remote, tag="REMOTE_FAIL"):
 class RemoteBatch(Remote, tag="REMOTE_BATCH"):
     """Whole answers of a host to several tasks, in each tensor one behind the other, otherwise as REMOTE_GENERATED has
     one. Each list has an item for each task; `rewards` and `parts` may be empty, and are not where the host judges too.
+    `steps`: that of the oldest weights which drew the answer; counts where the keeper started after those weights.
 
     With `capacity` it is a claim too: the host wants to hold so many tasks when these are settled, and is sent those
     that are new. Answered by GATEWAY_SETTLED, and then by GATEWAY_TASKS.
@@ -123,6 +124,7 @@ class RemoteBatch(Remote, tag="REMOTE_BATCH"):
     rewards: Annotated[list[float], Meta(max_length=MAX_MAP)] = field(default_factory=list)
     parts: Annotated[list[Parts], Meta(max_length=MAX_MAP)] = field(default_factory=list)
     capacity: Count = 0
+    steps: Counts = field(default_factory=list)
 
 
 class RemoteLeave(Remote, tag="REMOTE_LEAVE"):

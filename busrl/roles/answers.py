@@ -204,16 +204,18 @@ class SegmentCuts:
     def commit(
         self, ring: Ring, slot: int, word: int, drawn: Finished | RemoteAnswer, text: str | None,
         steps: VersionSteps, *, uid: int, version: int, step: int, earlier: int, prompt_tokens: int,
+        told: int = 0,
     ) -> m.DataGenerated | None:
         """Write what was `drawn` as the next segment and commit it; without a `text` the answer is cut here. `version`
         and `step`: those of its admission, of which the sample's age counts. Returns the doorbell; None if the slot
-        has moved. SlotTooSmall: nothing is committed."""
+        has moved. SlotTooSmall: nothing is committed. `told`: the step of the oldest weights, where `steps` does not
+        know them."""
         segment, length = segments_of(word), earlier + len(drawn.token_ids)
         write_segment(ring, slot, word, segment, drawn.token_ids, drawn.logprobs, drawn.versions)
         if text is not None:
             write_text(ring, slot, word, segment, text)
         if (oldest := int(drawn.versions.min())) < version:  # older weights than those of the admission made a token
-            version, step = oldest, min(step, steps.step_of(oldest))
+            version, step = oldest, min(step, steps.step_of(oldest, told))
         if text is None and self.trains_last_only:  # as if admitted now: what is trained is still to come
             step, version = ring.header(HeaderWord.VERSION_STEP), ring.header(HeaderWord.VERSION)
         ring.set(

@@ -185,7 +185,7 @@ class RingLedger:
                 stand_in.put(slot, word, "prompt_ids", answer.prompt_ids)
             message = self.cuts.commit(
                 stand_in, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
-                version=limits.version, step=limits.step, earlier=self._earlier(claim),
+                version=limits.version, step=limits.step, earlier=self._earlier(claim), told=answer.step,
                 prompt_tokens=len(
                     self.ring.get(slot, "prompt_ids") if answer.prompt_ids is None else answer.prompt_ids
                 ),

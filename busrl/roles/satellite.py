@@ -76,6 +76,7 @@ class Answer:
     reward: float
     parts: dict[str, float]
     tensors: dict[str, bytes]
+    step: int  # of the oldest weights that drew it
 
     @property
     def size(self) -> int:
@@ -258,6 +259,7 @@ class Satellite(Actor):
         for task in sorted(self.waiting.values(), key=lambda one: (-one.priority, one.admission, one.uid)):
             if task.uid in here:
                 continue
+            here.add(task.uid)
             self._reset_fate(task.uid)
             found = self.ring.dispatch(**_dispatched(task, self.ring.header(HeaderWord.VERSION),
                                                      self.ring.header(HeaderWord.VERSION_STEP)))
@@ -328,7 +330,7 @@ class Satellite(Actor):
             Answer(
                 one, text, int(line["finish"]), float(line["reward"]),
                 read_parts(self.ring, one.slot) if self.judges else {},
-                {name: column[at] for name, column in columns.items()},
+                {name: column[at] for name, column in columns.items()}, int(line["step"]),
             )
             for at, (one, text, line) in enumerate(zip(ready, texts, lines))
         ]
@@ -446,6 +448,7 @@ class Satellite(Actor):
                 rewards=[answer.reward for answer in pack] if self.judges else [],
                 parts=[answer.parts for answer in pack] if any(answer.parts for answer in pack) else [],
                 tokens=columns[0], logprobs=columns[1], versions=columns[2], prompt_ids=columns[3],
+                steps=[answer.step for answer in pack],
             ))
         except MessageTooLarge as problem:  # it is alone: a pack of several is half as large as it may be
             one = pack[0].one

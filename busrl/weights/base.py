@@ -200,10 +200,10 @@ class VersionSteps:
         elif version == self._versions[-1]:
             self._steps[-1] = min(self._steps[-1], step)
 
-    def step_of(self, version: int) -> int:
-        """The step of the newest version up to `version`, else 0: an unknown version looks too old, never too new."""
+    def step_of(self, version: int, unknown: int = 0) -> int:
+        """The step of the newest version up to `version`, else `unknown`: 0 looks too old, never too new."""
         i = bisect_right(self._versions, version)
-        return self._steps[i - 1] if i else 0
+        return self._steps[i - 1] if i else unknown
 
     def step_of_row(self, version: int, newest_step: int) -> int:
         """The same where versions without an entry were published in a row at one step, that of the next entry;

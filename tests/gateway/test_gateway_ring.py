@@ -23,6 +23,7 @@ from busrl.protocol import gateway as g
 from busrl.ring import Ring, State
 from busrl.roles.answers import read_generated, read_parts
 from busrl.roles.episodes import commit_episode, write_episode
+from busrl.weights.base import VersionSteps
 
 HERE = Path(__file__).parent
 SOME = ["remote.entered:1", "put.copied:1", "commit.before:1", "release.before:1", "remote.rested:1"]
@@ -230,6 +231,22 @@ def test_tokens_of_older_weights_than_those_of_the_dispatch_set_the_age_of_the_s
     lines = keeper.ring.lines()
     assert (lines["version"][0], lines["step"][0]) == (4, 30), "version 4 was never seen: the newest older one counts"
     assert (lines["version"][1], lines["step"][1]) == (5, 50)
+
+
+def test_a_keeper_that_is_younger_than_the_weights_believes_its_host_how_old_they_are(keeper: Keeper) -> None:
+    """And nobody else: without a step they look too old, and the group is above the bound on age."""
+    keeper.ledger.steps = VersionSteps()
+    keeper.ledger.steps.add(8, 80)
+    keeper.ring.set_header("version", 8)
+    for uid in range(2):
+        dispatch(keeper.ring, uid, version=7, step=70)
+    keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
+    tasks = [task.task for task in keeper.claim("gpu-0", capacity=2)]
+    six = tensor(np.full(3, 6, np.uint32))
+    for task, steps in zip(tasks, ([60], [])):
+        keeper.ask("gpu-0", batch_of([task], versions=six, steps=steps))
+    lines = keeper.ring.lines()
+    assert [(lines["version"][slot], lines["step"][slot]) for slot in range(2)] == [(6, 60), (6, 0)]
 
 
 def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(keeper: Keeper) -> None:

@@ -131,7 +131,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     },
     "1.6": {
         "REMOTE_BATCH": "life req tasks lengths prompt_lengths finishes texts tokens logprobs versions prompt_ids"
-        " rewards parts capacity",
+        " rewards parts capacity steps",
         "GATEWAY_SETTLED": "life req done late refused",
         "Refusal": "task code text",
     },

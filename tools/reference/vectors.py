@@ -62,7 +62,7 @@ TYPICAL: Final[dict[str, Any]] = {
     "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14], "kind": "", "stream": 0, "stop": [],
     "cls": 0, "priority": -3, "admission": 17, "ring": "4f0c1a2b3c4d5e6f708192a3b4c5d6e7",
     "REMOTE_BATCH.tasks": [TASK], "lengths": [4], "prompt_lengths": [5],
-    "finishes": [1], "texts": ["123"], "rewards": [0.75], "GATEWAY_SETTLED.done": [TASK],
+    "finishes": [1], "steps": [16], "texts": ["123"], "rewards": [0.75], "GATEWAY_SETTLED.done": [TASK],
 }
 WIDE: Final[dict[str, Any]] = {"seq": (1 << 36) - 1, "uid": (1 << 62) + SAFE + 1}
 
