@@ -205,8 +205,8 @@ class SampleIntake(Intake):
         return ids
 
     def commit(self, sequence: Finished) -> bool:
-        """Commit a segment that ended; the answer is whole, or dropped, or goes on with any worker. SharedMemoryFull: it
-        is still claimed, and the same call succeeds once there is memory."""
+        """Commit a segment that ended; the answer is whole, or dropped, or goes on with any worker. SharedMemoryFull:
+        it is still claimed, and the same call succeeds once there is memory."""
         slot, task = sequence.key, self.claimed.pop(sequence.key)
         word = task.word
         if sequence.refused:
