@@ -1,7 +1,7 @@
 """The keeper's gateway for workers that do not map the ring: one request in, the ledger moved, the answers out.
 
-Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`busrl.roles.keeper` has it on a ring, tests in memory)
-and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
+Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`roles/remote_ledgers.py` has it on a ring, tests in memory) and
+is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
 
 **The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
 may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -37,13 +37,13 @@ import numpy.typing as npt
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.states import REWARD_FATES, Fate, Finish
+from busrl.watching import FairClock, Tally
 
 Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
 CLOSE_TO_ZERO = 1e-4  # a log-probability may be this much above 0 from rounding
 TICK_S = 0.5
 FORGOTTEN_LEASES = 2.0  # a worker that is silent for so many leases and holds nothing is removed
 MOST_HELD, RECENT = 4096, 8192
-MOST_NAMES, OTHERS = 256, "(others)"
 TASK_OVERHEAD = 512
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
 HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
@@ -289,53 +289,6 @@ def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
 
 
 # -- time and counts ----------------------------------------
-
-
-class FairClock:
-    """Time that may count against other processes: at most two ticks between two looks, since for the rest of the time
-    the looking process was late itself. `time`: their sum."""
-
-    def __init__(self, tick_s: float, now: float) -> None:
-        self._longest_s, self._last, self.time = 2 * tick_s, now, 0.0
-
-    def passed(self, now: float) -> float:
-        """The seconds since the last call that count."""
-        passed, self._last = min(max(0.0, now - self._last), self._longest_s), now
-        self.time += passed
-        return passed
-
-
-class Tally:
-    """`add` an event of a worker; `plain` is all of it as JSON can hold it. Continues from `before`, which an earlier
-    keeper wrote; anything unexpected in it is left out."""
-
-    def __init__(self, before: Any = None, most: int = MOST_NAMES) -> None:
-        self._most = most
-        self.workers: dict[str, Counter[str]] = {}
-        self.latest: dict[str, str] = {}
-        self.changed = False
-        for name, counts in (before if isinstance(before, dict) else {}).items():
-            if isinstance(counts, dict):
-                self.workers[name] = Counter({k: v for k, v in counts.items() if isinstance(v, int)})
-                if isinstance(counts.get("latest"), str):
-                    self.latest[name] = counts["latest"]
-
-    def add(self, name: str, event: str, count: int = 1, text: str = "") -> str:
-        """The name it is counted under: beyond `most` names all further ones are one."""
-        name = name or "(unnamed)"
-        if name not in self.workers and len(self.workers) >= self._most:
-            name = OTHERS
-        self.workers.setdefault(name, Counter())[event] += count
-        if text:
-            self.latest[name] = f"{event}: {text}"[:300]
-        self.changed = True
-        return name
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            name: {**dict(sorted(counts.items())), **({"latest": self.latest[name]} if name in self.latest else {})}
-            for name, counts in sorted(self.workers.items())
-        }
 
 
 # -- decisions --------------------------------------------

@@ -273,12 +273,13 @@ def usual_tokens(topology: Topology) -> int:
 def sized(topology: Topology, derived: Derived) -> Derived:
     """With the bytes of its rings: at most, and where each slot holds a usual answer, whose share of a slot is that of
     its tokens. A call is counted whole."""
-    processes, most = topology.ring.processes, topology.generation.max_new_tokens
-    usual = derived.slot_bytes * usual_tokens(topology) // most
+    processes, tokens = topology.ring.processes, usual_tokens(topology)
+    usual = derived.slot_bytes * tokens // topology.generation.max_new_tokens
     calls = ring_bytes(derived.call_slots, derived.call_slot_bytes, processes) if derived.call_slots else 0
     return replace(
         derived, ring_bytes=ring_bytes(derived.slots, derived.slot_bytes, processes) + calls,
         ring_held=ring_bytes(derived.slots, derived.slot_bytes, processes, usual) + calls,
+        usual_tokens=tokens,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.algorithms import catalog
-from busrl.config import derive, machine, memory, pretrained, rates, trial
+from busrl.config import machine, memory, pretrained, rates, trial
 from busrl.config.hosts import of_host
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
@@ -228,7 +228,7 @@ def _sizes(t: Topology) -> Iterator[str]:
     for name, size in shared_memory(t):
         yield f"  {name}: {_mib(size)}"
     if t.derived.ring_held < t.derived.ring_bytes:
-        usual = f"{t.derived.slots} answers of {derive.usual_tokens(t)} tokens (ring.expected_tokens)"
+        usual = f"{t.derived.slots} answers of {t.derived.usual_tokens} tokens (ring.expected_tokens)"
         yield f"    that is with {usual}; at most {_mib(t.derived.ring_bytes)}, if all are as long as they may be"
     if len(shared_memory(t)) == 1 and t.weights.transport == "shm":
         yield "  weights: twice the size of the model, known when it is loaded"

@@ -300,9 +300,8 @@ class Ring:
                            words=("auto",), low=1, high=1 << 20)
     slot_bytes: int | str = key("auto", "payload bytes per slot; auto = from the longest prompt and completion",
                                 words=("auto",), low=256, high=1 << 30)
-    expected_tokens: int | str = key("auto", "tokens of a usual answer, for the memory that long answers are "
-                                     "expected to take; auto = a quarter of generation.max_new_tokens",
-                                     words=("auto",), low=1)
+    expected_tokens: int | str = key("auto", "tokens of a usual answer, for the memory that long answers are expected "
+                                     "to take; auto = a quarter of generation.max_new_tokens", words=("auto",), low=1)
     processes: int = key(64, "entries of the process table; restarts re-use theirs", low=8, high=4096)
 
 
@@ -606,7 +605,8 @@ class Derived:
     trial: tuple[str, ...] = ()  # the first prompt, and what the reward said of two answers to it
     call_slots: int = 0  # of the ring of model calls, 0 = the run has none
     call_slot_bytes: int = 0
-    ring_held: int = 0  # as ring_bytes, where each slot holds a usual answer
+    ring_held: int = 0  # as ring_bytes, where each slot holds a usual answer,
+    usual_tokens: int = 0  # of so many tokens
     explain: tuple[str, ...] = ()
     algorithm: tuple[str, ...] = ()  # keys that recipe and loss set, and those that the file sets against them
     warnings: tuple[str, ...] = ()

@@ -32,7 +32,6 @@ from busrl.config import ProcessName, machine
 from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
-from busrl.gateway import FairClock
 from busrl.guardian import Guardian, mark
 from busrl.launch.children import RunningChild, last_lines, last_words, start
 from busrl.launch.display import Display
@@ -51,6 +50,7 @@ from busrl.protocol.codec import address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES, HeaderWord, RunPhase
+from busrl.watching import FairClock
 
 # -- signals -----------------------------------------------------------------------------------------------------------
 

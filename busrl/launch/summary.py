@@ -31,7 +31,6 @@ from msgspec.structs import replace
 
 from busrl import files
 from busrl.errors import first_line
-from busrl.gateway import Tally
 from busrl.guardian import stat_of
 from busrl.launch.supervisor import Child, is_titled
 from busrl.ledger.audit import AuditReport
@@ -43,6 +42,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import Process
+from busrl.watching import Tally
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from busrl import files
 from busrl.config.hosts import claimed_from
 from busrl.config.pretrained import model_facts
 from busrl.errors import FateRefused, MessageTooLarge
-from busrl.gateway import BAD, Tally
+from busrl.gateway import BAD
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
@@ -31,6 +31,7 @@ from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of
 from busrl.scheduling.admission import Lines
 from busrl.states import Fate
+from busrl.watching import Tally
 
 log = logging.getLogger("busrl")
 SAVE_EVERY_S = 1.0

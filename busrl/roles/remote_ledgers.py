@@ -31,7 +31,6 @@ from busrl.gateway import (
     Judged,
     Refused,
     RemoteAnswer,
-    Tally,
     tensor,
 )
 from busrl.protocol import gateway as g
@@ -43,6 +42,7 @@ from busrl.roles.answers import SegmentCuts, claim_queued, read_generated, read_
 from busrl.roles.episodes import last_call, turn_rewards_of
 from busrl.scheduling.admission import Lines, Unbegun
 from busrl.states import Fate, HeaderWord
+from busrl.watching import Tally
 from busrl.weights.base import VersionSteps
 
 log = logging.getLogger("busrl")

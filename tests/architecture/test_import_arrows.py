@@ -27,7 +27,8 @@ ARROWS: dict[str, set[str]] = {
     "imports": {"errors"},
     "keys": {"errors", "files", "private"},
     "bus": {"errors", "protocol", "ring", "private", "keys", "_wire"},
-    "gateway": {"errors", "protocol"},
+    "watching": set(),
+    "gateway": {"errors", "protocol", "watching"},
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors", "files", "imports"},
@@ -44,10 +45,10 @@ ARROWS: dict[str, set[str]] = {
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device", "agents",
-        "imports", "sinks",
+        "imports", "sinks", "watching",
     },
     "launch": {
-        "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "gateway",
+        "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "watching",
         "device", "monitor", "guardian",
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from in_memory import answer_to, batch_of, settings
 
-from busrl.gateway import Desk, Tally
+from busrl.gateway import Desk
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import RingLedger
 from busrl.scheduling.segments import SegmentPlan
+from busrl.watching import Tally
 
 LEASE_S = 10.0
 CUTS = SegmentCuts(SegmentPlan(3, 3, 8))

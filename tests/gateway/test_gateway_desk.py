@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_memory import LEASE_S, RING, Ledger, Slot, answer_to, new_desk
 
-from busrl.gateway import Desk, Tally, tensor
+from busrl.gateway import Desk, tensor
 from busrl.protocol import codec
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
+from busrl.watching import Tally
 
 
 @pytest.fixture

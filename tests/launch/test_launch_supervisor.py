@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.config.schema import Limits
-from busrl.gateway import FairClock
 from busrl.launch.supervisor import (
     LONGEST_PAUSE_S,
     SERVED_S,
@@ -20,6 +19,7 @@ from busrl.launch.supervisor import (
     Shutdown,
     stage_of,
 )
+from busrl.watching import FairClock
 
 
 @dataclass

@@ -51,8 +51,10 @@ def test_a_second_ring_of_the_same_name_is_refused(folder):
 def test_a_ring_larger_than_the_memory_file_system_names_both_sizes_and_the_remedy(folder):
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
+    if free > 1 << 38:
+        pytest.skip("/dev/shm is larger than a ring of short answers can be")
     with pytest.raises(ShmTooSmall, match=r"lower ring\.slots or ring\.slot_bytes.*shm-size") as refusal:
-        small(folder / "ring", slots=1024, slot_bytes=free // 512)
+        small(folder / "ring", slots=1 << 20, slot_bytes=250_000)  # below where a slot gives memory back
     assert refusal.value.needed > refusal.value.free > 0
     assert isinstance(refusal.value, MachineError)
     assert os.listdir(folder) == []

@@ -1,4 +1,4 @@
-"""What a ring of very long answers takes of /dev/shm: a little for each slot, and what is held; all comes back."""
+"""What a ring of very long answers takes of /dev/shm: a little for each slot, and what is held; that comes back."""
 
 from __future__ import annotations
 
