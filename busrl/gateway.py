@@ -1,7 +1,7 @@
 """The keeper's gateway for workers that do not map the ring: one request in, the ledger moved, the answers out.
 
-Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`roles/remote_ledgers.py` has it on a ring, tests in memory) and
-is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
+Pure: `Desk` decides, moves the ledger through a `RemoteLedger` (`roles/remote_ledgers.py` has it on a ring, tests in
+memory) and is given the time with each call. Imports the protocol and NumPy; knows nothing of sockets, rings or files.
 
 **The wire is the bus itself**: a remote worker needs it anyway (HELLO, HEARTBEAT, STOP, doorbells), broker and keeper
 may be killed without a session to set up again, and what secures the bus secures this. PUB/SUB loses messages: so every

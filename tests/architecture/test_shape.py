@@ -55,7 +55,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
         "derive": "named_files prompts rules schema", "hosts": "derive schema",
-        "explain": "hosts machine memory pretrained prompts rates reader rules schema trial",
+        "explain": "derive hosts machine memory pretrained prompts rates reader rules schema trial",
         "load": "derive engine_rules named_files pretrained prompts rates reader reward_rules rules schema sources",
     },
     "data": {
