@@ -79,7 +79,7 @@ class Reader:
         magic, major, _minor, total, self.uuid, self.boot, _pid_ns = struct.unpack_from("<8sIIQ16s16sQ", fixed)
         self.slots, self.procs, *offsets, self.stride, self.bytes = struct.unpack_from("<IIQQQQQQ", fixed, 0x40)
         self.proc_off, self.line_off, self.table_off, self.data_off = offsets
-        if magic != b"BUSRLRG1" or major != 2 or crc != crc32c(fixed) or ready != 1 or total != size:
+        if magic != b"BUSRLRG1" or major != 3 or crc != crc32c(fixed) or ready != 1 or total != size:
             raise Damaged("its header is not one")
         line_off = up(0x2000 + 256 * self.procs, 4096)
         hint_off = up(line_off + 128 * self.slots, 4096)
