@@ -30,7 +30,8 @@ MODELS = {  # of that size: hidden, layers, inner, heads, key-value heads, vocab
 ROWS = {16 << 10: 64, 128 << 10: 16}  # sequences of an engine
 HEAD = (
     "GPUs, model, answers", "slots", "bytes of a slot", "ring at home: usual, most", "ring of a host: usual, most",
-    "/dev/shm of a host", "log per step", "one version, to all", "CPU s of home for it", "learner, per rank of 8",
+    "/dev/shm of a host", "log per step", "one version", "seconds to all: chain, all from home",
+    "learner, per rank of 8",
 )
 
 
@@ -115,8 +116,7 @@ def row(t: Topology, name: str, gpus: int, tokens: int) -> list[str]:
         f"{_size(home.ring_held)}, {_size(home.ring_bytes)}",
         f"{_size(away.derived.ring_held)}, {_size(away.derived.ring_bytes)}" if away else "-",
         _size(there), _size(samples * usual),
-        _size(version) + (f" x {len(names)}: {sent / 12.5e9:,.0f} s at 100 Gb/s" if names else ", a copy"),
-        f"{sent / ENCRYPTED:,.0f}" if names else "-", _size(rank),
+        _size(version), f"{version / ENCRYPTED:,.0f}, {sent / ENCRYPTED:,.0f}" if names else "-", _size(rank),
     ]
 
 
