@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from busrl import keys
-from busrl.config.hosts import Told
+from busrl.config.hosts import Invitation
 from busrl.errors import UserError
 from busrl.launch.host import from_input
 
@@ -25,7 +25,7 @@ def test_the_keys_get_a_file_of_this_user_alone(tmp_path: Path, monkeypatch: pyt
     keys.init(tmp_path / "keys")
     made = keys.add(tmp_path / "keys", "gpu-0")
     assert made is not None
-    endpoint, file, name = said(Told("tcp://10.0.0.1:5600", "gpu-0", made.read_text()).line)
+    endpoint, file, name = said(Invitation("tcp://10.0.0.1:5600", "gpu-0", made.read_text()).line)
     assert (endpoint, name) == ("tcp://10.0.0.1:5600", "gpu-0")
     assert file.stat().st_mode & 0o777 == 0o600 and keys.load_client(file) == keys.load_client(made)
     assert file.is_relative_to(tmp_path / "cache" / "busrl" / "hosts")

@@ -41,13 +41,13 @@ def test_a_folder_and_an_interpreter_are_the_same_and_a_check_says_what_is_there
         pythons.lines(t, pythons.pythons(t)) for t in (scripted(environment), scripted(environment / "bin/python"))
     )
     assert line == same
-    assert f"{environment}/bin/python: Python 3." in line and f"busrl {busrl.__version__}" in line and "ring 2." in line
+    assert f"{environment}/bin/python: Python 3." in line and f"busrl {busrl.__version__}" in line and "ring 3." in line
     pythons.require(scripted(environment))
 
 
 def test_another_busrl_or_ring_is_refused_with_both_values(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pythons, "LAYOUT", (9, 9))
-    with pytest.raises(UserError, match=r"other/bin/python.*ring 2\.\d+; this is busrl .* with ring 9\.9: .*pip"):
+    with pytest.raises(UserError, match=r"other/bin/python.*ring 3\.\d+; this is busrl .* with ring 9\.9: .*pip"):
         pythons.require(scripted(environment))
     monkeypatch.undo()
     monkeypatch.setattr(busrl, "__version__", "9.9")
