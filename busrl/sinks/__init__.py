@@ -37,7 +37,7 @@ class RunCard:
 
 
 class Sink(Protocol):
-    """Is made with a RunCard. Whatever it raises is told once; it is closed and made anew after a pause, and then gets
+    """Is made with a RunCard. Whatever it raises is told once; it is closed and made again after a pause, and then gets
     what it has not had. It may take as long as it likes: each has a thread of its own."""
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:

@@ -6,7 +6,7 @@ of what a sink does.
 - The files are the queue: a sink that is slow or down makes nobody wait and no memory grow.
 - A step is given once, over all starts of a run; again only after a death before its place was written.
 - The lines of one step stand together in a file, and those of one round and set are one line.
-- A sink that raises is closed, told of once, and made anew after a pause that doubles; it goes on where it was.
+- A sink that raises is closed, told of once, and made again after a pause that doubles; it goes on where it was.
 """
 
 from __future__ import annotations
@@ -66,12 +66,16 @@ class Feed(threading.Thread):
         )
         while True:
             over = self._over.is_set()  # before the look: what was written by then is seen
-            for row in self._unseen(steps, "step"):
-                sink.numbers(int(row["step"]), dict(numbers_of(row)))
-            for row in self._unseen(rounds, "round"):
-                sink.numbers(int(row["round"]), dict(figures_of(row)))
-            if rows := list(self._unseen(samples, "step", "samples"))[-MOST_ROWS:]:
-                sink.samples(int(rows[-1]["step"]), rows)
+            for series, step, row in self._unseen(steps, "step"):
+                sink.numbers(step, dict(numbers_of(row)))
+                self._place.given(series, step)
+            for series, step, row in self._unseen(rounds, "round"):
+                sink.numbers(step, dict(figures_of(row)))
+                self._place.given(series, step)
+            if found := list(self._unseen(samples, "step", "samples")):
+                series, step, _ = found[-1]
+                sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])
+                self._place.given(series, step)
             sink.flush()
             self._place.save()
             if self._broken:
@@ -81,9 +85,8 @@ class Feed(threading.Thread):
                 return
             self._over.wait(LOOK_S)
 
-    def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[dict[str, Any]]:
-        """Lines of steps, or of rounds of a set, after those that were given before; each counts as given when the
-        next one is asked for."""
+    def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Lines of steps, or of rounds of a set, after those that were given before, each with its series and step."""
         before: dict[str, int] = {}
         for line in lines.new():
             try:
@@ -95,8 +98,7 @@ class Feed(threading.Thread):
                 continue  # groups that ended without a step
             series = kind or f"{key}s {row.get('set', '')}".strip()
             if step > before.setdefault(series, self._place.of(series)):
-                yield row
-                self._place.given(series, step)
+                yield series, step, row
 
 
 class Place:

@@ -149,6 +149,25 @@ def test_a_sink_that_fails_is_made_anew_and_gets_what_it_has_missed(
     assert told[0].startswith("ConnectionError: no such host") and told[1] == "" and sink.made == 2
 
 
+def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
+
+    class FailsOnce(Recorder):
+        def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+            if self.made == 1:
+                raise ConnectionError("no such host")
+            super().samples(step, rows)
+
+    sink = FailsOnce()
+    run.sample(1, "34")
+    feed = run.feed(sink)
+    feed.start()
+    until(lambda: bool(sink.rows))
+    feed.finish()
+    feed.join(END_S)
+    assert [row["completion"] for row in sink.rows] == ["34"]
+
+
 def test_a_sink_that_hangs_makes_no_other_wait(run: RunOfFiles) -> None:
     """Nor does it hold anything in memory: the files are the queue."""
     stuck = threading.Event()
