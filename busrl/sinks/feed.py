@@ -4,7 +4,8 @@ Talks to metrics.jsonl, validation.jsonl and samples.jsonl, which others write, 
 of what a sink does.
 
 - The files are the queue: a sink that is slow or down makes nobody wait and no memory grow.
-- A step is given once, over all starts of a run; again only after a death before its place was written.
+- A step is given once, over all starts of a run; again only after a death or a failed flush before its place was
+  written. A place counts once the sink has flushed.
 - The lines of one step stand together in a file, and those of one round and set are one line.
 - A sink that raises is closed, told of once, and made again after a pause that doubles; it goes on where it was.
 """
@@ -39,14 +40,13 @@ class Feed(threading.Thread):
         self.sink_name, self._make, self._card, self._told = name, make, card, told
         self._place = Place(card.folder / "place.json", card.uuid)
         self._paths, self._over = paths, threading.Event()
-        self._broken = False
+        self._broken, self._pause_s = False, FIRST_PAUSE_S
 
     def finish(self) -> None:
         """Give what is there now, and end."""
         self._over.set()
 
     def run(self) -> None:
-        pause = FIRST_PAUSE_S
         while True:
             try:
                 with contextlib.closing(self._make(self._card)) as sink:
@@ -54,10 +54,11 @@ class Feed(threading.Thread):
                 return
             except Exception as problem:
                 self._broken = True
+                self._place.back()
                 self._told(self.sink_name, cause(problem))
-            if self._over.wait(pause):
+            if self._over.wait(self._pause_s):
                 return
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _feed(self, sink: Sink) -> None:
         steps, rounds, samples = (
@@ -66,24 +67,33 @@ class Feed(threading.Thread):
         )
         while True:
             over = self._over.is_set()  # before the look: what was written by then is seen
-            for series, step, row in self._unseen(steps, "step"):
-                sink.numbers(step, dict(numbers_of(row)))
-                self._place.given(series, step)
-            for series, step, row in self._unseen(rounds, "round"):
-                sink.numbers(step, dict(figures_of(row)))
-                self._place.given(series, step)
-            if found := list(self._unseen(samples, "step", "samples")):
-                series, step, _ = found[-1]
-                sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])
-                self._place.given(series, step)
-            sink.flush()
-            self._place.save()
-            if self._broken:
-                self._broken = False
-                self._told(self.sink_name, "")
+            try:
+                self._give(sink, steps, rounds, samples)
+            finally:  # what was taken before a failure is not given again
+                sink.flush()
+                self._works(self._place.save())
             if over:
                 return
             self._over.wait(LOOK_S)
+
+    def _give(self, sink: Sink, steps: files.LineFollower, rounds: files.LineFollower,
+              samples: files.LineFollower) -> None:
+        for series, step, row in self._unseen(steps, "step"):
+            sink.numbers(step, dict(numbers_of(row)))
+            self._place.given(series, step)
+        for series, step, row in self._unseen(rounds, "round"):
+            sink.numbers(step, dict(figures_of(row)))
+            self._place.given(series, step)
+        if found := list(self._unseen(samples, "step", "samples")):
+            series, step, _ = found[-1]
+            sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])
+            self._place.given(series, step)
+
+    def _works(self, took: bool) -> None:
+        """After a failure: the sink has taken something again."""
+        if took and self._broken:
+            self._broken, self._pause_s = False, FIRST_PAUSE_S
+            self._told(self.sink_name, "")
 
     def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Lines of steps, or of rounds of a set, after those that were given before, each with its series and step."""
@@ -117,10 +127,17 @@ class Place:
     def given(self, kind: str, step: int) -> None:
         self._given[kind] = max(step, self.of(kind))
 
-    def save(self) -> None:
-        if self._given != self._saved:
-            self._saved = dict(self._given)
-            files.show(self._file, {"run": self._uuid, "given": self._given})
+    def back(self) -> None:
+        """What was given since the last `save` may be lost: it is given again."""
+        self._given = dict(self._saved)
+
+    def save(self) -> bool:
+        """Whether there was anything new to write down."""
+        if self._given == self._saved:
+            return False
+        self._saved = dict(self._given)
+        files.show(self._file, {"run": self._uuid, "given": self._given})
+        return True
 
 
 def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -84,12 +84,13 @@ class RunOfFiles:
         return Feed("own", make, self.card(), self.paths, lambda _, text: None if told is None else told.append(text))
 
     def fed(self, make: Callable[[RunCard], Sink]) -> None:
-        """From a start to an end: all that is there now."""
-        feed = self.feed(make)
+        """From a start to an end: all that is there now, and no complaint."""
+        told: list[str] = []
+        feed = self.feed(make, told)
         feed.start()
         feed.finish()
         feed.join(END_S)
-        assert not feed.is_alive()
+        assert not feed.is_alive() and told == []
 
 
 @pytest.fixture
@@ -166,6 +167,27 @@ def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypa
     feed.finish()
     feed.join(END_S)
     assert [row["completion"] for row in sink.rows] == ["34"]
+
+
+def test_a_step_counts_once_its_sink_has_flushed(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
+
+    class LosesOnce(Recorder):
+        """Keeps steps until a flush; the first of them fails, as on a full disk."""
+
+        def flush(self) -> None:
+            if self.made == 1:
+                self.given.clear()
+                raise OSError("no space left on device")
+
+    sink = LosesOnce()
+    run.step(1, 2)
+    feed = run.feed(sink)
+    feed.start()
+    until(lambda: sink.made == 2 and sink.steps == [1, 2])
+    feed.finish()
+    feed.join(END_S)
+    assert sink.steps == [1, 2]
 
 
 def test_a_sink_that_hangs_makes_no_other_wait(run: RunOfFiles) -> None:
@@ -257,12 +279,17 @@ def test_wandb_offline_holds_each_step_with_its_number(run: RunOfFiles, monkeypa
     run.sample(2, "34")
     run.fed(Wandb)
     (file,) = (run.paths.sinks / "own" / "wandb").glob("offline-run-*/*.wandb")
-    history = [
-        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-        for record in records(file) if record.WhichOneof("record_type") == "history"
-    ]
-    assert [(row["step"], row["reward"]) for row in history if "reward" in row] == [(1, 0.1), (2, 0.2)]
-    assert [(row["step"], row["val/reward"]) for row in history if "val/reward" in row] == [(1, 0.5)]
+
+    def history() -> list[dict[str, Any]]:
+        return [
+            {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+            for record in records(file) if record.WhichOneof("record_type") == "history"
+        ]
+
+    until(lambda: len(history()) >= 3)  # W&B's own process writes them
+    rows = history()
+    assert [(row["step"], row["reward"]) for row in rows if "reward" in row] == [(1, 0.1), (2, 0.2)]
+    assert [(row["step"], row["val/reward"]) for row in rows if "val/reward" in row] == [(1, 0.5)]
     assert "5a" * 16 in file.name
 
 

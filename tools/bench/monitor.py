@@ -24,7 +24,7 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ MODES = ("no tap", "tap, nobody listens", "tap, one listens", "tap, one was stop
 # ------------------------------------------------------------------------------------------------- the whole run
 
 
-def run_once(watched: bool, seed: int, steps: int) -> dict[str, Any]:
+def run_once(watched: bool, seed: int, steps: int, sinks: Sequence[str] = ()) -> dict[str, Any]:
     """One run of the quickstart: rates, CPU seconds, load."""
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="brl") as folder:
@@ -70,6 +70,8 @@ def run_once(watched: bool, seed: int, steps: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
         for setting in (f"run.seed={seed}", f"run.max_steps={steps}", "validation.at_end=false"):
             command += ["--set", setting]
+        if watched and sinks:
+            command += ["--set", f"sinks.to={json.dumps(list(sinks))}"]
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         watchers: dict[str, subprocess.Popen[bytes]] = {}
         if watched:
@@ -304,6 +306,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pairs", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=150)
+    arguments.add_argument("--sinks", nargs="*", default=[], help="that watched runs feed too: tensorboard ...")
     arguments.add_argument("--rounds", type=int, default=5, help="of the tap alone")
     arguments.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results" / "monitor.json")
     options = arguments.parse_args()
@@ -313,12 +316,12 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     told: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
-        "load": os.getloadavg()[0], "pairs": options.pairs, "steps": options.steps,
+        "load": os.getloadavg()[0], "pairs": options.pairs, "steps": options.steps, "sinks": options.sinks,
     }
     runs = []
     for pair in range(options.pairs):
         for watched in (False, True) if pair % 2 == 0 else (True, False):
-            runs.append(run_once(watched, pair, options.steps))
+            runs.append(run_once(watched, pair, options.steps, options.sinks))
             print(
                 {key: runs[-1][key] for key in ("watched", "samples_per_s", "run_cpu_s", "watchers_cpu_s")}, flush=True
             )
