@@ -10,7 +10,7 @@ Knows nothing of clusters: what belongs to one (image, Secrets, the claim of the
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from busrl.config import Topology
@@ -80,17 +80,17 @@ def _home(topology: Topology) -> dict[str, Any]:
         {"name": "run", "persistentVolumeClaim": {"claimName": f"{name}-run"}},
     ]
     mounts = {"keys": SECRETS, "topology": FILES, "run": RUN}
-    return _pod(topology, "", f"{_copied()}; exec busrl launch {FILES}/topology.toml --run-dir {RUN} {overrides}",
+    return _pod(topology, [""], f"{_copied()}; exec busrl launch {FILES}/topology.toml --run-dir {RUN} {overrides}",
                 volumes, mounts)
 
 
 def _host(topology: Topology, endpoint: str, index: str) -> dict[str, Any]:
-    """The pod of any other host, which finds its name in the list by its index."""
+    """The pod of any other host, which finds its name in the list by its index; with the devices that most need."""
     name, hosts = _names(topology)
     found = f"set -- {shlex.join(hosts)}; shift {index}"
     run = f"exec busrl host {endpoint} --keys {KEYS}/$1.key_secret --wait 600"
     volumes = [{"name": "keys", "secret": {"secretName": f"{name}-hosts"}}]
-    return _pod(topology, hosts[0], f"{found}; {_copied()}; {run}", volumes, {"keys": SECRETS})
+    return _pod(topology, hosts, f"{found}; {_copied()}; {run}", volumes, {"keys": SECRETS})
 
 
 def _copied() -> str:
@@ -98,15 +98,20 @@ def _copied() -> str:
 
 
 def _pod(
-    topology: Topology, host: str, script: str, volumes: list[dict[str, Any]], mounts: dict[str, str]
+    topology: Topology, hosts: Sequence[str], script: str, volumes: list[dict[str, Any]], mounts: dict[str, str]
 ) -> dict[str, Any]:
-    here = [one for one in topology.process if (host in one.hosts if host else not one.hosts)]
-    devices = {device for one in here for device in one.devices}
+    devices = max(_devices(topology, host) for host in hosts)
     container = {
         "name": "busrl", "image": "IMAGE", "command": ["sh", "-c", script],
         "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "volumeMounts": [{"name": name, "mountPath": path} for name, path in {**mounts, "shm": "/dev/shm"}.items()],
-        **({"resources": {"limits": {"nvidia.com/gpu": len(devices)}}} if devices else {}),
+        **({"resources": {"limits": {"nvidia.com/gpu": devices}}} if devices else {}),
     }
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     return {"containers": [container], "volumes": [*volumes, shm]}
+
+
+def _devices(topology: Topology, host: str) -> int:
+    """How many devices the entries of a host (home: "") name; entries may share them."""
+    here = [one for one in topology.process if (host in one.hosts if host else not one.hosts)]
+    return len({device.strip() for one in here for item in one.devices for device in item.split(",")})

@@ -80,6 +80,11 @@ def test_hosts_get_their_devices_and_home_none(topology: Topology) -> None:
     assert "resources" not in found["home"]["containers"][0]
 
 
+def test_an_item_of_several_devices_counts_each(settings: list[str]) -> None:
+    found = pods(kubernetes.jobset(load(QUICKSTART, [*settings, "process.rollout.devices=['0,1', '2,3']"])))
+    assert found["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+
+
 def script(spec: dict[str, Any]) -> str:
     shell, flag, text = spec["containers"][0]["command"]
     assert (shell, flag) == ("sh", "-c")
