@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
-from busrl.states import REWARD_FATES, Fate, Finish
+from busrl.states import HOST_NAME, REWARD_FATES, Fate, Finish
 from busrl.watching import FairClock, Tally
 
 Result = g.RemoteGenerated | g.RemoteRewarded | g.RemoteFail
@@ -51,7 +51,6 @@ _GENERATING = {
     "prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON,
 }
 FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # it stands in a topic, and the process table keeps 39 bytes
 _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
 
@@ -433,7 +432,7 @@ class Desk:
         name, biggest = message.sender, self.biggest
         if message.role not in FATES:
             raise Refused(f"role {message.role!r}: it must be rollout, reward or host")
-        if not _NAME.fullmatch(name):
+        if not HOST_NAME.fullmatch(name):
             raise Refused(f"sender {name!r}: a worker's name has 1 to 39 letters, digits, dots, dashes or underscores")
         if name in self.reserved:
             raise Refused(f"{name!r} is a process of this run: choose another name")

@@ -8,6 +8,7 @@ it stores (`csrc/include/busrl`), which a test compares with this one; `busrl.le
 
 from __future__ import annotations
 
+import re
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -46,6 +47,7 @@ ROLES: Final = {one.name: one for one in (
     Role("atropos", 1, single=True, caller=True),
     Role("validator", 3, default=True, single=True), Role("rank", 5, named=False, moves=False),
 )}
+HOST_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # and of workers from outside: 39 bytes in the ring
 RANK: Final = "rank"  # the learner's further processes: rank/1, rank/2, ...
 IMPLIED_ROLES: Final = tuple(one.name for one in ROLES.values() if not one.named and one.name != RANK)
 SINGLE_ROLES: Final = tuple(one.name for one in ROLES.values() if one.single)

@@ -186,6 +186,11 @@ def _add_runs(verbs: Verbs) -> None:
     add("--emit", choices=("jobset", "lws"), help=text)
     text = "auto: go on from what the run directory holds (default); never: refuse if it holds a run; "
     add("--resume", default="auto", metavar="auto|never|PATH", help=f"{text}PATH: go on in this run directory")
+    text = "look at this machine and at what is installed, and say what to do about what is wrong"
+    add = _verb(verbs, "doctor", "doctor:doctor", text, "Exit code 0 if busrl can run here, 1 if not.")
+    add("--json", action="store_true", help="print one JSON list")
+    text = "print the JSON schema of topology files, for editors (docs/your-run.md)"
+    _verb(verbs, "schema", "run:schema", text)
     more = "The run's topology names this host in `hosts` of a [[process]]; see docs/hosts.md."
     add = _verb(verbs, "host", "run:host", "run the processes that a run on another machine has on this one", more)
     add("endpoint", metavar="ENDPOINT", help="tcp://ADDRESS:PORT, as in bus.endpoint of the run; or -, for hosts.start")

@@ -23,7 +23,7 @@ from pathlib import Path
 import busrl
 from busrl import launch as launching
 from busrl import quickstart
-from busrl.config import Topology, explain, load, materialise
+from busrl.config import Topology, explain, json_schema, load, materialise
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
@@ -78,6 +78,12 @@ def check(options: argparse.Namespace) -> int:
     pythons.require(topology, asked)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
+    return 0
+
+
+def schema(_: argparse.Namespace) -> int:
+    """What may stand in a topology, as a JSON schema."""
+    print(json.dumps(json_schema.schema(), indent=1, default=str))
     return 0
 
 

@@ -209,7 +209,8 @@ def _bus(t: Topology) -> Iterator[str]:
     if t.bus.endpoint != "ipc":
         directory = keys.directory_of(t.bus.keys)
         names = keys.allowed(directory)
-        yield f"  {t.bus.endpoint} and the next port, encrypted (CURVE) with the keys in {directory}"
+        more = "two ports" if t.host_names else "port"
+        yield f"  {t.bus.endpoint} and the next {more}, encrypted (CURVE) with the keys in {directory}"
         yield f"  {len(names)} clients may connect there" + (f": {', '.join(names)}" if names else "")
         for problem in keys.broken(directory):
             yield f"  accepts no client: {problem}"

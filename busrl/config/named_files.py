@@ -1,6 +1,6 @@
-"""The files that a topology names: model folder, prompt files, reward function, keys of the bus, table of keywords.
+"""What a topology names on this machine: model folder, prompt files, reward function, keys, programs and packages.
 
-Looks at them without torch: sizes, JSON, line by line. What needs a tokenizer or the reward function is in `trial`.
+Looks at files without torch: sizes, JSON, line by line. What needs a tokenizer or the reward function is in `trial`.
 Findings come back as problems; nothing is changed.
 
 - Every broken line of a prompt file or a table of keywords has its own file:line; a missing file is reported at the

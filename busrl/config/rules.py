@@ -27,7 +27,8 @@ from busrl.config.reader import show
 from busrl.config.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, SINKS, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
-from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
+from busrl.keys import NAME
+from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, HOST_NAME, SINGLE_ROLES
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched
@@ -211,10 +212,9 @@ TABLE = (
           "a crash rolls back up to checkpoint_every = {t.learner.checkpoint_every} steps (0 = all); "
           'wal = "async" costs almost nothing', warning=True),
     # -- the order of dispatch
-    Clash("scheduler.predictor != rules, scheduler.policy == fifo",
-          'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True),
-    Clash("scheduler.keywords, scheduler.policy == fifo; scheduler.predictor == rules",
-          'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True),
+    *(Clash(terms, 'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True)
+      for terms in ("scheduler.predictor != rules, scheduler.policy == fifo",
+                    "scheduler.keywords, scheduler.policy == fifo; scheduler.predictor == rules")),
     # -- segments
     Clash("segments.global_max_length, segments.length == 0",
           "segments are off, so generation.max_new_tokens is the limit; set segments.length, or remove it"),
@@ -284,7 +284,7 @@ def by_path(keys: tuple[str, ...], path: str, example: str, who: str = "") -> It
 
 
 def _training(t: Topology) -> Iterator[Finding]:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", t.run.name):
+    if not NAME.fullmatch(t.run.name):
         rule = "a run's name is 1 to 64 letters, digits, dots, dashes or underscores: it names a directory"
         yield Finding(("run.name",), rule, 'for example "sort-lr3e-4"')
     low, high = t.learner.correction_low or bounds_of(t)[0], t.learner.correction_high or bounds_of(t)[1]
@@ -407,7 +407,7 @@ def _one_set(t: Topology, index: int) -> Iterator[Finding]:
     if index < 0:
         return
     name = t.validation.set[index].name
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+    if not NAME.fullmatch(name):
         rule = "a set's name is 1 to 64 letters, digits, dots, dashes or underscores"
         yield Finding((f"{at}.name",), rule, 'for example "math-500"')
     if name in ["validation", *(one.name for one in t.validation.set[:index])]:
@@ -478,7 +478,6 @@ def _processes(t: Topology) -> Iterator[Finding]:
         yield Finding(("ring.processes",), rule, f"set it to {total} or more")
 
 
-HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,38}")  # as workers from outside are named
 OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
     ("bus.endpoint", lambda t: t.bus.endpoint != "ipc", "other hosts reach the bus over TCP",
      'set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys with `busrl keys`'),

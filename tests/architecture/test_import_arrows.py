@@ -56,8 +56,9 @@ ARROWS: dict[str, set[str]] = {
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "evaluate", "training", "guardian",
+        "data", "simulate", "roles", "evaluate", "training", "guardian", "rewards",
     },
+    "notebook": {"errors", "files", "paths", "monitor"},
 }
 BY_ALL = {"states"}
 TYPES_OF = {"config": {"data", "faults", "rewards"}}  # named by these for the type checker alone

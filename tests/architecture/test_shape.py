@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 270, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 285, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -43,7 +43,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "link": "broker endpoint security",
     },
     "cli": {
-        "checkpoints": "", "command": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
+        "checkpoints": "", "command": "", "doctor": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
         "evaluate": "checkpoints command run", "rings": "sample", "simulate": "command",
     },
     "config": {
@@ -55,6 +55,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
         "derive": "named_files prompts rules schema", "hosts": "derive schema",
+        "json_schema": "declare reader schema",
         "explain": "derive hosts machine memory pretrained prompts rates reader rules schema trial",
         "load": "derive engine_rules named_files pretrained prompts rates reader reward_rules rules schema sources",
     },

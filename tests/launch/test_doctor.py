@@ -1,0 +1,56 @@
+"""`busrl doctor` on this machine, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from busrl.cli import doctor
+
+DOCTOR = [sys.executable, "-m", "busrl.cli", "doctor", "--json"]
+
+
+def told(**options: object) -> tuple[int, dict[str, dict[str, object]]]:
+    done = subprocess.run(DOCTOR, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload]
+    return done.returncode, {line["part"]: line for line in json.loads(done.stdout)}
+
+
+def test_a_machine_that_runs_these_tests_is_fit(tmp_path: Path) -> None:
+    code, found = told(cwd=tmp_path)
+    assert code == 0 and not any(line["bad"] for line in found.values())
+    assert {"busrl", "machine", "/dev/shm", "limits", "folder", "ZeroMQ", "torch", "devices", "code box"} <= set(found)
+    assert str(tmp_path) in str(found["folder"]["found"])
+
+
+def test_few_open_files_and_a_torch_that_cannot_be_imported_have_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libfoo.so is missing')\n")
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code, found = told(cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, preexec_fn=few)
+    assert code == 0 and "ulimit -n" in str(found["limits"]["remedy"])
+    assert "libfoo.so is missing" in str(found["torch"]["found"]) and "pip install" in str(found["torch"]["remedy"])
+
+
+def test_a_full_shared_memory_is_bad_and_a_container_s_default_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("busrl.config.machine.shm_free", lambda: 64 << 20)
+    (line,) = doctor._shm()
+    assert "--shm-size" in line.remedy and not line.bad
+    monkeypatch.setattr("busrl.config.machine.shm_free", lambda: 0)
+    (line,) = doctor._shm()
+    assert line.bad
+
+
+def test_a_package_of_another_version_is_named_with_the_one_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.1" if name == "pyzmq" else known(name))
+    (line,) = [one for one in doctor._packages() if one.part == "pyzmq"]
+    assert line.found == "0.1" and "pyzmq>=25" in line.remedy

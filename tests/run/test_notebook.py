@@ -1,0 +1,96 @@
+"""A run from Python: started from a map, read while it runs and afterwards, ended; and what is said of wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from busrl import notebook
+from busrl.errors import NoSuchRun, PeerTimeout, UserError
+
+WAIT_S = 300.0
+WORDS = st.text(max_size=8).filter(lambda text: text.isprintable() or "\x7f" in text or "\n" in text)
+VALUES = st.recursive(
+    st.one_of(WORDS, st.booleans(), st.integers(-(1 << 62), 1 << 62), st.floats(allow_nan=False)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)), max_leaves=8,
+)
+
+
+def scripted(folder: Path, steps: int) -> dict[str, Any]:
+    trace = folder / "trace.jsonl"
+    lines = ({"prompt": f"{n}=", "answer": f"{n}", "lengths": [5, 9]} for n in range(64))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {
+        "run": {"name": "book", "max_steps": steps}, "model": {"path": "tiny:sort"},
+        "data": {"train": "trace.jsonl"}, "groups": {"size": 4},
+        "generation": {"max_new_tokens": 16, "max_prompt_tokens": 16}, "reward": {"kind": "exact_match"},
+        "learner": {"lr": 1e-5, "trigger": {"n_min": 2}}, "log": {"samples": 2},
+        "process": [{"role": "rollout", "engine": "mock"}],
+    }
+
+
+@given(st.dictionaries(WORDS, VALUES, max_size=4))
+def test_a_map_is_the_same_as_toml(found: dict[str, Any]) -> None:
+    assert tomllib.loads(notebook.toml(found)) == found
+
+
+def test_a_value_that_toml_has_not_is_named() -> None:
+    with pytest.raises(UserError, match="no None"):
+        notebook.toml({"run": {"seed": None}})
+
+
+@pytest.mark.long
+def test_a_run_of_a_map_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = notebook.launch(scripted(tmp_path, 6), run_dir="runs/book", overrides=["run.max_steps=4"])
+    steps = [row["step"] for row in run.metrics(follow=True)]
+    assert steps == [1, 2, 3, 4] and run.wait(WAIT_S) == 0
+    assert run.status()["state"] == "finished" and run.summary["outcome"] == "finished" and not run.live
+    assert {row["step"] for row in run.samples()} == {1, 2, 3, 4} and run.topology["run"]["name"] == "book"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "trace.jsonl"]
+    again = notebook.attach("runs/book")
+    assert [row["step"] for row in again.metrics()] == steps and again.wait(0) == -1
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_is_found_and_ended_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = notebook.launch(scripted(tmp_path, 100_000), run_dir="run")
+    try:
+        run = notebook.attach("run")
+        assert next(iter(run.metrics(follow=True)))["step"] == 1 and run.live
+        with pytest.raises(PeerTimeout, match="still runs it after 0 s"):
+            run.wait(0)
+        run.stop()
+        assert not run.live and started.wait(WAIT_S) == 128 + signal.SIGTERM
+    finally:
+        assert started.child is not None
+        if started.child.poll() is None:
+            os.kill(started.child.pid, signal.SIGKILL)
+
+
+def test_what_launch_says_against_a_topology_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = scripted(tmp_path, 4)
+    wrong["learner"]["lr"] = -1
+    with pytest.raises(UserError, match=r"learner\.lr"):
+        notebook.launch(wrong)
+    assert not Path("runs").exists() and [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchRun, match="no run directory"):
+        notebook.attach(tmp_path)
