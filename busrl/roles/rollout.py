@@ -52,8 +52,9 @@ LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding
 
 class PaceRow(msgspec.Struct):
     """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
-    steps, so their mean is tokens / steps. `engine`: its statistics since it was made."""
+    steps, so their mean is tokens / steps. `engine`: its statistics since it was made. `time`: its end."""
 
+    time: float = 0.0
     wall_s: float = 0.0
     step_s: float = 0.0
     weights_s: float = 0.0
@@ -94,6 +95,7 @@ class Pace:
         self._left_out += 1
         if self._left_out >= one_in(self._file.size()):
             self._left_out, row.wall_s, row.engine = 0, now - self._began, self._engine()
+            row.time = round(time.time(), 3)
             times = {name: round(getattr(row, name), 6) for name in ("wall_s", "step_s", "weights_s", "idle_s")}
             with contextlib.suppress(MachineError, OSError):
                 self._file.append(msgspec.json.encode(msgspec.structs.replace(row, **times)))
