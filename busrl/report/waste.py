@@ -162,7 +162,7 @@ def drawn_by_engines(record: RunRecord) -> int | None:
     total, known = 0, False
     for rows in record.pace.values():
         counts = [whole(as_map(row.get("engine")).get("tokens")) for row in rows]
-        for count, after in zip(counts, [*counts[1:], -1], strict=True):
+        for count, after in zip(counts, [*counts[1:], -1]):
             total, known = total + (count if after < count else 0), True
     return total if known else None
 

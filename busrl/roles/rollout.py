@@ -88,12 +88,12 @@ class Pace:
         self.row.tokens += drawn
         self.write_when_due()
 
-    def write_when_due(self) -> None:
+    def write_when_due(self, last: bool = False) -> None:
         row, now = self.row, time.monotonic()
-        if now < self._began + PACE_EVERY_S:
+        if not last and now < self._began + PACE_EVERY_S:
             return
         self._left_out += 1
-        if self._left_out >= one_in(self._file.size()):
+        if last or self._left_out >= one_in(self._file.size()):
             self._left_out, row.wall_s, row.engine = 0, now - self._began, self._engine()
             row.time = round(time.time(), 3)
             times = {name: round(getattr(row, name), 6) for name in ("wall_s", "step_s", "weights_s", "idle_s")}
@@ -102,6 +102,8 @@ class Pace:
         self._began, self.row = now, PaceRow()
 
     def close(self) -> None:
+        if self.row.steps:  # so that the lines tell of every token
+            self.write_when_due(last=True)
         self._file.close()
 
 
