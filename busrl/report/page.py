@@ -70,6 +70,7 @@ td.w{min-width:180px;overflow-wrap:anywhere}
 .bar{display:flex;height:16px;border-radius:4px;overflow:hidden;background:var(--grid);margin:6px 0}
 .bar i{height:100%}.bad{border-left:4px solid var(--bad)}code,pre{font:13px ui-monospace,monospace}
 pre{overflow-x:auto;margin:0;padding:12px}
+@media(max-width:600px){th,td{padding:5px 7px}table{font-size:13px}td.w{min-width:110px}}
 details{margin-top:12px}summary{cursor:pointer}ul{margin:4px 0;padding-left:20px}
 """
 

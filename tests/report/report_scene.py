@@ -32,8 +32,8 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 def interval(end: float, drawn: int, decoding: float = 0.25, **more: Any) -> dict[str, Any]:
     return {
-        "time": BEGAN + end, "wall_s": 0.25, "step_s": decoding, "weights_s": 0.0, "idle_s": 0.25 - decoding, "steps": 2,
-        "tokens": 8, "joined": 0, "updates": 0, "engine": {"tokens": drawn}, **more,
+        "time": BEGAN + end, "wall_s": 0.25, "step_s": decoding, "weights_s": 0.0, "idle_s": 0.25 - decoding,
+        "steps": 2, "tokens": 8, "joined": 0, "updates": 0, "engine": {"tokens": drawn}, **more,
     }
 
 
@@ -49,7 +49,9 @@ def make_run(root: Path, name: str = "made") -> Path:
         ended(1, [7], "f", [[10, 10]]), ended(1, [0, 1], "T", [[20, 30], [25, 25]]), ended(2, [8], "o", [[300]], 1),
         ended(2, [2], "T", [[40, 60]]),
     ])
-    write_lines(root / "pace" / "rollout-0.jsonl", [interval(2, 200), interval(4, 500), interval(9, 90), interval(12, 250)])
+    write_lines(root / "pace" / "rollout-0.jsonl", [
+        interval(2, 200), interval(4, 500), interval(9, 90), interval(12, 250),
+    ])
     write_lines(root / "validation.jsonl", [
         {"round": 0, "val/reward": 0.25, "time": BEGAN + 3, "seconds": 2.0, "samples": 2},
     ])

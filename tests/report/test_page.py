@@ -95,8 +95,10 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=6,
 )
-KEYS = st.sampled_from(["reward", "time", "seconds", "waits", "wait_s", "masked", "tokens", "ess", "val/reward", "round",
-                        "engine", "uids", "text", "changes", "step_s", "wall_s", "publish_s", "set", "versions", "process"])
+KEYS = st.sampled_from([
+    "reward", "time", "seconds", "waits", "wait_s", "masked", "tokens", "ess", "val/reward", "round", "engine", "uids",
+    "text", "changes", "step_s", "wall_s", "publish_s", "set", "versions", "process",
+])
 
 
 @settings(deadline=None, max_examples=40)
