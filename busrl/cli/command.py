@@ -63,7 +63,8 @@ A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
 Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
-Afterwards:      busrl audit runs/NAME    busrl evaluate runs/NAME    busrl export runs/NAME --out FOLDER
+Afterwards:      busrl report runs/NAME   busrl audit runs/NAME    busrl evaluate runs/NAME
+                 busrl export runs/NAME --out FOLDER
 """
 
 
@@ -216,7 +217,17 @@ def _add_runs(verbs: Verbs) -> None:
     more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
     add = _verb(verbs, "audit", "run:audit", "recompute the fate of every sample from the files of a run", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
+    text = "also what became of the tokens, and whether long answers are lost more often"
+    add("--waste", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object")
+    more = "It loads nothing: drawings, waste, problems, settings. Several runs are compared."
+    add = _verb(verbs, "report", "watch:report", "write what a run did as one HTML page, during or after it", more)
+    add("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
+    more = "Each process is a track. Also prints how much of the generation falls into training."
+    add = _verb(verbs, "trace", "watch:trace", "write a run's timeline for Perfetto (Chrome trace events)", more)
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("-o", "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
 
 
 def _add_evaluate(verbs: Verbs) -> None:

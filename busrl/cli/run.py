@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -32,6 +33,8 @@ from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
+from busrl.report import waste
+from busrl.report.record import read
 from busrl.ring import OfdLock
 
 
@@ -168,12 +171,17 @@ def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Print the report; 1 if a promise is broken."""
+    """Print the report, and with --waste what became of the tokens; 1 if a promise is broken."""
     report = auditing.audit(options.run_dir, prompts=_tiny_prompts(options.run_dir))
+    record = read(options.run_dir) if options.waste else None
+    account = waste.waste_of(record) if record else None
+    faults = [f"not counted: {fault}" for fault in record.faults] if record else []
     if options.json:
-        print(json.dumps(report.to_json(), indent=2))
+        more = {"waste": {**asdict(account), "faults": faults}} if account else {}
+        print(json.dumps({**report.to_json(), **more}, indent=2))
     else:
-        print("\n".join(map(printable, auditing.render(report).split("\n"))))
+        lines = [auditing.render(report), *([waste.render(account)] if account else []), *faults]
+        print("\n".join(map(printable, "\n".join(lines).split("\n"))))
     return report.exit_code
 
 

@@ -1,4 +1,4 @@
-"""`busrl status`, `monitor`, `record` and `replay`: a run looked at from outside. Changes nothing of it.
+"""`busrl status`, `monitor`, `record`, `replay`, `report` and `trace`: a run looked at from outside. Changes nothing.
 
 Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
 nothing of how any of that is done.
@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from busrl import files
 from busrl.errors import NoSuchRun, UserError
 from busrl.monitor import screen
 from busrl.monitor.recording import Recorder, Recording, summary
@@ -24,8 +26,11 @@ from busrl.monitor.screen import give_way
 from busrl.monitor.sources import Watcher, find
 from busrl.monitor.status import status as status_of
 from busrl.monitor.status import to_json, watched
-from busrl.monitor.text import duration
+from busrl.monitor.text import duration, printable
 from busrl.paths import RunPaths
+from busrl.report import trace as timeline
+from busrl.report.page import page
+from busrl.report.record import RunRecord, read
 
 LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a replay says when it is over
 
@@ -33,6 +38,35 @@ LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a r
 def status(options: argparse.Namespace) -> int:
     """What a run is doing now, or how it ended."""
     print(status_of(options.run_dir, as_json=options.json))
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """The page of one run or several."""
+    records = [read(one) for one in options.run_dirs]
+    files.replace(options.out, page(records).encode())
+    return _written(options.out, records)
+
+
+def trace(options: argparse.Namespace) -> int:
+    """The timeline of a run, and how far its parts overlap."""
+    record = read(options.run_dir)
+    found = timeline.slices(record)
+    files.replace(options.out, timeline.trace(record, found).encode())
+    share = timeline.overlap(found)
+    _written(options.out, [record])
+    if share is None:
+        print("no overlap is known: no steps, or no decoding, with a `time` in metrics.jsonl and pace/")
+    else:
+        print(f"{share:.1%} of the decoding time falls into training; ui.perfetto.dev shows the file")
+    return 0
+
+
+def _written(out: Path, records: Sequence[RunRecord]) -> int:
+    for record in records:
+        for fault in dict.fromkeys(record.faults):
+            print(printable(f"busrl: {record.paths.root}: {fault}"), file=sys.stderr)
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
     return 0
 
 

@@ -175,6 +175,8 @@ class Learner:
     deterministic: bool = key(False, "claim at firing and train in (group, member) order")
     mismatch_limit: float = key(1.0, "the run ends if, before its first step, the engines' log-probabilities are this "
                                      "far (nats, mean) from the learner's; 0 = never", low=0)
+    ess_alarm: float = key(0.3, "warn if the effective sample size (ess) of two in three steps is below this; 0 = off",
+                           low=0, high=1)
     length_alarm: float = key(0.9, "warn if trained answers are shorter than this share of all; 0 = off", low=0, high=1)
     length_alarm_steps: int = key(20, "steps over which lengths are compared", low=1, high=10000)
     trigger: Trigger = field(default_factory=Trigger)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,20 @@ class Start:
         """Append it to starts.jsonl; a full disk costs the line, not the run."""
         row = {
             "time": time.time(), "pid": os.getpid(), "busrl": busrl.__version__, "step": self.step,
-            "files": self.files,
+            "versions": _versions(), "files": self.files,
             "changes": {key: {"was": was, "now": now} for key, (was, now) in self.changes.items()},
         }
         with suppress(MachineError, OSError), closing(LineFile(paths.starts)) as lines:
             lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
+
+
+def _versions() -> dict[str, str]:
+    """What launch runs with; a [[process]] with a Python of its own may have others."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "numpy", "vllm"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def compare(

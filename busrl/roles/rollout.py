@@ -52,8 +52,9 @@ LEFT_BEHIND_S = 10.0  # new weights usually reach every worker within a decoding
 
 class PaceRow(msgspec.Struct):
     """One interval, wall = steps + weights + idle + the loop's own time. `tokens`: running sequences summed over the
-    steps, so their mean is tokens / steps. `engine`: its statistics since it was made."""
+    steps, so their mean is tokens / steps. `engine`: its statistics since it was made. `time`: its end."""
 
+    time: float = 0.0
     wall_s: float = 0.0
     step_s: float = 0.0
     weights_s: float = 0.0
@@ -87,19 +88,22 @@ class Pace:
         self.row.tokens += drawn
         self.write_when_due()
 
-    def write_when_due(self) -> None:
+    def write_when_due(self, last: bool = False) -> None:
         row, now = self.row, time.monotonic()
-        if now < self._began + PACE_EVERY_S:
+        if not last and now < self._began + PACE_EVERY_S:
             return
         self._left_out += 1
-        if self._left_out >= one_in(self._file.size()):
+        if last or self._left_out >= one_in(self._file.size()):
             self._left_out, row.wall_s, row.engine = 0, now - self._began, self._engine()
+            row.time = round(time.time(), 3)
             times = {name: round(getattr(row, name), 6) for name in ("wall_s", "step_s", "weights_s", "idle_s")}
             with contextlib.suppress(MachineError, OSError):
                 self._file.append(msgspec.json.encode(msgspec.structs.replace(row, **times)))
         self._began, self.row = now, PaceRow()
 
     def close(self) -> None:
+        if self.row.steps:  # so that the lines tell of every token
+            self.write_when_due(last=True)
         self._file.close()
 
 

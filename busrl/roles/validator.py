@@ -435,8 +435,9 @@ class Validator(Actor):
             "round": number, **({"set": one.asked.name} if one.asked.name else {}), **figures.record(),
             **({"val/parts": parts} if parts else {}), "dropped": one.asked.answers - len(results),
             "version": versions[0] if versions else 0, "versions": versions, "mixed": len(versions) > 1,
-            "seconds": round(time.monotonic() - self.started, 3), "groups": one.groups_done,
-            "val/length": figures.mean("tokens"), "k": one.asked.k, **({"by": tagged} if tagged else {}),
+            "time": round(time.time(), 3), "seconds": round(time.monotonic() - self.started, 3),
+            "groups": one.groups_done, "val/length": figures.mean("tokens"), "k": one.asked.k,
+            **({"by": tagged} if tagged else {}),
         }
 
     def teardown(self) -> None:

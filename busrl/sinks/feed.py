@@ -29,6 +29,7 @@ LOOK_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 MOST_BYTES = 1 << 26  # of a file: what is older is not given
 MOST_ROWS = 64  # samples given at once: the newest
+NO_NUMBERS = ("step", "round", "time", "waits")  # of a line: where and when, not what
 
 
 class Feed(threading.Thread):
@@ -143,11 +144,13 @@ class Place:
 def numbers_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The finite numbers of a line by their names: those of a map or list below its name and "/"."""
     for name, value in row.items():
+        if name in NO_NUMBERS:
+            continue
         if isinstance(value, list):
             value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, dict):
             yield from ((f"{name}/{inner}", one) for inner, one in numbers_of(value))
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "round"):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield from [(name, float(value))] if math.isfinite(value) else []
 
 

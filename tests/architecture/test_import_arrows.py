@@ -53,10 +53,11 @@ ARROWS: dict[str, set[str]] = {
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
     "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
+    "report": {"errors", "files", "paths", "ledger", "monitor"},
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "evaluate", "training", "guardian", "rewards",
+        "data", "simulate", "roles", "evaluate", "training", "guardian", "rewards", "report",
     },
     "notebook": {"errors", "files", "paths", "monitor"},
 }

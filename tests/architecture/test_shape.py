@@ -103,6 +103,9 @@ INSIDE: dict[str, dict[str, str]] = {
     "quickstart": {
         "task": "", "cache": "task", "maker": "cache task",
     },
+    "report": {
+        "record": "", "trace": "record", "waste": "record", "page": "record trace waste",
+    },
     "rewards": {
         "box": "box_launcher", "box_launcher": "", "box_calls": "", "code": "base box",
         "base": "", "judge": "base", "kinds": "base", "model": "base", "pool": "base",

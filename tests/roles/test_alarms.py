@@ -61,3 +61,10 @@ def test_nothing_is_said_of_a_healthy_run(steps: list[tuple[float, float, float,
     alarms = Alarms()
     rows = (row(n, ess, k3, flat, ended) for n, (ess, k3, flat, ended) in enumerate(steps))
     assert told(alarms, *rows) == []
+
+
+def test_the_limit_of_the_effective_sample_size_is_the_users_and_0_is_none() -> None:
+    rows = [row(step, ess=0.4) for step in range(6)]
+    assert told(Alarms(), *rows) == [] and told(Alarms(0.0), *(row(step, ess=0.01) for step in range(6))) == []
+    (text,) = told(Alarms(0.5), *rows)
+    assert "ess 0.4 (below 0.5 is too far, learner.ess_alarm)" in text

@@ -1,13 +1,17 @@
-"""How long the learner sleeps when there is nothing to do."""
+"""How long the learner sleeps when there is nothing to do, and what it writes of that."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from busrl.roles.learner.loop import Learner
+from busrl.roles.learner.metrics import joined
 from busrl.scheduling.limits import derive
 
 
@@ -27,3 +31,18 @@ def test_past_t_max_s_only_a_reward_or_the_timer_wakes_it(deadline_s: float, wai
 ])
 def test_the_sums_of_fully_async_are_those_that_it_goes_by(n_hi: int, window: int, said: str) -> None:
     assert any(said in line for line in derive("fully-async", 8, 0, 8, 8, n_hi, window=window).explain())
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.2), st.floats(0.001, 0.5)), max_size=60), st.integers(1, 8))
+def test_the_waits_of_a_step_are_few_spans_in_order_that_hold_every_wait(
+    waits: list[tuple[float, float]], most: int
+) -> None:
+    now, told, spans = 0.0, list[list[float]](), list[list[float]]()
+    for gap, seconds in waits:
+        spans.append([now + gap, now + gap + seconds])
+        now += gap + seconds
+        told = joined([*told, spans[-1]], most)
+    assert len(told) <= most and all(a[1] <= b[0] for a, b in pairwise(told))
+    assert all(any(begin <= a and b <= end for begin, end in told) for a, b in spans)
+    if len(spans) <= most:
+        assert sum(b - a for a, b in told) <= sum(b - a for a, b in spans) + 0.05 * len(spans) + 1e-6

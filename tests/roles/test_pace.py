@@ -44,3 +44,8 @@ def test_a_week_of_pace_is_small_and_no_line_is_missing_for_minutes() -> None:
         nbytes, left = nbytes + line, left - one_in(nbytes)
     assert nbytes < 20 * MIB
     assert one_in(1 << 50) * rollout.PACE_EVERY_S <= 64
+
+
+def test_the_last_interval_of_a_process_that_ends_in_order_is_written_too(tmp_path: Path) -> None:
+    (row,) = lines_of(tmp_path, 3)
+    assert (row["steps"], row["joined"]) == (6, 3) and row["time"] > 1.7e9

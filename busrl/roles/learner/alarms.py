@@ -214,7 +214,7 @@ def _joined(parts: Iterable[Ints]) -> Ints:
 
 # -- the newest steps ----------------------------------------------------------
 
-ESS_LOW, K3_HIGH, MOVED_STEPS = 0.3, 0.3, 3
+K3_HIGH, MOVED_STEPS = 0.3, 3
 FLAT_HIGH, FLAT_GROUPS = 0.9, 64  # of at least so many groups
 CUT_HIGH, CUT_ANSWERS = 0.99, 64  # of at least so many answers
 STEPS = 10
@@ -225,10 +225,11 @@ class Alarms:
 
     One step decides nothing: two of the newest three, or the groups and answers of the newest ten, do. Each alarm is
     reported when it begins, and again only after it was over. The limits are far from what healthy runs show (ess above
-    0.9, k3 below 0.05), and are no settings.
+    0.9, k3 below 0.05). `ess`: the least that is no alarm.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ess: float = 0.3) -> None:
+        self._ess = ess
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=STEPS)
         self._on: set[str] = set()
 
@@ -249,12 +250,12 @@ class Alarms:
         if len(moved) < MOVED_STEPS:
             return ""
         ess, k3 = (median(values) for values in zip(*moved))
-        if ess >= ESS_LOW and k3 <= K3_HIGH:
+        if ess >= self._ess and k3 <= K3_HIGH:
             return ""
         return (
-            f"the policy has left the one that drew the answers: ess {ess:.2g} (below {ESS_LOW:g} is too far), k3 "
-            f"{k3:.2g} (above {K3_HIGH:g}), entropy {row['entropy']:.2g}, lr {row['lr']:.2g}; lower learner.lr or "
-            "weights.max_staleness, and continue from an earlier checkpoint"
+            f"the policy has left the one that drew the answers: ess {ess:.2g} (below {self._ess:g} is too far, "
+            f"learner.ess_alarm), k3 {k3:.2g} (above {K3_HIGH:g}), entropy {row['entropy']:.2g}, lr {row['lr']:.2g}; "
+            "lower learner.lr or weights.max_staleness, and continue from an earlier checkpoint"
         )
 
     def _flat(self, row: Mapping[str, Any]) -> str:

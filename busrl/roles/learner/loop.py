@@ -91,7 +91,7 @@ class Learner(Actor):
         self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved)
         self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
-        self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms()
+        self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms(self.config.ess_alarm)
         self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan)
         self.claimed: dict[int, Claimed] = {}

@@ -44,6 +44,7 @@ IDLE = "idle"  # `kind` of a line about groups without a step; a step's line has
 TAIL_BYTES = 1 << 20  # of groups.jsonl, in which a step's line is looked for at a start
 PART = "parts/"  # before the name of a part of the reward
 QUARTILES = 4  # of length
+WAITS, JOINED_S = 64, 0.05  # of a line at most; waits that are closer to each other are one
 HALF_DROPPED = 4096  # newest groups set aside by predecessors that are known again; each death leaves one at most
 
 
@@ -173,6 +174,7 @@ class StepMetrics:
         self._tags: dict[int, str] = {}  # of the groups that are trained
         self._context = Counter[str]()  # of their episodes
         self._waited: Counter[str] = Counter()
+        self._waits: list[list[float]] = []  # begin and end of each, since the last step
         self._waiting_for = "start"
         self._blocker: int | None = None
 
@@ -212,6 +214,7 @@ class StepMetrics:
         """The clock of the run starts with the first group that is claimed."""
         if self._started is None:
             self._started = self._last = time.monotonic()
+            self._waits.clear()
 
     def set_aside(
         self, lines: npt.NDArray[Any], fate: str, step: int, parts: Iterable[Mapping[str, float]] = (), tag: str = ""
@@ -247,6 +250,8 @@ class StepMetrics:
 
     def waited(self, seconds: float) -> None:
         self._waited[self._waiting_for] += seconds  # type: ignore[assignment]
+        end = time.monotonic() - self._last
+        self._waits = joined([*self._waits, [max(0.0, end - seconds), end]])
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -289,8 +294,10 @@ class StepMetrics:
 
     def _times(self, now: float) -> dict[str, Any]:
         return {
+            "time": round(time.time(), 3),
             "time_s": round(now - (self._started or now), 4), "seconds": round(now - self._last, 4),
             "wait_s": {reason: round(seconds, 4) for reason, seconds in self._waited.items()},
+            "waits": [[round(begin, 3), round(end, 3)] for begin, end in self._waits],
         }
 
     def idle(self, step: int, version: int, idling: Idling) -> None:
@@ -313,8 +320,9 @@ class StepMetrics:
             return
         ended.add_line(line)
         self._write({
-            "step": record.step, "version": record.version, "cause": record.cause, "replayed": True, "time_s": 0.0,
-            "seconds": 0.0, **ended.row(), **_trained(record), **_training(stats, record.samples),
+            "step": record.step, "version": record.version, "cause": record.cause, "replayed": True,
+            "time": round(time.time(), 3), "time_s": 0.0, "seconds": 0.0, **ended.row(),
+            **_trained(record), **_training(stats, record.samples),
         })
 
     def _write(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()) -> None:
@@ -343,6 +351,17 @@ class StepMetrics:
     def close(self) -> None:
         for file in (self._metrics, self._samples, self._groups):
             file.close()
+
+
+def joined(spans: list[list[float]], most: int = WAITS) -> list[list[float]]:
+    """Spans of time in order: the newest joins the one before if it is close, and the closest two if there are too
+    many."""
+    if len(spans) > 1 and spans[-1][0] - spans[-2][1] < JOINED_S:
+        spans = [*spans[:-2], [spans[-2][0], spans[-1][1]]]
+    if len(spans) > most:
+        at = min(range(len(spans) - 1), key=lambda n: spans[n + 1][0] - spans[n][1])
+        spans = [*spans[:at], [spans[at][0], spans[at + 1][1]], *spans[at + 2 :]]
+    return spans
 
 
 def _members(record: Record) -> list[list[SampleRecord]]:

@@ -1,0 +1,188 @@
+"""The files of a run as far as they are whole, read once from beginning to end, and what of them could not be read.
+
+Opens files of a run directory for reading only. Knows nothing of pages and timelines, and of the ring.
+
+- A damaged or half-written line is left out, counted, and named in `faults` with its file and number.
+- A line of a step takes the place of all earlier ones with its step or a later one, as in the train log.
+- What others wrote into a file may be anything: a number that is none is not known.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from busrl.errors import NoSuchRun
+from busrl.files import as_map, read_map
+from busrl.ledger.trainlog import of_step
+from busrl.monitor.runfiles import number
+from busrl.monitor.sources import holder_of
+from busrl.paths import RunPaths
+from busrl.states import Fate
+
+Ints = npt.NDArray[np.int64]
+T = TypeVar("T")
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+# What is kept of a step: a run of a hundred thousand has to fit into memory.
+KEPT = (
+    "step", "version", "cause", "time", "seconds", "waits", "wait_s", "forward_s", "backward_s", "update_s",
+    "publish_s", "checkpoint_s", "reward", "reward_trained", "length_ended", "length_mean", "length_p95", "entropy",
+    "ess", "age_mean", "age_max", "flat_share", "cut_share", "never_trained", "masked", "tokens", "samples",
+    "grad_norm",
+)
+WHOLE = ("topology", "run_json", "summary")  # files that are one map
+
+
+class GroupsLine(msgspec.Struct):
+    """What is read of a line of groups.jsonl."""
+
+    step: Whole
+    draws: list[Whole]
+    fates: str
+    born: list[Whole]
+    lengths: list[list[Whole]]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that ended, in the order of their lines: a row each. `lengths`: of all their samples, one after the
+    other; `sizes` says how many are each group's. `undone`: trained, and made undone by a return to a checkpoint."""
+
+    steps: Ints
+    draws: Ints
+    fates: Ints
+    born: Ints
+    sizes: Ints
+    lengths: Ints
+    undone: npt.NDArray[np.bool_]
+
+    @property
+    def of_sample(self) -> Ints:
+        """The row of each sample's group."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+    @property
+    def tokens(self) -> Ints:
+        return np.bincount(self.of_sample, self.lengths, len(self.sizes)).astype(np.int64)
+
+
+@dataclass
+class RunRecord:
+    """One run by its files."""
+
+    paths: RunPaths
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    pace: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rollout process
+    topology: dict[str, Any] = field(default_factory=dict)
+    run_json: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(as_map(self.topology.get("run")).get("name") or self.paths.root.name)
+
+    @property
+    def state(self) -> str:
+        """Whether somebody holds the directory, else how the run ended as far as its summary says so."""
+        if holder_of(self.paths) is not None:
+            return "running"
+        return str(self.summary.get("outcome") or "not ended in order: no summary.json")
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """A number of every step; nan where it is not known."""
+        found = (number(row.get(name)) for row in self.steps)
+        return np.array([np.nan if value is None else value for value in found], np.float64)
+
+    def errors(self) -> Iterator[dict[str, Any]]:
+        return self._lines(self.paths.errors, dict[str, Any])
+
+    def validated(self) -> Iterator[dict[str, Any]]:
+        return self._lines(self.paths.validation_log, dict[str, Any])
+
+    def put_back(self) -> int:
+        """Samples that starts put back."""
+        found = self._lines(self.paths.draws, dict[str, Any])
+        return sum(len(uids) for row in found if isinstance(uids := row.get("uids"), list))
+
+    def groups(self) -> Groups:
+        rows, lengths, lines = [array("q") for _ in range(5)], array("q"), 0
+        trained = array("q")  # the line's number and its step
+        for line in self._lines(self.paths.groups, GroupsLine):
+            if not len(line.draws) == len(line.fates) == len(line.born) == len(line.lengths):
+                self.faults.append(f"{self.paths.groups.name}: lists of unequal lengths, step {line.step}")
+                continue
+            lines += 1
+            for draw, fate, born, own in zip(line.draws, line.fates, line.born, line.lengths, strict=True):
+                for column, value in zip(rows, (lines, draw, ord(fate), born, len(own)), strict=True):
+                    column.append(value)
+                lengths.extend(own)
+            trained.extend((lines, line.step) if Fate.TRAINED.letter in line.fates else ())
+        at, draws, fates, own_born, sizes = (np.array(column, np.int64) for column in rows)
+        made = np.array(trained, np.int64).reshape(-1, 2)
+        later = np.minimum.accumulate(made[::-1, 1])[::-1] if len(made) else made[:, 1]
+        undone_lines = made[:-1, 0][made[:-1, 1] >= later[1:]]
+        steps = np.zeros(lines + 1, np.int64)
+        steps[made[:, 0]] = made[:, 1]
+        undone = np.isin(at, undone_lines)
+        return Groups(steps[at], draws, fates, own_born, sizes, np.array(lengths, np.int64), undone)
+
+    def _lines(self, path: Path, kind: type[T]) -> Iterator[T]:
+        """The whole lines of a file; what is no such line is counted in `faults`."""
+        decoder, bad, first, last = msgspec.json.Decoder(kind), 0, 0, False
+        try:
+            with open(path, "rb") as file:
+                for n, text in enumerate(file, 1):
+                    try:
+                        yield decoder.decode(text)
+                    except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors
+                        if text.strip():
+                            bad, first, last = bad + 1, first or n, not text.endswith(b"\n")
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            self.faults.append(f"{path.relative_to(self.paths.root)}: {problem.strerror}")
+        if bad:
+            half = "its last line is half written" if bad == 1 and last else ""
+            what = half or f"{bad} of its lines cannot be read, first line {first}"
+            self.faults.append(f"{path.relative_to(self.paths.root)}: {what}")
+
+
+def read(run_dir: str | Path) -> RunRecord:
+    """A run's files; `NoSuchRun` if the directory holds no run."""
+    paths = RunPaths.of(run_dir)
+    known = (paths.run_json, paths.topology, paths.metrics, paths.starts)
+    if not any(path.exists() for path in known):
+        what = "no run is in it (no run.json, no metrics.jsonl)" if paths.root.is_dir() else "no such folder"
+        raise NoSuchRun(f"{run_dir}: {what}; name a directory that `busrl launch --run-dir` was given")
+    record = RunRecord(paths)
+    for name in WHOLE:
+        setattr(record, name, _map(record, getattr(paths, name)))
+    for row in record._lines(paths.metrics, dict[str, Any]):
+        if of_step(row) and isinstance(row.get("step"), int):
+            while record.steps and record.steps[-1]["step"] >= row["step"]:
+                record.steps.pop()
+            record.steps.append({name: row[name] for name in KEPT if name in row})
+    record.starts = list(record._lines(paths.starts, dict[str, Any]))
+    record.rounds = list(record._lines(paths.validation, dict[str, Any]))
+    for path in sorted(paths.pace.glob("*.jsonl")):
+        record.pace[path.stem] = list(record._lines(path, dict[str, Any]))
+    missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]
+    record.faults += [f"{name}: not there; no step was made yet, or it was removed" for name in missing]
+    return record
+
+
+def _map(record: RunRecord, path: Path) -> dict[str, Any]:
+    found = read_map(path)
+    if not found and path.exists():
+        record.faults.append(f"{path.name}: cannot be read, or holds no map")
+    return found

@@ -1,0 +1,132 @@
+"""The page of a run: one file that loads nothing, whatever the files of the run hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_scene import make_run, write_lines
+
+from busrl.report.page import Line, chart, page, thinned, ticks
+from busrl.report.record import read
+
+VOID = {"meta", "path", "circle", "br", "i"}
+
+
+class Balance(HTMLParser):
+    """Raises where an element is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        for name, value in attrs:
+            assert name not in ("src", "href", "onload", "onclick"), f"{tag} {name}={value}"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+
+
+def checked(text: str) -> set[str]:
+    balance = Balance()
+    balance.feed(text)
+    balance.close()
+    assert not balance.open
+    assert "url(" not in text and "@import" not in text and "nan" not in re.sub(r"<style>.*</style>", "", text)
+    assert not balance.names & {"script", "img", "link", "iframe", "b" if "<b>rollout" in text else "script"}
+    return balance.names
+
+
+def test_the_page_of_a_run_loads_nothing_and_escapes_what_others_wrote(tmp_path: Path) -> None:
+    text = page([read(make_run(tmp_path, "<i>my run</i>"))])
+    assert {"svg", "table", "style"} <= checked(text)
+    assert "&lt;b&gt;rollout/0 died&lt;/b&gt;" in text and "&lt;i&gt;my run" in text
+    assert "busrl 9.9, torch 8.8" in text and "learner.lr = 0.1" in text
+    assert "What could not be read" not in text
+
+
+def test_several_runs_are_compared_and_their_settings_differ_where_they_do(tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
+    (two / "topology.json").write_text(json.dumps({"run": {"name": "made"}, "learner": {"lr": 0.3, "ess_alarm": 0.5}}))
+    text = page([read(one), read(two)])
+    checked(text)
+    assert "<th>learner.lr</th><td class=\"w\">0.1</td><td class=\"w\">0.3</td>" in text
+    assert "<th>learner.ess_alarm</th>" not in text and ">one<" in text and ">two<" in text
+
+
+@pytest.mark.parametrize("name", [
+    "topology.json", "run.json", "metrics.jsonl", "groups.jsonl", "starts.jsonl", "validation.jsonl", "validation.log",
+    "pace/rollout-0.jsonl", "errors.jsonl", "summary.json",
+])
+def test_a_damaged_file_is_named_and_all_else_is_shown(tmp_path: Path, name: str) -> None:
+    path = make_run(tmp_path) / name
+    whole = path.read_bytes() if path.exists() else b""
+    path.write_bytes(whole.removesuffix(b"\n") + b'\n\xff\xfe[1, {"step": 1e999}\n{"step": -3, "time": "soon", "half')
+    text = page([read(tmp_path)])
+    checked(text)
+    assert "What could not be read" in text and name in text
+    assert "made" in text if name != "topology.json" else tmp_path.name in text
+
+
+def test_a_half_written_line_at_the_end_costs_that_line(tmp_path: Path) -> None:
+    path = make_run(tmp_path) / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    record = read(tmp_path)
+    assert [row["step"] for row in record.steps] == [1]
+    assert record.faults == ["metrics.jsonl: its last line is half written"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=6,
+)
+KEYS = st.sampled_from([
+    "reward", "time", "seconds", "waits", "wait_s", "masked", "tokens", "ess", "val/reward", "round", "engine", "uids",
+    "text", "changes", "step_s", "wall_s", "publish_s", "set", "versions", "process",
+])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.dictionaries(KEYS, JSON, max_size=8), max_size=4))
+def test_no_value_of_any_line_keeps_the_page_from_being_made(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]]
+) -> None:
+    root = make_run(tmp_path_factory.mktemp("run"))
+    for name in ("metrics", "starts", "validation", "errors", "pace/rollout-0"):
+        write_lines(root / f"{name}.jsonl", [{"step": n, **row} for n, row in enumerate(rows)])
+    balance = Balance()
+    balance.feed(page([read(root)]))
+    assert not balance.open
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
+def test_ticks_are_round_numbers_in_the_range_and_a_handful(low: float, width: float) -> None:
+    found = ticks(low, low + width)
+    assert 1 <= len(found) <= 6 and found == sorted(found)
+    assert all(low - 1e-6 * width <= one <= low + width * (1 + 1e-6) for one in found)
+
+
+@given(st.lists(st.floats(-9, 9) | st.just(float("nan")), max_size=2000))
+def test_a_long_line_is_drawn_with_few_points_between_its_lowest_and_highest(values: list[float]) -> None:
+    y = np.array(values, np.float64)
+    line = thinned(Line("x", np.arange(len(y), dtype=np.float64), y))
+    known = y[np.isfinite(y)]
+    assert len(line.x) == min(240, len(known)) and np.all(np.diff(line.x) > 0)
+    if len(known):
+        assert known.min() - 1e-9 <= line.y.min() and line.y.max() <= known.max() + 1e-9
+    assert ("<svg" in chart("t", "n", [line])) == bool(len(known))

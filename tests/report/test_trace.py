@@ -1,0 +1,107 @@
+"""The timeline of a run, read back as a viewer reads it, and the share of generation that falls into training."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_scene import make_run, write_lines
+
+from busrl.report.record import read
+from busrl.report.trace import Slice, common, overlap, slices, trace, union, without
+
+PHASES = {"X", "i", "C", "M"}
+
+
+def checked_events(text: str) -> list[dict[str, Any]]:
+    """The events of a trace file, after what the format demands of them."""
+    found: list[dict[str, Any]] = json.loads(text, parse_constant=pytest.fail)["traceEvents"]
+    names = {(one["name"], one["pid"], one["tid"]) for one in found if one["ph"] == "M"}
+    ends: dict[tuple[int, int], int] = defaultdict(int)
+    before = 0
+    for one in found:
+        assert one["ph"] in PHASES and isinstance(one["name"], str)
+        assert all(isinstance(one[key], int) and one[key] >= 0 for key in ("ts", "pid", "tid"))
+        if one["ph"] == "M":
+            assert before == 0 and isinstance(one["args"]["name"], str), "names come first"
+            continue
+        assert one["ts"] >= before and ("process_name", one["pid"], 0) in names
+        before = one["ts"]
+        if one["ph"] == "X":
+            track = one["pid"], one["tid"]
+            assert ("thread_name", *track) in names and one["dur"] >= 0
+            assert one["ts"] >= ends[track], f"{one} begins before the one before has ended"
+            ends[track] = one["ts"] + one["dur"]
+    return found
+
+
+def test_a_trace_has_a_track_for_every_process_and_everything_in_its_order(tmp_path: Path) -> None:
+    record = read(make_run(tmp_path))
+    found = checked_events(trace(record, slices(record)))
+    assert {one["args"]["name"] for one in found if one["name"] == "process_name"} == {
+        "keeper", "launch", "learner", "rollout-0", "validator",
+    }
+    (first,) = (one for one in found if one["name"] == "step 1")
+    assert (first["ts"], first["dur"]) == (0, 10_000_000)
+    training = [(one["ts"], one["dur"]) for one in found if one["name"] == "training"]
+    assert training[:2] == [(0, 1_000_000), (5_000_000, 4_000_000)], "waits from 1 to 5, publishes from 9 on"
+    assert all(one["args"]["derived"] for one in found if one["name"] in ("decoding", "publish"))
+    assert any(one["ph"] == "i" and "rollout/0 died" in one["name"] for one in found)
+
+
+def test_the_share_of_decoding_that_falls_into_training_is_that_of_the_clock(tmp_path: Path) -> None:
+    # Training of step 1 lies in 0 to 1 and 5 to 9 s, of step 2 in 10 to 11 and 15 to 19 s.
+    assert overlap(slices(read(make_run(tmp_path)))) == pytest.approx(0.25), "of 2, 4, 9 and 12 s the one at 9 s"
+
+
+def test_files_without_times_have_no_overlap_and_still_a_trace(tmp_path: Path) -> None:
+    root = make_run(tmp_path)
+    for name in ("metrics.jsonl", "pace/rollout-0.jsonl", "validation.jsonl"):
+        rows = [json.loads(line) for line in (root / name).read_text().splitlines()]
+        write_lines(root / name, ({key: one for key, one in row.items() if key != "time"} for row in rows))
+    record = read(root)
+    assert overlap(slices(record)) is None
+    assert checked_events(trace(record, slices(record)))
+
+
+NUMBERS = st.none() | st.floats(-1e9, 1e9) | st.sampled_from([1e300, "x", [], 1.7e9])
+ROWS = st.fixed_dictionaries({}, optional={
+    "time": NUMBERS, "seconds": NUMBERS, "publish_s": NUMBERS, "checkpoint_s": NUMBERS, "wall_s": NUMBERS,
+    "step_s": NUMBERS, "idle_s": NUMBERS, "tokens": NUMBERS, "steps": NUMBERS,
+    "waits": st.lists(st.lists(st.floats(0, 50), min_size=2, max_size=2), max_size=4),
+})
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(ROWS, max_size=6))
+def test_whatever_the_lines_hold_a_viewer_can_read_the_trace(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
+) -> None:
+    root = make_run(tmp_path_factory.mktemp("run"))
+    for name in ("metrics", "pace/rollout-0"):
+        write_lines(root / f"{name}.jsonl", [{"step": n, **row} for n, row in enumerate(rows)])
+    record = read(root)
+    found = slices(record)
+    checked_events(trace(record, found))
+    share = overlap(found)
+    assert share is None or 0 <= share <= 1 + 1e-9
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda ends: (min(ends), max(ends))), max_size=8)
+
+
+def points(spans: list[tuple[int, int]]) -> set[int]:
+    return {n for begin, end in spans for n in range(begin, end)}
+
+
+@given(SPANS, SPANS)
+def test_spans_of_time_are_sets_of_points(own: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    assert points(union(own)) == points(own)  # type: ignore[arg-type]
+    assert points(without(own, others)) == points(own) - points(others)  # type: ignore[arg-type]
+    cut = [Slice("p", "x", begin, end, {}) for begin, end in union(own)]
+    assert common(cut, union(others)) == len(points(own) & points(others))
