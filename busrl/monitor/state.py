@@ -267,6 +267,10 @@ class Steps:
         samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
         return Speed(samples / over, tokens / over, 60 * len(known) / over)
 
+    def lately(self, of: Callable[[StepRecord], float]) -> list[float]:
+        """A number of the newest steps."""
+        return [of(one) for one in self._known[-RECENT:]]
+
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
         known = [value for one in self._known[-RECENT:] if (value := of(one)) is not None and math.isfinite(value)]

@@ -164,7 +164,7 @@ def _more(found: RunStatus) -> dict[str, Any]:
         return {"holder": found.holder}
     if found.state == "unfinished":
         return {}
-    kept = ("why", "seconds", "open_samples", "exit_code", "max_steps")
+    kept = ("why", "seconds", "open_samples", "exit_code", "max_steps", "waits")
     known = {key: number(summary.get(name)) for key, name in (("step", "steps"), ("version", "version"))}
     numbers = {key: None if value is None else int(value) for key, value in known.items()}
     return {**{name: summary.get(name) for name in kept}, **numbers}

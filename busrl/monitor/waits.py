@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from busrl.monitor.state import Held, ProcessRecord, ProcessRow, RunState
-from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord, RunPhase
+from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
 
 WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Actor.waits`)
 QUIET_S: Final = 2.0  # no progress for longer than this is said
@@ -59,9 +59,7 @@ class Link(msgspec.Struct, frozen=True, rename={"waits_for": "for"}):
 
 def chain(run: RunState, now: float) -> list[Link]:
     """From symptom to root; empty where no run is running, or nothing is known of it."""
-    if run.state != RunPhase.RUNNING.name.lower() or run.ring is None:
-        return []
-    return _Search(run, now).links()
+    return _Search(run, now).links() if _runs(run) else []
 
 
 def said(links: Sequence[Link]) -> str:
@@ -101,7 +99,7 @@ class _Search:
     def links(self) -> list[Link]:
         if paused(self.run):
             since = self.run.since_step_s(self.now) or 0.0
-            return [Link("scheduler", "the end of the pause", since, "opens no group: the run is paused")]
+            return [Link("scheduler", "`busrl resume`", since, "opens no group: the run is paused")]
         found, name = [], self._first()
         while name:
             self.seen.add(name)
@@ -345,6 +343,12 @@ def reason_of(row: ProcessRecord) -> tuple[str, int]:
     return (found[1], int(found[2] or -1)) if found else ("", -1)
 
 
+def _runs(run: RunState) -> bool:
+    """Also in a replay, which has no other state."""
+    ring = run.ring
+    return ring is not None and not ring.words.get(HeaderWord.RUN_STATE, 0) and run.state in ("running", "replay")
+
+
 def paused(run: RunState) -> bool:
     """Whether somebody has paused the run; a learner that is not ready yet is no pause."""
     return run.ring is not None and bool(run.ring.words.get(HeaderWord.GENERATION_PAUSE, 0) & ~PAUSE_STARTING)
@@ -352,33 +356,32 @@ def paused(run: RunState) -> bool:
 
 # -- stalls -----------------------------------------------------------------------------------------------------------
 
-RECENT: Final = 10
-FIRST: Final = 5  # times limits.stall_s until a first step is missed: it may compile and warm up
+FIRST: Final = 5  # times the least time until a first step is missed: it may compile and warm up
 
 
-def limit_s(run: RunState) -> float:
+def limit_s(run: RunState, least_s: float) -> float:
     """For how long nothing may be trained before that is a stall; inf: never."""
-    facts = run.facts
-    known = [seconds for seconds in run.steps.course(lambda one: one.seconds)[-RECENT:] if 0 < seconds < math.inf]
-    if not facts.stall_steps:
+    known = [seconds for seconds in run.steps.lately(lambda one: one.seconds) if 0 < seconds < math.inf]
+    if not run.facts.stall_steps:
         return math.inf
-    return max(facts.stall_s, facts.stall_steps * median(known)) if known else FIRST * facts.stall_s
+    return max(least_s, run.facts.stall_steps * median(known)) if known else FIRST * least_s
 
 
 def stalled_s(run: RunState, now: float) -> float | None:
     """For how long nothing was trained, if that is a stall."""
     since = run.since_step_s(now)
-    counted = None if since is None else _counted(run, now, since)
-    return counted if counted is not None and counted > limit_s(run) else None
+    counted = None if since is None else _counted(run, since)
+    return counted if counted is not None and counted > limit_s(run, run.facts.stall_s) else None
 
 
-def _counted(run: RunState, now: float, quiet_s: float) -> float:
+def _counted(run: RunState, quiet_s: float) -> float:
     """Seconds without a step as far as they count: not in a pause, nor while the learner starts or gets on with work
     that it declares."""
-    learner = next((row for row in run.rows(now) if row.name == "learner"), None)
-    if run.state != RunPhase.RUNNING.name.lower() or paused(run) or (learner and learner.state == "starting"):
+    processes = run.ring.processes if run.ring is not None else ()
+    learner = next((one for one in processes if one.name == "learner" and one.state != "dead"), None)
+    if not _runs(run) or paused(run) or (learner is not None and learner.state == "starting"):
         return 0.0
-    if learner is not None and learner.state == "ready" and learner.deadline_s > 0 and learner.activity != DISK:
+    if learner is not None and learner.deadline_s > 0 and learner.activity != DISK:
         return min(quiet_s, learner.progress_age_s)
     return quiet_s
 
@@ -389,11 +392,11 @@ class StallAlarm:
     def __init__(self) -> None:
         self.quiet_s, self._step, self._told = 0.0, -1, False
 
-    def look(self, run: RunState, now: float, passed_s: float) -> bool:
+    def look(self, run: RunState, passed_s: float) -> bool:
         """Whether this is a stall that was not told of: once until a step is made."""
         if run.at_step != self._step:
             self.quiet_s, self._step, self._told = 0.0, run.at_step, False
-        self.quiet_s = _counted(run, now, self.quiet_s + passed_s)
-        due = self.quiet_s > limit_s(run) and not self._told
+        self.quiet_s = _counted(run, self.quiet_s + passed_s)
+        due = self.quiet_s > limit_s(run, run.facts.stall_s) and not self._told
         self._told = self._told or due
         return due

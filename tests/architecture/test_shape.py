@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 270, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 271, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -92,8 +92,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
     },
     "monitor": {
-        "state": "", "text": "state", "runfiles": "state text", "sources": "runfiles state",
-        "screen": "sources state text", "status": "runfiles sources state text",
+        "state": "", "waits": "state", "text": "state waits", "runfiles": "state text",
+        "sources": "runfiles state waits", "screen": "sources state text",
+        "status": "runfiles sources state text waits",
         "recording": "runfiles sources state status", "replay": "recording sources",
     },
     "protocol": {
