@@ -315,8 +315,8 @@ class _Search:
     def _worst(self, found: Iterable[tuple[str, Held]]) -> str:
         return max(found, key=lambda one: self._urgency(*one), default=("", None))[0]
 
-    def _urgency(self, name: str, held: Held) -> tuple[bool, float, str, str]:
-        return bool(name) and self._trouble(name) is not None, held.oldest_s, name, held.state
+    def _urgency(self, name: str, held: Held) -> tuple[bool, float, str, str, str]:
+        return bool(name) and self._trouble(name) is not None, held.oldest_s, name, held.state, held.call
 
     def _troubled(self, role: str) -> str:
         """The first of a role that cannot work."""
