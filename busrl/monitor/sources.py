@@ -213,20 +213,29 @@ def held(
     """The slots of a ring that are not free, by what they have in common; of `draws` each group by itself. `calls`: of
     an episode's sample who has its call, and since when."""
     names = {one.index: one.label for one in processes}
-    plays = {one.index for one in processes if one.role in CALLER_ROLES}
-    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    plays = [one.index for one in processes if one.role in CALLER_ROLES]
     taken = lines[lines["state"] != State.FREE]
-    for state, owner, cls, draw, uid, changed in zip(*(taken[name].tolist() for name in HELD_BY)):
-        call, since = calls.get(uid, ("", 0)) if owner in plays and state == State.GENERATING else ("", 0)
-        name = names.get(owner, f"process {owner}") if state in WORKING else ""
-        key = (State(state).name.lower(), name, cls == SampleClass.VALIDATE, draw if draw in draws else -1, call)
-        count, first = found.get(key, (0, 1 << 63))
-        found[key] = count + 1, min(first, max(changed, since))
-    now = time.monotonic_ns()
-    return tuple(
-        Held(state, name, count, max(0, now - first) / 1e9, validates, draw, call)
-        for (state, name, validates, draw, call), (count, first) in sorted(found.items())
-    )
+    changed, whose = taken["changed_ns"].astype(np.int64), np.zeros(len(taken), np.int64)
+    callees = sorted({name for name, _ in calls.values()} | {""})
+    for at in np.flatnonzero((taken["state"] == State.GENERATING) & np.isin(taken["owner"], plays)).tolist():
+        name, since = calls.get(int(taken["uid"][at]), ("", 0))
+        whose[at], changed[at] = callees.index(name), max(int(changed[at]), since)
+    order = sorted(draws)
+    group = sum((n * (taken["group"] == draw) for n, draw in enumerate(order, 1) if draw >= 0), np.zeros_like(whose))
+    owner = np.where(np.isin(taken["state"], WORKING), taken["owner"], 0)
+    kind = (taken["state"], owner, taken["cls"] == SampleClass.VALIDATE, group, whose)
+    packed = sum((part.astype(np.int64) << place for part, place in zip(kind, HELD_PLACES)), np.zeros_like(whose))
+    _, example, of, counts = np.unique(packed, return_index=True, return_inverse=True, return_counts=True)
+    oldest = np.full(len(counts), np.iinfo(np.int64).max)
+    np.minimum.at(oldest, of, changed)
+    now, found = time.monotonic_ns(), []
+    for state, owned, validates, n, who, count, first in zip(
+        *(part[example].tolist() for part in kind), counts.tolist(), oldest.tolist()
+    ):
+        name = names.get(owned, f"process {owned}") if state in WORKING else ""
+        age, draw = max(0, now - first) / 1e9, order[n - 1] if n else -1
+        found.append(Held(State(state).name.lower(), name, count, age, validates, draw, callees[who]))
+    return tuple(found)
 
 
 def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple[str, int]]:
@@ -252,7 +261,7 @@ def is_stopped(process: ProcessRecord) -> bool:
     return False
 
 
-HELD_BY: Final = ("state", "owner", "cls", "group", "uid", "changed_ns")
+HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits at which state, owner, class, group and call of a slot are told apart
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
 

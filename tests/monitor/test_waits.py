@@ -40,7 +40,7 @@ def picture(*processes: ProcessRecord, slots: tuple[Held, ...] = (), **more: Any
     usual = [given_.pop(name, process(name)) for name in ("learner", "scheduler", "rollout/0", "reward/0")]
     occupancy = {"free": more.pop("free", 8)}
     words = more.pop("words", {})
-    run = RunState(facts=FACTS, restarts={one.name: 0 for one in usual} | {name: 0 for name in given_}, **more)
+    run = RunState(facts=FACTS, restarts=dict.fromkeys([*(one.name for one in usual), *given_], 0), **more)
     entries = tuple(one for one in (*usual, *given_.values()) if one.state != "gone")
     run.look(RingRecord(16, occupancy, words, 0, 0, 4, 1, entries, held=slots), 0.0)
     return run
