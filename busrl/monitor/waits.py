@@ -136,6 +136,8 @@ class _Search:
             how = f"is stopped (pid {row.pid}: SIGSTOP, a debugger or a frozen group){self._holding(name)}"
             return _Step(how, quiet, root=f"kill -CONT {row.pid}")
         if row.remote and quiet > SILENT_S:
+            if "keeper" in self.names and self._trouble("keeper") is not None:
+                return _Step("speaks with the run through the keeper", quiet, next="keeper")
             return _Step(f"is silent: nothing was heard of it for {quiet:.0f} s{self._holding(name)}", quiet,
                          root="its host, and the network to it")
         if row.activity == DISK:
@@ -291,17 +293,20 @@ class _Search:
         if one.owner:
             return one.owner if one.state != "training" else ""
         role = ROLE_OF.get(one.state)
-        return self._taker(role) if role else ""
+        return self._taker(role, one.validates) if role else ""
 
-    def _taker(self, role: str) -> str:
-        """Who would take what rests: one that can, or else one that cannot and why. Episodes make samples where there
-        are such roles, and judge them where no reward process does."""
+    def _taker(self, role: str, validates: bool) -> str:
+        """Who would take what rests: one that can, best one that has such samples, or else one that cannot. Episodes
+        make samples where there are such roles, and judge them where no reward process does."""
         callers = [name for name in self.names if _role(name) in CALLER_ROLES]
         own = [name for name in self.names if _role(name) == role]
         if callers and (role == "rollout" or not own):
             own = callers
         able = [name for name in own if self._trouble(name) is None]
-        holding = {name: max((one.oldest_s for one in self._own(name)), default=0.0) for name in able or own}
+        alike = {
+            name: [one.oldest_s for one in self._own(name) if one.validates == validates] for name in able or own
+        }
+        holding = {name: max(ages, default=-1.0) for name, ages in alike.items()}
         return max(sorted(holding), key=lambda name: holding[name], default="")
 
     def _callee(self, one: Held) -> str:

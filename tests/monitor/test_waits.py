@@ -179,6 +179,8 @@ def test_a_full_disk_a_pause_a_silent_host_and_a_lost_home_are_roots() -> None:
     far = process("far", "remote, holds 3", progress_age_s=9.0)
     run = picture(WAITING, far, slots=(Held("generating", "far", 3, 9.0, draw=7),))
     assert found(run) == (["learner", "far"], "its host, and the network to it")
+    run = picture(WAITING, far, process("keeper", stopped=True), slots=(Held("generating", "far", 3, 9.0, draw=7),))
+    assert found(run) == (["learner", "far", "keeper"], "kill -CONT 77")
     run = RunState(facts=FACTS)
     relay = process("relay", "hears nothing of the run", activity_age_s=6.0)
     run.look(RingRecord(16, {}, {}, 0, 0, -1, -1, (relay,)), 0.0)

@@ -171,31 +171,51 @@ def test_an_episode_whose_tool_hangs_is_the_root(tmp_path: Path, quickstart: Non
 
 
 @pytest.mark.long
-def test_weights_that_one_engine_does_not_take_and_a_version_that_is_held_are_traced(
-    tmp_path: Path, quickstart: None
-) -> None:
-    given = ["weights.transport=broadcast", "weights.timeout_s=300", "process.rollout.count=2", "limits.progress_s=600",
-             "learner.checkpoint_every=0", "validation.every=2", "validation.samples=64", "generation.max_batch=16"]
+def test_weights_that_one_engine_does_not_take_are_traced_to_it(tmp_path: Path, quickstart: None) -> None:
+    given = ["weights.transport=broadcast", "weights.timeout_s=300", "weights.mode=sync", "process.rollout.count=2",
+             "limits.progress_s=600", "learner.checkpoint_every=0", "validation.every=0"]
     run = Run(tmp_path / "run", *given, steps=100_000)
+
+    def idle() -> bool:
+        """The engine stopped while it holds no sample, so that only its weights are waited for."""
+        entry = run.processes()["rollout/1"]
+        os.kill(entry.pid, signal.SIGSTOP)
+        if not (ring.lines()["owner"] == entry.index).any():
+            return True
+        os.kill(entry.pid, signal.SIGCONT)
+        return False
+
     with running(run):
         run.until_step(2)
-        with stopped(run, "rollout/1") as pid:
-            found = until_root(run, "rollout/1", f"kill -CONT {pid}")
-            assert [one["process"] for one in found] == ["learner", "rollout/1"]
-            assert "publishes weights (broadcast)" in found[0]["because"]
-        moves_on(run)
         ring = Ring.attach(run.paths.ring_name, read_only=True)
+        run.until("an engine without samples", idle)
+        pid = run.pid("rollout/1")
+        found = until_root(run, "rollout/1", f"kill -CONT {pid}")
+        assert [one["process"] for one in found] == ["learner", "rollout/1"]
+        assert "publishes weights (broadcast)" in found[0]["because"]
+        os.kill(pid, signal.SIGCONT)
+        ring.close()
+        moves_on(run)
 
-        def held() -> bool:
-            """The validator stopped while it holds a version."""
-            pid = run.pid("validator")
-            if pid and ring.header("hold"):
-                os.kill(pid, signal.SIGSTOP)
-                if ring.header("hold"):
-                    return True
-                os.kill(pid, signal.SIGCONT)
-            return False
 
+@pytest.mark.long
+def test_a_version_that_a_stopped_validator_holds_is_traced_to_it(tmp_path: Path, quickstart: None) -> None:
+    given = ["limits.progress_s=600", "learner.checkpoint_every=0", "validation.every=2", "validation.samples=64"]
+    run = Run(tmp_path / "run", *given, steps=100_000)
+
+    def held() -> bool:
+        """The validator stopped while it holds a version."""
+        pid = run.pid("validator")
+        if pid and ring.header("hold"):
+            os.kill(pid, signal.SIGSTOP)
+            if ring.header("hold"):
+                return True
+            os.kill(pid, signal.SIGCONT)
+        return False
+
+    with running(run):
+        run.until_step(1)
+        ring = Ring.attach(run.paths.ring_name, read_only=True)
         run.until("a round", held)
         pid = run.pid("validator")
         found = until_root(run, "validator", f"kill -CONT {pid}")
