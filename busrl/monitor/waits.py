@@ -29,6 +29,7 @@ WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and
 QUIET_S: Final = 2.0  # no progress for longer than this is said
 SILENT_S: Final = 5.0  # a worker that comes through the gateway, or a host, is told of every second
 CHILD_IN: Final = "in "  # what a reward declares of a long call: in WHAT
+TOGETHER: Final = "broadcast"  # the transport in which engines wait for each other
 DISK: Final = "waiting for disk space"
 ROLE_OF: Final = {"queued": "rollout", "generated": "reward"}  # who takes a slot that rests
 LEARNERS: Final = {
@@ -190,16 +191,18 @@ class _Search:
 
     def _rollout(self, name: str) -> _Step:
         row, newest = self.rows[name], self.run.version
-        if row.activity == "new weights":
-            because = f"takes version {newest} of the weights"
-            if self._trouble("learner") is not None:
-                return _Step(because, row.activity_age_s, next="learner")
-            return _Step(because, row.activity_age_s, root=f"the transport of weights ({self.facts.transport})")
         if row.activity == "first weights":
             return _Step("waits for its first weights", row.activity_age_s, next="learner")
-        if reason_of(row)[0] == "weights":
-            because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
-            return _Step(because, row.activity_age_s, root=f"the transport of weights ({self.facts.transport})")
+        behind = reason_of(row)[0] == "weights"
+        if behind or row.activity == "new weights":
+            because = f"takes version {newest} of the weights"
+            if behind:
+                because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
+            # The learner sends, and a transfer to all is done when each has it.
+            other = "learner" if self._trouble("learner") is not None else ""
+            other = other or (self._troubled("rollout") if self.facts.transport == TOGETHER else "")
+            root = "" if other else f"the transport of weights ({self.facts.transport})"
+            return _Step(because, row.activity_age_s, next=other, root=root)
         return self._holds(row, "its engine", f"{row.tokens} tokens so far")
 
     def _reward(self, name: str) -> _Step:

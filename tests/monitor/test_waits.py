@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from busrl.monitor.sources import calls_by_uid, held
 from busrl.monitor.state import Facts, Held, ProcessRecord, RingRecord, RunState, StepRecord
@@ -149,6 +150,11 @@ def test_weights_that_are_not_taken_are_traced_to_the_engine_or_to_the_transport
     assert found(run) == (["learner", "rollout/0"], "the transport of weights (shm)")
     run = picture(WAITING, process("rollout/0", "waits: weights"), slots=(Held("queued", "", 9, 4.0, draw=7),))
     assert found(run) == (["learner", "rollout/0"], "the transport of weights (shm)")
+    run = picture(WAITING, process("rollout/0", "waits: weights"), process("rollout/1", stopped=True, pid=5),
+                  slots=(Held("queued", "", 9, 4.0, draw=7),))
+    assert found(run)[0] == ["learner", "rollout/0"], "of its own each engine takes them from shared memory"
+    run.facts = replace(FACTS, transport="broadcast")
+    assert found(run) == (["learner", "rollout/0", "rollout/1"], "kill -CONT 5")
     run = picture(process("learner", stopped=True, pid=6), process("rollout/0", "new weights"))
     assert found(run) == (["learner"], "kill -CONT 6")
 
