@@ -334,6 +334,8 @@ class Limits:
     lease_s: float = key(20.0, "a remote worker's task goes back after this silence", above=0, high=3600)
     idle_groups: int | str = key("auto", "the run ends, with the cause, after so many groups in a row of which none "
                                  "could be trained; auto = 4 x n_min, at least 32; 0 = never", words=("auto",), low=0)
+    stall_steps: float = key(10.0, "a warning says who waits for whom after so many usual step times; 0 = never", low=0)
+    stall_s: float = key(120.0, "and after this time at least; five times as long before the first step", above=0)
     restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
     crash_attempts: int = key(8, "deaths after ready, in a row and with no work done in between, until the run gives "
                               "up; 0 = it never does", low=0, high=1000)

@@ -43,8 +43,9 @@ from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, 
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
 from busrl.monitor.runfiles import RunFiles, run_of_files
-from busrl.monitor.sources import ring_record
+from busrl.monitor.sources import RingLook, ring_record
 from busrl.monitor.text import printable
+from busrl.monitor.waits import Link, StallAlarm, chain, limit_s, said
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
@@ -155,6 +156,7 @@ TICK_S = 0.2
 STOP_EVERY_S = 0.5
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
+STOOD_STILL_S = 10.0  # the least time without a step that is told when a run ends otherwise than at its goal
 ALONE = 3  # exit code of a host that has lost its run
 SUBSCRIBED = (
     m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
@@ -199,6 +201,7 @@ class Launch:
         self._mark = mark(self._paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
         self._placement = Placement(topology, self._paths, self._say, self._warn)
+        self._stall, self._picture = StallAlarm(), RingLook(self._paths, group_size=topology.groups.size)
 
     def run(self) -> RunOutcome:
         """Until the goal is reached, the run has failed, or a signal asks for the end."""
@@ -207,6 +210,8 @@ class Launch:
         try:
             outcome = self._until_decided()
             self._say(f"ending: {outcome.why}")
+            if outcome.kind != "finished" and self._stall.quiet_s > limit_s(self.progress.run, STOOD_STILL_S):
+                self.progress.stood_still = (self._stall.quiet_s, self._waits())
             if not self._run.displaced:  # without a turn it asks nobody to stop: the others would obey too
                 self._stop_all(outcome)
                 self._placement.end(self.topology.limits.stop_s, self._signals)
@@ -219,6 +224,7 @@ class Launch:
             for line in self._events.tick(time.monotonic(), everything=True):
                 self._say(line)
             self._fates.close()
+            self._picture.close()
             self._bus.close()
             self._selector.close()
             with contextlib.suppress(OSError):  # its last lines may have no place, as in `_note`
@@ -472,6 +478,15 @@ class Launch:
         self.usage.look(pids, self._entries, step, now)
         self.residence.look(stats.occupancy, stats.transitions, step, now)
         self.progress.run.look(ring_record(self._run.ring), now)
+        if self._stall.look(self.progress.run, passed) and (waits := self._waits()):
+            self._warn(f"no step for {self._stall.quiet_s:.0f} s, the run stands still: {said(waits)}")
+
+    def _waits(self) -> list[Link]:
+        """Who waits for whom now."""
+        run, now = self.progress.run, time.monotonic()
+        run.restarts, run.deaths = {child.name: child.restarts for child in self.children}, dict(self._events.deaths)
+        run.look(self._picture.look(), now)
+        return chain(run, now)
 
     def _read_table(self) -> None:
         self._entries = {one.pid: one for one in self._run.ring.processes() if not one.remote}

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 from busrl import files
@@ -38,6 +39,7 @@ from busrl.ledger.errors import Throttle, record_error
 from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
 from busrl.monitor.text import alike, duration, rises, safe, short
+from busrl.monitor.waits import Link, said
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -57,6 +59,7 @@ class Progress:
         run.launched, run.faults, run.errors = True, bool(faults), RecentErrors()
         self.before = self._newest = run.at_step  # steps that were done before this start
         self.groups = self.samples = self.tokens = 0
+        self.stood_still: tuple[float, list[Link]] = (0.0, [])  # when it ended: for how long, and who waited for whom
 
     def handle(self, message: m.Message, now: float) -> list[str]:
         """Fold one message in; the lines that a person should read."""
@@ -210,13 +213,13 @@ class EventLog:
         self._own = {address(name) for name in own} | {"launch"}
         self._noted: set[tuple[int, int]] = set()
         self._throttle, self._shown, self._tally = Throttle(), Throttle(), Tally(most=MOST_SENDERS)
-        self._deaths: dict[str, str] = {}
+        self.deaths: dict[str, str] = {}  # the latest of each child
         self._changed, self._next_save = True, 0.0
 
     def died(self, child: Child, text: str, *, gives_up: bool = False) -> None:
         """A child ended that should not have."""
         self.warn(text, "critical" if gives_up else "warning")
-        self._deaths[child.name] = text
+        self.deaths[child.name] = text
         self._changed = True
 
     def warn(self, text: str, severity: str = "warning", uids: Sequence[int] = ()) -> None:
@@ -263,7 +266,7 @@ class EventLog:
 
     def plain(self) -> dict[str, Any]:
         """What stands in supervisor.json."""
-        deaths = self._deaths
+        deaths = self.deaths
         return {
             "time": time.time(),
             "processes": {
@@ -312,6 +315,7 @@ def build(
         "slots": residence,
         "faults": progress.faults, "faults_that_never_came": crashes_missing,
         "open_samples": still_open,
+        "stood_still_s": round(progress.stood_still[0], 3), "waits": to_builtins(progress.stood_still[1]),
         "audit": report.to_json() if report else None,
     }
 
@@ -337,6 +341,9 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     again = {name: one["restarts"] for name, one in summary["processes"].items() if one.get("restarts")}
     if again:
         lines.append("  restarted: " + ", ".join(f"{name} {count}×" for name, count in again.items()))
+    if summary["waits"]:
+        waits = safe(said(convert(summary["waits"], list[Link])), 2000)
+        lines.append(f"  stood still for {duration(summary['stood_still_s'])}: {waits}")
     lines += [f"  WITH FAULTS ON PURPOSE: {line}" for line in summary["faults"]]
     lines += [f"  THIS DEATH NEVER CAME: {line}" for line in summary["faults_that_never_came"]]
     lines += [f"  {line}" for line in _waste(report)]

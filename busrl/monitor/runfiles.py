@@ -45,7 +45,9 @@ PROMPT, ANSWER = 90, 120  # characters of a sample that are shown
 IN_TOPOLOGY: Final = {  # a fact, and the key that holds it
     "name": "run.name", "max_steps": "run.max_steps", "group_size": "groups.size",
     "n_min": "learner.trigger.n_min", "t_max_s": "learner.trigger.t_max_s", "mode": "weights.mode",
-    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s",
+    "max_staleness": "weights.max_staleness", "progress_s": "limits.progress_s", "transport": "weights.transport",
+    "reward_function": "reward.function", "reward_kind": "reward.kind", "stall_steps": "limits.stall_steps",
+    "stall_s": "limits.stall_s",
 }
 KINDS: Final = get_type_hints(Facts)
 T = TypeVar("T")
@@ -68,6 +70,9 @@ class RunFiles:
             raise NoSuchRun(f"{self._paths.root}: no run.json there; name the directory that `busrl launch` printed")
         found = {name: run.get(name) for name in ("run_id", "uuid", "launch_pid", "started")}
         found |= {name: _at(topology, key) for name, key in IN_TOPOLOGY.items()}
+        listed = topology.get("process")
+        entries = [as_map(one) for one in listed] if isinstance(listed, list) else []
+        found["agent_function"] = next((one["function"] for one in entries if one.get("function")), None)
         known: dict[str, Any] = {}
         for name, value in found.items():
             with suppress(msgspec.ValidationError):
@@ -112,6 +117,7 @@ class RunFiles:
         state.errors.count, self._errors.skipped = state.errors.count + self._errors.skipped, 0
         children = as_map(read_map(self._paths.supervisor).get("processes"))
         state.restarts = {name: whole(as_map(one).get("restarts")) for name, one in children.items()}
+        state.deaths = {name: str(latest) for name, one in children.items() if (latest := as_map(one).get("latest"))}
 
     def _first_reward(self) -> float | None:
         """Mean reward of the first step ever, over all starts of the run."""

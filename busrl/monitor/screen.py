@@ -222,9 +222,19 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
     return [
         _labelled("slots", bar),
         _labelled("", legend),
-        *(_labelled(name, Text(words)) for name, words in text.labelled(run, now).items()),
+        *(
+            _labelled(name if not at else "", Text(part))
+            for name, words in text.labelled(run, now).items()
+            for at, part in enumerate(_parts(words, width - 13) if name == "waits" else [words])
+        ),
         _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
+
+
+def _parts(words: str, width: int) -> list[str]:
+    """In two lines where one is too short, the second one with the end, which says most."""
+    first = words[: words.rfind(" ", 0, width + 1)] if len(words) > width else words
+    return [first, words[max(len(first), len(words) - width) :].strip()] if len(words) > len(first) else [words]
 
 
 def _labelled(label: str, content: Text) -> Text:

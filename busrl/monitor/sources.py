@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
@@ -28,14 +28,15 @@ import numpy as np
 from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
-from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
+from busrl.monitor.state import Facts, Held, ProcessRecord, RingRecord, RunState
+from busrl.monitor.waits import reason_of
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
 from busrl.protocol.codec import BY_NAME, Rejected
 from busrl.ring import Fates, OfdLock, Process, Ring
 from busrl.ring.calls import open_episodes
 from busrl.scheduling.groups import GroupScanner
-from busrl.states import HeaderWord, SampleClass, State
+from busrl.states import CALLER_ROLES, WORKING, HeaderWord, SampleClass, State
 
 # -- which run is meant -----------------------------------------------------------------------------------------------
 
@@ -135,17 +136,24 @@ class RingLook:
         ring = self._attached()
         if ring is None:
             return None
-        return msgspec.structs.replace(ring_record(ring, *self._groups(ring)), **self._calls(ring))
+        record = ring_record(ring, *self._groups(ring))
+        processes = tuple(msgspec.structs.replace(one, stopped=is_stopped(one)) for one in record.processes)
+        return msgspec.structs.replace(record, processes=processes, **self._slots(ring, record))
 
-    def _calls(self, ring: Ring) -> dict[str, Any]:
-        """The ring of model calls beside it, and what the episodes do."""
+    def _slots(self, ring: Ring, record: RingRecord) -> dict[str, Any]:
+        """Who holds them; with a ring of model calls beside it that ring, and what the episodes do."""
+        lines, draws = ring.lines(), {reason_of(one)[1] for one in record.processes}
         try:
             calls = Ring.attach(f"{self._name.removesuffix('.ring')}.calls", read_only=True, calls=True)
         except RingError:
-            return {}
+            return {"held": held(lines, ring.processes(), draws, {})}
         with closing(calls):
             states = {name.lower(): count for name, count in calls.stats().occupancy.items() if count}
-            return {"calls": states, "episodes": open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())}
+            asked, now = calls.lines(), time.monotonic_ns()
+            return {
+                "calls": states, "episodes": open_episodes(lines, asked, now),
+                "held": held(lines, ring.processes(), draws, calls_by_uid(asked, calls.processes())),
+            }
 
     def close(self) -> None:
         if self._ring is not None:
@@ -199,6 +207,61 @@ class RingLook:
         return self._scanner
 
 
+def held(
+    lines: np.ndarray, processes: list[Process], draws: Collection[int], calls: Mapping[int, tuple[str, int]]
+) -> tuple[Held, ...]:
+    """The slots of a ring that are not free, by what they have in common; of `draws` each group by itself. `calls`: of
+    an episode's sample who has its call, and since when."""
+    names = {one.index: one.label for one in processes}
+    plays = [one.index for one in processes if one.role in CALLER_ROLES]
+    taken = lines[lines["state"] != State.FREE]
+    changed, whose = taken["changed_ns"].astype(np.int64), np.zeros(len(taken), np.int64)
+    callees = sorted({name for name, _ in calls.values()} | {""})
+    for at in np.flatnonzero((taken["state"] == State.GENERATING) & np.isin(taken["owner"], plays)).tolist():
+        name, since = calls.get(int(taken["uid"][at]), ("", 0))
+        whose[at], changed[at] = callees.index(name), max(int(changed[at]), since)
+    order = sorted(draws)
+    group = sum((n * (taken["group"] == draw) for n, draw in enumerate(order, 1) if draw >= 0), np.zeros_like(whose))
+    owner = np.where(np.isin(taken["state"], WORKING), taken["owner"], 0)
+    kind = (taken["state"], owner, taken["cls"] == SampleClass.VALIDATE, group, whose)
+    packed = sum((part.astype(np.int64) << place for part, place in zip(kind, HELD_PLACES)), np.zeros_like(whose))
+    _, example, of, counts = np.unique(packed, return_index=True, return_inverse=True, return_counts=True)
+    oldest = np.full(len(counts), np.iinfo(np.int64).max)
+    np.minimum.at(oldest, of, changed)
+    now, found = time.monotonic_ns(), []
+    for state, owned, validates, n, who, count, first in zip(
+        *(part[example].tolist() for part in kind), counts.tolist(), oldest.tolist()
+    ):
+        name = names.get(owned, f"process {owned}") if state in WORKING else ""
+        age, draw = max(0, now - first) / 1e9, order[n - 1] if n else -1
+        found.append(Held(State(state).name.lower(), name, count, age, validates, draw, callees[who]))
+    return tuple(found)
+
+
+def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple[str, int]]:
+    """Of each sample that made a call: who has its newest one ("queued", an engine, "" once it was answered), and since
+    when. A slot of a call that is over tells of it until the next one comes."""
+    names = {one.index: one.label for one in processes}
+    found: dict[int, tuple[str, int]] = {}
+    for state, owner, uid, changed in zip(*(lines[name].tolist() for name in ("state", "owner", "uid", "changed_ns"))):
+        whose = names.get(owner, "") if state == State.GENERATING else "queued" if state == State.QUEUED else ""
+        before = found.get(uid)
+        # One under way counts before those that are over.
+        if before is None or (bool(whose), changed) > (bool(before[0]), before[1]):
+            found[uid] = whose, changed
+    return found
+
+
+def is_stopped(process: ProcessRecord) -> bool:
+    """Whether a process of this host is stopped, by a signal or a debugger."""
+    if process.remote or process.state == "dead":
+        return False
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
+
+
+HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits at which state, owner, class, group and call of a slot are told apart
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
 
@@ -220,6 +283,7 @@ def _process_record(ring: Ring, process: Process) -> ProcessRecord:
         name=process.label,
         state="dead" if ring.is_dead(process.index) else process.state,
         progress_age_s=max(0, now - process.progress_ns) / 1e9,
+        activity_age_s=max(0, now - process.activity_ns) / 1e9,
         **{name: getattr(process, name) for name in COPIED},
     )
 

@@ -47,6 +47,12 @@ class Facts(msgspec.Struct, frozen=True):
     mode: str = ""
     max_staleness: int = 0
     progress_s: float = 30.0
+    transport: str = ""  # of weights
+    reward_function: str = ""
+    reward_kind: str = ""
+    agent_function: str = ""
+    stall_steps: float = 0.0
+    stall_s: float = 0.0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -64,6 +70,8 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     samples: int = 0
     version: int = 0
     remote: bool = False  # it works through the gateway, and stays listed after everything here was killed
+    activity_age_s: float = 0.0
+    stopped: bool = False  # by a signal or a debugger
 
 
 class ProcessRow(ProcessRecord, frozen=True, kw_only=True):
@@ -73,6 +81,18 @@ class ProcessRow(ProcessRecord, frozen=True, kw_only=True):
     busy: float | None = None  # None: not known
     behind: int = 0  # versions behind the newest, 0 where it holds none
     restarts: int = 0  # by launch, as far as that is known
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Slots that are alike: in one state, with one owner ("" where a state has none)."""
+
+    state: str
+    owner: str = ""
+    slots: int = 0
+    oldest_s: float = 0.0  # since the first of them came into the state, or its call into its own
+    validates: bool = False
+    draw: int = -1  # of a group that somebody says to wait for
+    call: str = ""  # of an episode: "queued", the engine that has its call, or "" for none under way
 
 
 class RingRecord(msgspec.Struct, frozen=True):
@@ -88,6 +108,7 @@ class RingRecord(msgspec.Struct, frozen=True):
     processes: tuple[ProcessRecord, ...]
     calls: dict[str, int] = {}  # slots of the ring of model calls by state; {} where the run has none
     episodes: dict[str, tuple[int, float]] = {}  # that are played: how many of each state, age of the oldest in seconds
+    held: tuple[Held, ...] = ()  # all slots but the free ones, where somebody has looked at them
 
     @property
     def living(self) -> int:
@@ -245,6 +266,10 @@ class Steps:
         over = span + max(0.0, quiet_s - span / len(known))
         samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
         return Speed(samples / over, tokens / over, 60 * len(known) / over)
+
+    def lately(self, of: Callable[[StepRecord], float]) -> list[float]:
+        """A number of the newest steps."""
+        return [of(one) for one in self._known[-RECENT:]]
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
@@ -425,6 +450,7 @@ class RunState:
     waiting: str = ""  # for what the scheduler waits
     left_out: dict[str, int] = field(default_factory=dict)  # with data.skip: draws left out, and prompts that rest
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
+    deaths: dict[str, str] = field(default_factory=dict)  # the latest of each of them, in words
     validations: dict[tuple[str, int], RoundRecord] = field(default_factory=dict)  # by set and round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)
     _busy: dict[tuple[str, int], Rate] = field(default_factory=dict)  # by name and pid

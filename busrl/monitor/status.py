@@ -21,13 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from busrl.errors import first_line
 from busrl.files import TAIL_BYTES, as_map, json_lines, read_map
 from busrl.gateway import BAD
 from busrl.ledger.skips import newest_skips
-from busrl.monitor import text
+from busrl.monitor import text, waits
 from busrl.monitor.runfiles import fates, number
 from busrl.monitor.sources import RunReader, Watcher, holder_of, newest_run
 from busrl.monitor.state import OVER, ProcessRow, RingRecord, RunState
@@ -152,7 +153,10 @@ def _of_files(paths: RunPaths) -> dict[str, Any]:
 def _more(found: RunStatus) -> dict[str, Any]:
     run, summary = found.run, found.summary
     if found.state in (*LIVING, *HEARD):
-        living = {"left_s": run.left_s(found.now), "processes": [asdict(row) for row in found.processes]}
+        living = {
+            "left_s": run.left_s(found.now), "processes": [asdict(row) for row in found.processes],
+            "waits": to_builtins(waits.chain(run, found.now)), "stalled_s": waits.stalled_s(run, found.now),
+        }
         return living | (_of_ring(run.ring) if run.ring is not None else {})
     if found.state == "damaged":
         return {"problem": run.damage, "holder": found.holder}
@@ -160,7 +164,7 @@ def _more(found: RunStatus) -> dict[str, Any]:
         return {"holder": found.holder}
     if found.state == "unfinished":
         return {}
-    kept = ("why", "seconds", "open_samples", "exit_code", "max_steps")
+    kept = ("why", "seconds", "open_samples", "exit_code", "max_steps", "waits")
     known = {key: number(summary.get(name)) for key, name in (("step", "steps"), ("version", "version"))}
     numbers = {key: None if value is None else int(value) for key, value in known.items()}
     return {**{name: summary.get(name) for name in kept}, **numbers}

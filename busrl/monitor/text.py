@@ -17,6 +17,7 @@ from typing import Final
 
 from busrl.errors import first_line
 from busrl.monitor.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
+from busrl.monitor.waits import chain, said
 
 LIMIT: Final = 400
 
@@ -342,7 +343,8 @@ def facts(run: RunState, now: float) -> list[str]:
 def labelled(run: RunState, now: float) -> dict[str, str]:
     """What every full view shows of the next step, the policy and the samples, by its label."""
     words = {
-        "trigger": trigger(run, now) if run.state not in OVER else "", "control": controller(run),
+        "trigger": trigger(run, now) if run.state not in OVER else "", "waits": safe(said(chain(run, now)), 4 * LIMIT),
+        "control": controller(run),
         "episodes": episodes(run) if run.state not in OVER else "",
         "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
         "sample": safe(run.sample), "staleness": staleness(run),

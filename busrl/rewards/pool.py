@@ -495,6 +495,15 @@ class RewardPool:
         """Seconds in the function, per child, of the part that took most."""
         return max((stage.busy_s for stage in self.stages), default=0.0)
 
+    def longest(self) -> tuple[str, float]:
+        """What the child does that has given no answer for longest, and for how long; "" and 0 where all are idle."""
+        waits = (
+            ((f"part {stage.name}" if stage.name else "the function") if one.serving else "the start of a child",
+             one.elapsed_s)
+            for stage in self.stages for one in stage.processes if one.sent or not one.serving
+        )
+        return max(waits, key=lambda one: one[1], default=("", 0.0))
+
     def close(self) -> None:
         """End the children; items without an outcome are forgotten. A second call does nothing."""
         for process in self.processes:

@@ -43,7 +43,9 @@ from busrl.states import HeaderWord, RunPhase
 log = logging.getLogger("busrl")
 HEARTBEAT_S = 1.0
 SPACE_LOOK_S = 0.5
+NO_SPACE = "waiting for disk space"
 BUS_WAIT_S = 3.0
+ACTIVITY_BYTES = 31  # that an entry of the process table has room for
 WAVE_TICK_S = 0.01  # of roles in rounds of segments: a wave begins without a message that could wake them
 
 
@@ -102,6 +104,7 @@ class Actor(ABC):
     singleton: ClassVar[bool] = False
     tick_s: float = 0.05
     _activities: tuple[tuple[str, float], ...] = ()  # declared and not over, outer ones first
+    _usual = ""  # what is shown while there is none
 
     def __init__(self, run_dir: str, name: str) -> None:
         self.name, self.worker_id = name, name.replace("/", "-")
@@ -173,8 +176,20 @@ class Actor(ABC):
             yield
         finally:
             self._activities = self._activities[:-1]
-            self.ring.activity(*(self._activities[-1] if self._activities else ("",)))
+            self.ring.activity(*(self._activities[-1] if self._activities else (self._usual,)))
             self.ring.progress()
+
+    def shows(self, text: str, again: bool = False) -> None:
+        """What the process table says while nothing is declared. `again`: it begins now, if it is the same text too."""
+        text = text.encode()[:ACTIVITY_BYTES].decode(errors="ignore")
+        if text != self._usual or again:
+            self._usual = text
+            if not self._activities:
+                self.ring.activity(self._usual)
+
+    def waits(self, reason: str, draw: int | None = None) -> None:
+        """Show for what this process waits, and for which group (busrl.monitor.waits reads it); "" = for nothing."""
+        self.shows(f"waits: {reason}{f', group {draw}' if draw is not None else ''}" if reason else "")
 
     def ring_bells(self, *bells: Doorbell) -> None:
         for bell in bells:
@@ -207,7 +222,7 @@ class Actor(ABC):
                 return True
             if self.stopping:
                 return False
-            with self.activity("waiting for disk space", math.inf):
+            with self.activity(NO_SPACE, math.inf):
                 Actor.idle(self, SPACE_LOOK_S)
                 self._heartbeat()
 

@@ -74,6 +74,8 @@ class Agent(EpisodeHolder):
             text = f"agent child {pid}: {troubles[pid]}; no other episode in it goes on meanwhile"
             self.warn(self.role, text, kind="a child stands still")
         self.standing = {*troubles}
+        where = next((child.where for child in children.all if child.pid in troubles), "")
+        self.shows(f"code stands at {where.rpartition('/')[2]}" if troubles else "")
 
     async def _play(self, claim: Claim) -> None:
         """Play one sample to its end, and give its slot away."""

@@ -27,6 +27,7 @@ BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
 JUDGE_WAIT_S = 0.02
 LOAD_LOOK_S = 0.5
+LONG_S = 1.0  # a call is shown from then on
 WINDOW_S, BUSY = 10.0, 0.9  # a reward that was busy for this share of a window, while samples waited, is slow
 
 
@@ -93,6 +94,7 @@ class Reward(Actor):
         self.wants_ids = bool(kinds & WITH_IDS)
         self.bell = Doorbell()
         self.streaming = False
+        self.call_s = 0.0  # of the longest call
         self.rung, self.next_look = True, 0.0
         processes = sum(one.role == "reward" for one in self.topology.processes())
         samples = self.topology.learner.trigger.n_min * self.topology.groups.size
@@ -131,6 +133,7 @@ class Reward(Actor):
     def _settle(self) -> int:
         outcomes = self.pool.poll(0.0)
         self._count_busy()
+        self._show_call()
         self._commit([outcome for outcome in outcomes if not outcome.error])
         for outcome in outcomes:
             if outcome.error:
@@ -149,6 +152,11 @@ class Reward(Actor):
             counts, waiting = self.pool.counts, len(self.claimed) + self.ring.stats().occupancy.get("GENERATED", 0)
             if slow := self.load.slow(counts.total() - counts["hung"], waiting, now):
                 self.warn("reward", slow, kind="slow")
+
+    def _show_call(self) -> None:
+        what, seconds = self.pool.longest()
+        self.shows(f"in {what}" if seconds >= LONG_S else "", again=LONG_S <= seconds < self.call_s)
+        self.call_s = seconds
 
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
         """What the function needs of each; a sample that cannot be read is dropped as malformed."""

@@ -385,7 +385,9 @@ class Rollout(Actor):
         behind = self.ring.header(HeaderWord.VERSION_STEP) - self.intake.steps.step_of(self.intake.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf
+            self.waits("")
             return False
+        self.waits("weights")
         self._behind_since = min(self._behind_since, time.monotonic())
         if time.monotonic() - self._behind_since > LEFT_BEHIND_S:
             newest, _ = self.receiver.newest()

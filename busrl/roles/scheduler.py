@@ -33,7 +33,7 @@ from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
 from busrl.ring import State, seq_of
-from busrl.roles.actor import WAVE_TICK_S, Actor, Doorbell
+from busrl.roles.actor import NO_SPACE, WAVE_TICK_S, Actor, Doorbell
 from busrl.roles.predictor_state import PredictorState
 from busrl.roles.skipped_prompts import SkippedPrompts
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
@@ -189,9 +189,11 @@ class Scheduler(Actor):
             self._dispatch_all(view)
         except (DiskFull, SharedMemoryFull) as problem:
             self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
-            with self.activity("waiting for disk space", math.inf):
+            self.shows(NO_SPACE)
+            with self.activity(NO_SPACE, math.inf):
                 self.idle(1.0)
             return False
+        self.waits(self.room.reason, self.room.group)
         self._announce(view)
         return self._unread
 
@@ -231,6 +233,8 @@ class Scheduler(Actor):
         self.feed.offer(view, self.room.groups, self.arrived)
         found, left_out = self.skipped.take(self.policy.next, self.room.groups)
         self._unread = left_out and len(found) < self.room.groups
+        if self.arrivals is not None and not found:
+            self.room = Room(0, "arrivals")
         for candidate in found:
             self._open_group(candidate)
 

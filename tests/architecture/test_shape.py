@@ -93,8 +93,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
     },
     "monitor": {
-        "state": "", "text": "state", "runfiles": "state text", "sources": "runfiles state",
-        "screen": "sources state text", "status": "runfiles sources state text",
+        "state": "", "waits": "state", "text": "state waits", "runfiles": "state text",
+        "sources": "runfiles state waits", "screen": "sources state text",
+        "status": "runfiles sources state text waits",
         "recording": "runfiles sources state status", "replay": "recording sources",
     },
     "protocol": {

@@ -77,6 +77,18 @@ def test_work_within_work_gives_the_outer_ones_name_and_time_back() -> None:
     assert worker.ring.said == [("step", 600.0), ("held by validation", 630.0), ("step", 600.0), ("",)]
 
 
+def test_what_a_process_waits_for_is_shown_while_nothing_is_declared_and_cut_to_its_place() -> None:
+    worker = Worker()
+    worker.waits("groups", 7)
+    worker.waits("groups", 7)
+    with worker.activity("step", 600.0):
+        worker.shows("in the function of a name that is long")
+    worker.shows("in the function of a name that is long", again=True)
+    worker.waits("")
+    cut = "in the function of a name that "
+    assert worker.ring.said == [("waits: groups, group 7",), ("step", 600.0), (cut,), (cut,), ("",)]
+
+
 class Engine:
     """Notes what was declared while it steps."""
 

@@ -21,7 +21,10 @@ class Worker(Rollout):
 
     def __init__(self, published: int, bound: int | None = 2) -> None:
         self.limits = SimpleNamespace(max_staleness=bound, waves=0)  # type: ignore[assignment]
-        self.ring = SimpleNamespace(header=lambda word: published)  # type: ignore[assignment]
+        self.shown: list[str] = []
+        self.ring = SimpleNamespace(  # type: ignore[assignment]
+            header=lambda word: published, activity=self.shown.append
+        )
         self.topology = SimpleNamespace(experiments=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
         self.intake = SimpleNamespace(  # type: ignore[assignment]

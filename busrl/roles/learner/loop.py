@@ -281,6 +281,7 @@ class Learner(Actor):
     def _while_waiting(self, action: Wait) -> bool:
         """Use the time: run a micro-batch on what was claimed, publish what is still unpublished."""
         self.metrics.waiting(action.reason, action.group)
+        self.waits(action.reason, action.group)
         few = sum(len(group.records) for group in self.pending) < self.config.micro_batch_min_samples
         if self.plan.streaming and self.pending and not few:
             self._accumulate()
