@@ -232,7 +232,8 @@ def _add_control(verbs: Verbs) -> None:
     add = verb("set", "change a key of a running run", more)
     add("key", metavar="KEY", help="for example learner.lr")
     add("value", metavar="VALUE", help="as in a topology")
-    add = verb("scale", "change the number of processes of a role in a running run", "Fewer: the last ones end in order.")
+    text = "change the number of processes of a role in a running run"
+    add = verb("scale", text, "Fewer: the last ones end in order.")
     add("key", metavar="ROLE", help="for example rollout")
     add("value", metavar="N")
 

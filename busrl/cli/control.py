@@ -35,8 +35,8 @@ def control(options: argparse.Namespace) -> int:
     paths, verb = RunPaths.of(options.run_dir), options.control
     if launch_pid(paths) is None:
         how = read_map(paths.summary).get("outcome") or "not over"
-        raise NoSuchRun(f"{paths.root}: no process runs it (the run is {how}), so there is nobody to {verb} it; a value "
-                        "for its next start is given with `busrl launch --set`")
+        raise NoSuchRun(f"{paths.root}: no process runs it (the run is {how}), so there is nobody to {verb} it; a "
+                        "value for its next start is given with `busrl launch --set`")
     answer = ask(paths, verb, getattr(options, "key", ""), getattr(options, "value", ""), options.wait)
     if not answer.ok:
         raise UserError(f"{verb}: {answer.text}")
@@ -69,7 +69,7 @@ def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.Co
                 return answer
             bus.wait(min(AGAIN_S, max(0.0, end - time.monotonic())))
     if heard is None:
-        raise PeerTimeout(f"{paths.root}: launch has not answered `{verb}` in {wait_s:g} s; see {paths.log('launch')}")
+        raise PeerTimeout(f"{paths.root}: launch did not answer `{verb}` in {wait_s:g} s; see {paths.log('launch')}")
     raise PeerTimeout(
         f"{paths.root}: {heard.text}; but {', '.join(heard.waits)} has not taken it up within {wait_s:g} s, and does so "
         "when it comes to it: see `busrl status`"

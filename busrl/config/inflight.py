@@ -102,9 +102,6 @@ LIMIT_KEYS = tuple(key for key, roles in KEYS.items() if roles is LIMITS)
 
 
 def _counted(topology: Topology, role: str, count: int) -> Topology:
-    if role not in ROLES or not ROLES[role].named:
-        can = ", ".join(name for name, one in ROLES.items() if one.named and not one.single)
-        raise UserError(f"{role}: no role with a number of processes; there are {can}")
     if ROLES[role].single:
         raise UserError(f"{role}: a run has one of them")
     at = [place for place, one in enumerate(topology.process) if one.role == role]

@@ -56,7 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "evaluate", "training", "guardian",
+        "data", "simulate", "roles", "evaluate", "training", "guardian", "protocol",
     },
 }
 BY_ALL = {"states"}
