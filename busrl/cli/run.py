@@ -3,7 +3,7 @@
 Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
 
 - The same run directory is the same run: a start there continues it, unless --resume never forbids it.
-- What was set in flight holds at the next start, unless --set says something else then.
+- What was set in flight holds at the next start too, over the file and over --set.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(options: argparse.Namespace) -> int:
 def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
     """The topology with what was set while the run of this directory ran; a ring that is there keeps its size."""
     paths = None if run_dir is None else RunPaths.of(run_dir)
-    more = [] if paths is None else Controls.read(paths).overrides(options.overrides)
+    more = [] if paths is None else Controls.read(paths).overrides()
     if paths is None or not more:
         return topology
     topology = load(options.topology, [*options.overrides, *more], run_dir)

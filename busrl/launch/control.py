@@ -16,9 +16,8 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Protocol
 
 from busrl import files
@@ -63,13 +62,7 @@ class ControlDesk:
             self._begin()
 
     def _begin(self) -> None:
-        """Before any child is there: what was in force is so again, but for what this start was given instead."""
-        for line in list(self.controls.settings.values()):
-            with suppress(AttributeError, KeyError, MachineError):
-                if (now := inflight.value_of(self._run.topology, line.key)) != line.new:
-                    self._record(ControlLine(
-                        uuid.uuid4().hex, line.verb, True, "as this start was given", line.key, line.new, now, "launch",
-                    ))
+        """Before any child is there: what was in force is so again; the topology has the values already."""
         for words in self.controls.words():
             self._say(f"still in force: {words}")
         word = self._run.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSE_STARTING

@@ -77,10 +77,9 @@ class Controls:
         elif line.verb == "checkpoint":
             self.checkpoint = max(self.checkpoint, line.step)
 
-    def overrides(self, given: Iterable[str]) -> list[str]:
-        """The values in force as overrides of a topology; what a start was `given` is newer than these."""
-        known = {one.partition("=")[0].strip() for one in given}
-        return [f"{key}={line.new}" for key, line in self.settings.items() if key not in known]
+    def overrides(self) -> list[str]:
+        """The values in force, as overrides of a topology."""
+        return [f"{key}={line.new}" for key, line in self.settings.items()]
 
     def words(self) -> Iterator[str]:
         """What is not as the topology says, for people."""

@@ -127,20 +127,11 @@ def test_an_id_is_done_once_however_often_it_comes_and_the_next_start_has_what_t
     if desk.run.topology is not QUICKSTART:
         assert Topology.from_json(desk.run.paths.topology.read_text()) == desk.run.topology
         assert desk.run.written[desk.run.paths.topology] == desk.run.paths.topology.read_bytes()
-    more = Controls.read(desk.run.paths).overrides([])
-    again = Desk(root, load(ROOT / "configs" / "quickstart.toml", more))
+    more = Controls.read(desk.run.paths).overrides()
+    again = Desk(root, load(ROOT / "configs" / "quickstart.toml", ["learner.lr=3e-5", *more]))
     assert again.pause_word == desk.pause_word and list(read_lines(again.run.paths)) == lines
     for key in desk.controls.settings:
         assert inflight.value_of(again.run.topology, key) == inflight.value_of(desk.run.topology, key)
-
-
-def test_a_start_that_is_given_another_value_is_newer_than_what_was_set(tmp_path: Path) -> None:
-    Desk(tmp_path).ask("set", "learner.lr", "1e-5")
-    given = ["learner.lr=3e-5"]
-    assert Controls.read(RunPaths.of(tmp_path)).overrides(given) == []
-    desk = Desk(tmp_path, load(ROOT / "configs" / "quickstart.toml", given))
-    assert desk.controls.overrides([]) == ["learner.lr=3e-05"]
-    assert any("learner.lr = 3e-05" in line for line in desk.said), desk.said
 
 
 def test_the_word_is_the_learners_until_it_has_cleared_its_bit(tmp_path: Path) -> None:
