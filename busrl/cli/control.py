@@ -71,7 +71,7 @@ def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.Co
     if heard is None:
         raise PeerTimeout(f"{paths.root}: no answer to {verb} in {wait_s:g} s; see {paths.log('launch')}")
     raise PeerTimeout(
-        f"{paths.root}: {heard.text}; but {', '.join(heard.waits)} has not taken it up within {wait_s:g} s, and does so "
+        f"{paths.root}: {heard.text}; but {', '.join(heard.waits)} has not taken it up within {wait_s:g} s; it does so "
         "when it comes to it: see `busrl status`"
     )
 
