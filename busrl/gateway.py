@@ -330,6 +330,7 @@ class Desk:
         self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
         self.ring = ring
         self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
+        self.is_paused: Callable[[], bool] = lambda: False  # then nothing new is given to those who generate
         self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
         self.leases: dict[str, Lease] = {}  # by task; a slot has at most one
         self._recent: OrderedDict[str, str] = OrderedDict()  # settled task -> the worker that did it
@@ -484,7 +485,8 @@ class Desk:
     def _take(self, worker: Worker, capacity: int) -> list[Lease]:
         """New claims, so that it holds so many."""
         room = min(capacity, MOST_HELD) - len(worker.leases)
-        if room <= 0 or any(lease.claim.alone for lease in worker.leases.values()):
+        held = worker.role != "reward" and self.is_paused()
+        if room <= 0 or held or any(lease.claim.alone for lease in worker.leases.values()):
             return []
         taken = self.ledger.take(worker.index, worker.role, room, not worker.leases)
         if taken:

@@ -69,6 +69,8 @@ class RunPaths:
     predictor = _Named("predictor.npz")  # what the length predictor has learned; losing it never loses a sample
     skips = _Named("skips.jsonl")  # prompts left out by their pass rates: written before the fates that say so
     scheduler_log = _Named("scheduler.jsonl")  # predicted and real lengths, and waits, of the groups that ended
+    control = _Named("control.jsonl")  # what was asked of the run while it ran, and what became of it
+    control_key = _Named("control.key")  # who may read it may ask; for the owner alone
     serve_key = _Named("serve.key")  # what clients claim episodes with; for the owner alone
     atropos_seen = _Named("atropos.seen")  # digests of the groups that environments posted and that were kept
     hosts = _Named("hosts.jsonl")  # when other hosts joined, fell silent, came back, were replaced, went

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Uids = TypeVar("Uids", int, "npt.NDArray[np.int64]", "npt.NDArray[np.uint64]")
 VALIDATE_BIT: Final = 1 << 62  # of a uid: the sample belongs to a validation round and to `fates.validate.bin`
 PAUSE_STARTING: Final = 1  # bit of the header word `generation_pause`: the learner is not ready yet
+PAUSED: Final = 2  # the next one: nobody draws tokens; launch's, which writes the word while bit 0 is clear
 
 
 class Role(NamedTuple):

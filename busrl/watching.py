@@ -1,11 +1,12 @@
 """What whoever watches other processes counts: the time that may count against them, and what each of them did.
 
-Used by the keeper's gateway for its workers, and by launch for its children and for errors from outside. Talks to
-nothing: it is given the time. Knows nothing of claims, messages or processes.
+Used by the keeper's gateway for its workers, by launch for its children and for errors from outside, and by the learner
+for the time of its trigger. Talks to nothing: it is given the time. Knows nothing of claims, messages or processes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,21 @@ class FairClock:
         passed, self._last = min(max(0.0, now - self._last), self._longest_s), now
         self.time += passed
         return passed
+
+
+class PausedClock:
+    """Time that stands still while something is paused."""
+
+    def __init__(self) -> None:
+        self._lost_s, self._since = 0.0, math.nan
+
+    def time(self, now: float, paused: bool) -> float:
+        """`now` without all pauses, the present one included."""
+        if paused and math.isnan(self._since):
+            self._since = now
+        elif not paused and not math.isnan(self._since):
+            self._lost_s, self._since = self._lost_s + now - self._since, math.nan
+        return (now if math.isnan(self._since) else self._since) - self._lost_s
 
 
 class Tally:

@@ -336,9 +336,9 @@ class Endpoint:
         """The last number of every topic that something was sent to."""
         return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
-    def heartbeat(self, role: str, activity: str) -> None:
+    def heartbeat(self, role: str, activity: str, control: int = 0) -> None:
         """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""
-        self.send(Heartbeat(role=role, activity=activity[:MAX_ACTIVITY]))
+        self.send(Heartbeat(role=role, activity=activity[:MAX_ACTIVITY], control=control))
 
     # receiving
 

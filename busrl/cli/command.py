@@ -63,6 +63,7 @@ A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
 Try a schedule:  busrl simulate my.toml --actors 64 --sweep learner.trigger.n_min=16,32,64
 From outside:    busrl monitor           busrl status            busrl stop runs/NAME
+While it runs:   busrl pause runs/NAME   busrl set runs/NAME learner.lr 1e-6
 Afterwards:      busrl report runs/NAME   busrl audit runs/NAME    busrl evaluate runs/NAME
                  busrl export runs/NAME --out FOLDER
 """
@@ -156,7 +157,7 @@ def _verb(verbs: Verbs, name: str, function: str, text: str, more: str = "") -> 
     made: argparse.ArgumentParser = verbs.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}".strip(), allow_abbrev=False
     )
-    made.set_defaults(verb=function)
+    made.set_defaults(verb=function, control=name)
     return made.add_argument
 
 
@@ -211,9 +212,11 @@ def _add_runs(verbs: Verbs) -> None:
     add("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
-    add = _verb(verbs, "stop", "run:stop", "end a run in order and wait until it has ended", more)
+    add = _verb(verbs, "stop", "control:stop", "end a run in order and wait until it has ended", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
+    add("--now", action="store_true", help="kill everything at once; the next start repairs it")
     add("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
+    _add_control(verbs)
     more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
     add = _verb(verbs, "audit", "run:audit", "recompute the fate of every sample from the files of a run", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
@@ -228,6 +231,27 @@ def _add_runs(verbs: Verbs) -> None:
     add = _verb(verbs, "trace", "watch:trace", "write a run's timeline for Perfetto (Chrome trace events)", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("-o", "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+
+
+def _add_control(verbs: Verbs) -> None:
+    def verb(name: str, text: str, more: str) -> Add:
+        add = _verb(verbs, name, "control:control", text, more)
+        add("run_dir", type=Path, metavar="RUN_DIR")
+        add("--wait", type=positive, default=60.0, metavar="S", help="give up after this long (default 60)")
+        return add
+
+    more = "Nothing is dispatched or generated until `busrl resume`; nothing is lost, and nothing times out."
+    verb("pause", "hold a running run: its engines draw nothing", more)
+    verb("resume", "let a run that was paused go on", "Answers continue where they were.")
+    verb("checkpoint", "have a running run write a checkpoint now, and wait for it", "None is made twice for a step.")
+    more = "It holds until it is set again, over restarts too. docs/operating.md has the keys."
+    add = verb("set", "change a key of a running run", more)
+    add("key", metavar="KEY", help="for example learner.lr")
+    add("value", metavar="VALUE", help="as in a topology")
+    text = "change the number of processes of a role in a running run"
+    add = verb("scale", text, "Fewer: the last ones end in order.")
+    add("key", metavar="ROLE", help="for example rollout")
+    add("value", metavar="N")
 
 
 def _add_evaluate(verbs: Verbs) -> None:

@@ -1,19 +1,15 @@
-"""`busrl launch`, `check`, `recipes`, `stop`, `audit` and `version`: what a run needs from the command line.
+"""`busrl launch`, `check`, `recipes`, `audit` and `version`: what a run needs from the command line.
 
 Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
 
 - The same run directory is the same run: a start there continues it, unless --resume never forbids it.
-- `stop` signals the launch that run.json names through a pidfd, and only if the run's lock names the same pid as its
-  holder: a pid alone is no proof.
+- What was set in flight holds at the next start too, over the file and over --set.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import select
-import signal
 import sys
 import time
 from dataclasses import asdict
@@ -24,13 +20,13 @@ from pathlib import Path
 import busrl
 from busrl import launch as launching
 from busrl import quickstart
-from busrl.config import Topology, explain, json_schema, load, materialise
+from busrl.config import Topology, explain, inflight, json_schema, load, materialise, recorded
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
 from busrl.launch import kubernetes, pythons
-from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
+from busrl.ledger.controls import Controls
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
 from busrl.report import waste
@@ -41,7 +37,7 @@ from busrl.ring import OfdLock
 def launch(options: argparse.Namespace) -> int:
     """Run a topology; the exit code of the run."""
     known = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
-    topology = load(options.topology, options.overrides, known)
+    topology = _with_what_was_set(load(options.topology, options.overrides, known), options, known)
     if options.dry_run:
         print(explain.dry_run(topology), end="")
         return 0
@@ -57,6 +53,18 @@ def launch(options: argparse.Namespace) -> int:
         print(f"warning: {text}", file=sys.stderr)
     explain.require_cores_and_disk(topology, directory)
     return launching.launch(topology, directory, resume=options.resume != "never")
+
+
+def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
+    """The topology with what was set while the run of this directory ran; a ring that is there keeps its size."""
+    paths = None if run_dir is None else RunPaths.of(run_dir)
+    more = [] if paths is None else Controls.read(paths).overrides()
+    if paths is None or not more:
+        return topology
+    topology = load(options.topology, [*options.overrides, *more], run_dir)
+    if not paths.ring_file.exists():
+        return topology
+    return inflight.with_sizes_of(topology, recorded(paths.topology))
 
 
 def host(options: argparse.Namespace) -> int:
@@ -111,35 +119,6 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
     return directory
 
 
-def stop(options: argparse.Namespace) -> int:
-    """End a run in order and wait until it has ended; NoSuchRun if there is none, PeerTimeout if it does not end."""
-    paths = RunPaths.of(options.run_dir)
-    pid = launch_pid(paths)
-    if pid is None:
-        print(f"{paths.root}: no process runs it; nothing to stop")
-        return 0
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        print(f"{paths.root}: it has just ended")
-        return 0
-    try:
-        if launch_pid(paths) != pid:
-            print(f"{paths.root}: it has just ended")
-            return 0
-        try:
-            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-        except PermissionError:
-            whose = belongs_to_another(paths.root) or "it belongs to another user"
-            raise UserError(f"{paths.root}: {whose}, and only they (or root) can stop process {pid}") from None
-        print(f"{paths.root}: asked process {pid} to stop", flush=True)
-        _await(descriptor, pid, paths, options.wait)
-    finally:
-        os.close(descriptor)
-    print(f"{paths.root}: ended")
-    return 0
-
-
 def launch_pid(paths: RunPaths) -> int | None:
     """The pid of the living `launch`, None if the run is not running."""
     try:
@@ -158,16 +137,6 @@ def launch_pid(paths: RunPaths) -> int | None:
             "their parent: try again in a moment"
         )
     return pid
-
-
-def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
-    poller = select.poll()  # a pidfd is readable when its process has ended
-    poller.register(descriptor, select.POLLIN)
-    if not poller.poll(wait_s * 1000):
-        raise PeerTimeout(
-            f"{paths.root}: process {pid} has not ended {wait_s:g} s after it was asked; see {paths.logs}, wait longer "
-            f"(--wait), or end it with: kill -9 {pid} (the next launch continues from the ledger)"
-        )
 
 
 def audit(options: argparse.Namespace) -> int:

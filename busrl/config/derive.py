@@ -82,6 +82,18 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     return sized(topology, derived), found
 
 
+def in_flight_limits(topology: Topology) -> tuple[Derived, list[Finding]]:
+    """The same in a run that runs, where what was made at its start stays: other limits, if its slots are enough."""
+    found: list[Finding] = []
+    bounds, derived = _limits(topology, found), topology.derived
+    found.extend(_published(topology, bounds))
+    needed, reserved = bounds.train_slots, derived.slots - derived.val_reserve
+    if needed > reserved:
+        rule = f"G x B = {needed} slots are needed, and the ring of the run has {reserved} for training"
+        found.append(Finding(("weights.max_staleness", "learner.trigger.n_min"), rule, "set it at a new start"))
+    return replace(derived, limits=bounds), found
+
+
 def asked_sets(topology: Topology, facts: FileFacts) -> tuple[AskedSet, ...]:
     """What a round of validation asks: [validation] first, where it names prompts, then the named sets."""
     own, limit = topology.validation, topology.generation.max_new_tokens
@@ -227,7 +239,7 @@ def _episode_bytes(topology: Topology, text: int) -> dict[str, int]:
     return episode_bytes(tokens, sampled, own.max_turns, own.max_sequences, own.transcript_bytes, text)
 
 
-def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
+def _published(topology: Topology, bounds: AdmissionLimits) -> Iterator[Finding]:
     every, most = topology.publish_every, bounds.n_hi
     if every * most > bounds.B:
         name = "n_min" if most == bounds.n_min else "n_hi"
@@ -235,6 +247,10 @@ def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFa
         rare = every > topology.learner.publish_every
         keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
         yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
+
+
+def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
+    yield from _published(topology, bounds)
     if facts.context and topology.longest > facts.context:
         rule = f"prompt and completion have {topology.longest} tokens, the model takes {facts.context}"
         keys = ("generation.max_new_tokens", "generation.max_prompt_tokens")

@@ -242,14 +242,14 @@ def _set_unless_written(
         return draft
     if getattr(table, name) != value:
         told.append(f"{key} = {show(value)} by {why}")
-    replaced: Topology = _replaced(draft, key.split("."), value)
-    return replaced
+    made: Topology = replaced(draft, key.split("."), value)
+    return made
 
 
-def _replaced(table: Any, names: Sequence[str], value: object) -> Any:
+def replaced(table: Any, names: Sequence[str], value: object) -> Any:
     """A copy of nested tables with another value under these names."""
     first, *rest = names
-    return dataclasses.replace(table, **{first: _replaced(getattr(table, first), rest, value) if rest else value})
+    return dataclasses.replace(table, **{first: replaced(getattr(table, first), rest, value) if rest else value})
 
 
 def _implied(draft: Topology, reward: str) -> Iterator[Process]:

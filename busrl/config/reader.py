@@ -181,7 +181,15 @@ def read(path: Path, overrides: Sequence[str]) -> Source:
         data = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise TopologyError([_explained(path, text, error)]) from None
-    source = Source(str(path), path.absolute().parent, data, positions(text))
+    return _with(Source(str(path), path.absolute().parent, data, positions(text)), overrides)
+
+
+def of_overrides(overrides: Sequence[str]) -> Source:
+    """Overrides of no file."""
+    return _with(Source("", Path.cwd(), {}, {}), overrides)
+
+
+def _with(source: Source, overrides: Sequence[str]) -> Source:
     problems = [problem for override in overrides for problem in _apply(source, override)]
     if problems:
         raise TopologyError(problems)

@@ -175,13 +175,19 @@ def _check_goal(paths: RunPaths, topology: Topology, done: int) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = (dict(_flat(_by_role(one))) for one in (before, now))
     keys = [*new, *(key for key in old if key not in new)]
     return {
         key: (old.get(key, "not there"), new.get(key, "not there"))
         for key in keys
         if old.get(key, MISSING) != new.get(key, MISSING) and key.partition(".")[0] not in NOT_COMPARED
     }
+
+
+def _by_role(topology: dict[str, Any]) -> dict[str, Any]:
+    """With the processes in an order that their entries do not make."""
+    entries = topology.get("process", [])
+    return {**topology, "process": sorted(entries, key=lambda one: str(as_map(one).get("role")))}
 
 
 def _flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:

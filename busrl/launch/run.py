@@ -1,8 +1,8 @@
 """The loop of `launch`: starts the children of a run, watches them, starts them again, stops them in order.
 
 Talks to the children (pids, exit codes), to the ring's process table (reading), to the bus (progress for the display,
-STOP), to the display and to the signals that ask for an end. `supervisor.py` decides what to do about a child and in
-which order to stop. Knows nothing of samples, groups or weights.
+STOP, CONTROL), to the display and to the signals that ask for an end. `supervisor.py` decides what to do about a child
+and in which order to stop, `control.py` what is asked of the run. Knows nothing of samples, groups or weights.
 
 - The run has reached its goal when the learner has ended with 0 after setting `run_state` to finishing, and the
   validator, if there is one, with 0 after that; and only then.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import selectors
 import shutil
@@ -28,12 +29,13 @@ import numpy as np
 
 from busrl import device
 from busrl.bus import Endpoint
-from busrl.config import ProcessName, machine
+from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.guardian import Guardian, mark
 from busrl.launch.children import RunningChild, last_lines, last_words, start
+from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.placement import Placement
@@ -47,7 +49,7 @@ from busrl.monitor.sources import RingLook, ring_record
 from busrl.monitor.text import printable
 from busrl.monitor.waits import Link, StallAlarm, chain, limit_s, said
 from busrl.protocol import messages as m
-from busrl.protocol.codec import address, topic
+from busrl.protocol.codec import address, is_address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES, HeaderWord, RunPhase
@@ -160,7 +162,7 @@ STOOD_STILL_S = 10.0  # the least time without a step that is told when a run en
 ALONE = 3  # exit code of a host that has lost its run
 SUBSCRIBED = (
     m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
-    m.Hello,
+    m.Hello, m.Heartbeat, m.Control,
 )
 
 
@@ -176,6 +178,7 @@ class Launch:
         self._running: dict[str, RunningChild] = {}
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
+        self._leaving: dict[str, float] = {}  # children that the run does not need any more: when they are killed
         self._goal = {"learner", "validator", "satellite"} & self._processes.keys()
         ranks = {name for name, one in self._processes.items() if one.role == RANK}
         self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
@@ -202,6 +205,7 @@ class Launch:
         self._guardian = Guardian(self._mark)
         self._placement = Placement(topology, self._paths, self._say, self._warn)
         self._stall, self._picture = StallAlarm(), RingLook(self._paths, group_size=topology.groups.size)
+        self._desk = ControlDesk(opened, self._processes, self, self._say)
 
     def run(self) -> RunOutcome:
         """Until the goal is reached, the run has failed, or a signal asks for the end."""
@@ -234,8 +238,8 @@ class Launch:
 
     def _until_decided(self) -> RunOutcome:
         while True:
-            outcome = self._signalled() or self._ledger_damaged() or self._start_due() or self._handle_deaths()
-            outcome = outcome or self._left_alone()
+            outcome = self._desk.outcome or self._signalled() or self._ledger_damaged() or self._start_due()
+            outcome = outcome or self._handle_deaths() or self._left_alone()
             if outcome is not None:
                 return outcome
             self._receive()
@@ -294,6 +298,9 @@ class Launch:
         """Handle each child that has ended. The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+            if child.name in self._leaving:
+                self._left(child, how)
+                continue
             if child.name in self._goal and how.code == 0 and finishing:
                 child.finished()
                 self._done.add(child.name)
@@ -310,6 +317,45 @@ class Launch:
         if self._done and self._done == self._goal:
             return RunOutcome("finished", self._why_finished(), 0)
         return None
+
+    # a number of processes that changes
+
+    def adopt(self, topology: Topology) -> None:
+        """Start what this topology has and the run has not; end what it has no more, in order, the last ones first."""
+        self.topology = topology
+        wanted = {one.name: one for one in topology.processes()}
+        for name, process in wanted.items():
+            if name not in self._processes:
+                self._processes[name] = process
+                self.children.append(Child(name, topology.limits))
+                self._by_address[address(name)] = self.children[-1]
+                if not process.spec.command:
+                    self._events.has(name)
+        for child in reversed(self.children):
+            if child.name not in wanted and child.name not in self._leaving:
+                self._leaving[child.name] = time.monotonic() + topology.limits.stop_s
+                child.stop()
+                if child.name in self._running:
+                    self._running[child.name].signal(signal.SIGTERM)
+                else:
+                    self._forget(child)
+
+    def unsettled(self) -> list[str]:
+        """Children that are still to become ready, or to end."""
+        return [child.name for child in self.children if child.phase is not Phase.READY]
+
+    def _left(self, child: Child, how: Exit) -> None:
+        """One that was to end has ended; it may be wanted again by now."""
+        self._say(f"{child.name} is not needed any more and has ended: {how}")
+        child.ended(how, time.monotonic())
+        self._forget(child)
+        self.adopt(self.topology)
+
+    def _forget(self, child: Child) -> None:
+        self.children.remove(child)
+        for known in (self._processes, self._leaving):
+            known.pop(child.name, None)
+        self._by_address.pop(address(child.name), None)
 
     def _end_team(self, dead: Child) -> None:
         """A rank alone can do nothing, and what the others wait for does not come."""
@@ -442,11 +488,28 @@ class Launch:
         for message in self._bus.drain():
             if m.is_from_another(message):
                 continue
+            if isinstance(message, m.Heartbeat):
+                self._desk.heard(message)
+            if isinstance(message, m.Control) and is_address(message.sender):
+                self._control(message)
             if isinstance(message, m.Hello):
                 self._greeted(message)
             lines = self._events.received(message, time.monotonic()) if isinstance(message, m.Error) else []
             for line in (*lines, *self.progress.handle(message, time.monotonic())):
                 self._say(line)
+
+    def _control(self, asked: m.Control) -> None:
+        """What is asked of the run; one who may not ask is filed as other errors from outside are."""
+        answer = self._desk.handle(asked)
+        if answer.text == NO_PROOF:
+            text = f"CONTROL {asked.verb} of {asked.sender} {answer.text}"
+            refused = m.Error(severity="warning", where="control", text=text)
+            refused.sender = asked.sender
+            for line in self._events.received(refused, time.monotonic()):
+                self._say(line)
+        if self._desk.at_once:
+            self._signals.count += 2
+        self._bus.send(answer, asked.sender)
 
     def _greeted(self, hello: m.Hello) -> None:
         """A process that does not map the ring has no other way to show that it is ready."""
@@ -456,7 +519,8 @@ class Launch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        passed = self._fair.passed(now)
+        self._desk.look()
+        passed = 0.0 if self._desk.paused else self._fair.passed(now)  # nobody is too slow while nothing moves
         self._read_table()
         self._events.note_entries(self._entries.values())
         for line in self._events.tick(now):
@@ -467,6 +531,10 @@ class Launch:
             if why := child.looked(self._entries.get(child.pid), passed):
                 self._say(why)
                 self._running[child.name].kill()
+        for name in [name for name, end in self._leaving.items() if now > end and name in self._running]:
+            self._say(f"{name} did not end within {self.topology.limits.stop_s:g} s of SIGTERM: killed")
+            self._leaving[name] = math.inf
+            self._running[name].kill()
         for pid, why in self._foreign.look(self._entries.values(), {one.pid for one in self._running.values()}, passed):
             self._warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -522,7 +590,8 @@ class Launch:
             self._note_deaths()
             self._receive()
         if self._running:
-            self._say(f"a second signal: killing {', '.join(self._running)}")
+            why = "as asked" if self._desk.at_once else "a second signal"
+            self._say(f"{why}: killing {', '.join(self._running)}")
 
     def _note_deaths(self) -> None:
         for child, how in self._ended():

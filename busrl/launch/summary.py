@@ -216,6 +216,10 @@ class EventLog:
         self.deaths: dict[str, str] = {}  # the latest of each child
         self._changed, self._next_save = True, 0.0
 
+    def has(self, name: str) -> None:
+        """One more child, a program of busrl's own."""
+        self._own.add(address(name))
+
     def died(self, child: Child, text: str, *, gives_up: bool = False) -> None:
         """A child ended that should not have."""
         self.warn(text, "critical" if gives_up else "warning")

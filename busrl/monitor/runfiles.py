@@ -22,6 +22,8 @@ import numpy as np
 
 from busrl.errors import NoSuchRun
 from busrl.files import PART_BYTES, LineFollower, as_map, read_map
+from busrl.ledger import controls
+from busrl.ledger.controls import Controls
 from busrl.ledger.trainlog import of_step
 from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.monitor.text import safe
@@ -62,6 +64,7 @@ class RunFiles:
         self._rounds = LineFollower(paths.validation)
         self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
         self.newest_sample: dict[str, Any] = {}
+        self._controls = 0  # bytes of control.jsonl that the state has
 
     def facts(self) -> Facts:
         """What run.json and topology.json say; what is missing there stays unknown."""
@@ -112,6 +115,8 @@ class RunFiles:
             state.first_reward = self._first_reward()
         self.newest_sample = self.sample() or self.newest_sample
         state.sample = sample_line(self.newest_sample)
+        if (size := controls.size(self._paths)) != self._controls:
+            self._controls, state.asked = size, "; ".join(Controls.read(self._paths).words())
         for error in _decoded(self._errors, ErrorRecord):
             state.errors.add(error, "file")
         state.errors.count, self._errors.skipped = state.errors.count + self._errors.skipped, 0

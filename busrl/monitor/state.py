@@ -441,6 +441,7 @@ class RunState:
     replay: str = ""  # what is replayed and how fast, if it is a replay
     replay_over: bool = False
     pace: float = 1.0  # seconds of the run in one of the listener's; 0: a replay as fast as it goes
+    asked: str = ""  # what people have changed in flight, in one line
     sample: str = ""  # what the model wrote lately, in one line
     first_reward: float | None = None  # mean reward of the first step ever
     idle: MetricsLine | None = None  # groups that ended since the newest step and gave none

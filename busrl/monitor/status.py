@@ -27,6 +27,7 @@ from msgspec.structs import asdict
 from busrl.errors import first_line
 from busrl.files import TAIL_BYTES, as_map, json_lines, read_map
 from busrl.gateway import BAD
+from busrl.ledger.controls import Controls
 from busrl.ledger.skips import newest_skips
 from busrl.monitor import text, waits
 from busrl.monitor.runfiles import fates, number
@@ -144,7 +145,10 @@ def as_data(found: RunStatus) -> dict[str, Any]:
 
 
 def _of_files(paths: RunPaths) -> dict[str, Any]:
+    asked = Controls.read(paths)
+    paused = asked.paused and {"who": asked.paused.who, "time": asked.paused.time}
     return {
+        "paused": paused, "changed": {key: line.new for key, line in asked.settings.items()},
         "samples": fates(paths.fates), "left_out": _left_out(paths), "problems": problems(paths.errors),
         "errors_from_outside": list(_from_outside(paths)), "refusals": list(_refusals(paths)),
     }

@@ -346,6 +346,7 @@ def labelled(run: RunState, now: float) -> dict[str, str]:
         "trigger": trigger(run, now) if run.state not in OVER else "", "waits": safe(said(chain(run, now)), 4 * LIMIT),
         "control": controller(run),
         "episodes": episodes(run) if run.state not in OVER else "",
+        "asked": safe(run.asked),
         "policy": policy(run), "sources": sources(run), "left out": left_out(run), "idle": idle(run),
         "sample": safe(run.sample), "staleness": staleness(run),
     }

@@ -20,6 +20,7 @@ Rules of evolution, so that old and new programs can share a bus:
 
 from __future__ import annotations
 
+import hmac
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct, field
@@ -197,11 +198,13 @@ class Hello(Message, tag="HELLO"):
 
 
 class Heartbeat(Message, tag="HEARTBEAT"):
-    """Still here, doing `activity`. `last_seqs` (topic -> last msg_seq) shows the loss of a topic's newest messages."""
+    """Still here, doing `activity`. `last_seqs` (topic -> last msg_seq) shows the loss of a topic's newest messages;
+    `control` is how many bytes of control.jsonl the sender follows."""
 
     role: Name = ""
     activity: Annotated[str, Meta(max_length=MAX_ACTIVITY)] = ""
     last_seqs: Annotated[dict[Key, Count], Meta(max_length=MAX_MAP)] = field(default_factory=dict)
+    control: Count = 0
 
 
 class Goodbye(Message, tag="GOODBYE"):
@@ -245,6 +248,39 @@ class Stop(Message, tag="STOP"):
     drain_s: float = 0.0
 
 
+# whoever may read control.key -> launch, and back
+class Control(Message, tag="CONTROL"):
+    """Something is asked of the run by the program that `who` tells: `verb`, and what belongs to it in `key` and
+    `value`. Sent until it is answered; what has an `id` is done once. `proof` shows that the sender may ask."""
+
+    id: Name
+    verb: Name
+    key: Name = ""
+    value: Text = ""
+    who: Text = ""
+    proof: Name = ""
+
+    def proof_with(self, secret: bytes) -> str:
+        """HMAC-SHA256 over the other fields, each in UTF-8 and ended by a zero byte, as 64 hex digits."""
+        fields = (self.id, self.verb, self.key, self.value, self.who)
+        return hmac.new(secret, b"".join(one.encode() + b"\0" for one in fields), "sha256").hexdigest()
+
+    def is_proved(self, secret: bytes) -> bool:
+        """Whether whoever made it knows the secret; a zero byte would let two meanings have one proof."""
+        zero = "\0" in f"{self.id}{self.verb}{self.key}{self.value}{self.who}"
+        return not zero and hmac.compare_digest(self.proof.encode(), self.proof_with(secret).encode())
+
+
+class ControlDone(Message, tag="CONTROL_DONE"):
+    """The answer to the CONTROL of this `id`: done if `ok`, else refused, and why; `waits` names the processes that
+    have not taken it up yet."""
+
+    id: Name
+    ok: bool
+    text: Text = ""
+    waits: Names = field(default_factory=list)
+
+
 def name_of(kind: type[Message]) -> str:
     """The wire name of a message class: `name_of(NewTask) == "NEW_TASK"`."""
     tag: Any = kind.__struct_config__.tag
@@ -259,6 +295,7 @@ ONLY_FROM: dict[type[Message], str] = {
     ValidationDone: "validator",
     ValidationSetDone: "validator",
     Stop: "launch",
+    ControlDone: "launch",
 }
 
 

@@ -5,6 +5,7 @@ gives `setup`, `work` and, where it subscribes to messages, `handle`. Knows noth
 
 - The loop looks at the ring at least once per `tick_s` even when no message arrives: messages only shorten the wait.
 - Every pass of the loop moves the progress counter; a longer piece of work is declared with `activity`.
+- What is changed in flight (docs/operating.md) is taken up between two passes, by the size of control.jsonl.
 - A STOP counts only once the ring says that the run is over: a process that can write to the bus cannot end the run.
 - `stopping` is only ever set, never cleared; a role ends at the next pass after it.
 """
@@ -31,6 +32,7 @@ from busrl.bus import Endpoint
 from busrl.config import Topology
 from busrl.errors import BusNotReady, DiskFull, SharedMemoryFull, Stopped, cause
 from busrl.faults import MessageFaults, message_faults
+from busrl.ledger.controls import size as controls_size
 from busrl.ledger.errors import Throttle, record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -38,7 +40,7 @@ from busrl.protocol.codec import topic
 from busrl.ring import Fates, OfdLock, Ring
 from busrl.roles.process import acquire_lock, configure_process, reacquire_lock
 from busrl.scheduling.groups import GroupScanner, GroupView
-from busrl.states import HeaderWord, RunPhase
+from busrl.states import PAUSED, HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")
 HEARTBEAT_S = 1.0
@@ -46,6 +48,7 @@ SPACE_LOOK_S = 0.5
 NO_SPACE = "waiting for disk space"
 BUS_WAIT_S = 3.0
 ACTIVITY_BYTES = 31  # that an entry of the process table has room for
+FOLLOW_EVERY_S = 0.25
 WAVE_TICK_S = 0.01  # of roles in rounds of segments: a wave begins without a message that could wake them
 
 
@@ -109,6 +112,7 @@ class Actor(ABC):
     def __init__(self, run_dir: str, name: str) -> None:
         self.name, self.worker_id = name, name.replace("/", "-")
         self.paths = RunPaths.of(run_dir)
+        self.followed, self._next_follow = controls_size(self.paths), 0.0  # before what it stands for is read
         self.topology = Topology.from_json(self.paths.topology.read_text())
         self.stopping = ""
         self._next_heartbeat = 0.0
@@ -154,6 +158,9 @@ class Actor(ABC):
 
     def handle(self, message: m.Message) -> None:
         """A message that the role subscribed to. It may be late, doubled or missing: look at the ring."""
+
+    def follow(self) -> None:
+        """Something was asked of the run: `topology` is another one, and control.jsonl has a line more."""
 
     def teardown(self) -> None:
         """Flush what the role still holds; the bus and the ring are open."""
@@ -291,7 +298,23 @@ class Actor(ABC):
         for message in self.bus.drain():
             self._receive(message)
         self.ring.progress()
+        self._follow()
         self._heartbeat()
+
+    @property
+    def paused(self) -> bool:
+        """Whether somebody has paused the run."""
+        return bool(self.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSED)
+
+    def _follow(self) -> None:
+        """Between two passes: read again what was changed in flight, and say so at once."""
+        if (now := time.monotonic()) < self._next_follow:
+            return
+        self._next_follow = now + FOLLOW_EVERY_S
+        if (size := controls_size(self.paths)) != self.followed:
+            self.topology = Topology.from_json(self.paths.topology.read_text())
+            self.follow()
+            self.followed, self._next_heartbeat = size, 0.0
 
     def _pass(self) -> None:
         self.look_around()
@@ -316,7 +339,7 @@ class Actor(ABC):
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_S
             self.keep_lock()
-            self.bus.heartbeat(self.role, "")
+            self.bus.heartbeat(self.role, "", self.followed)
             self._publish_repeats(now)
 
     def _publish_repeats(self, now: float, everything: bool = False) -> None:

@@ -28,7 +28,7 @@ from busrl.ring.locks import taken_back
 from busrl.roles import host_news, version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
-from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of
+from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.scheduling.admission import Lines
 from busrl.states import Fate
 from busrl.watching import Tally
@@ -61,6 +61,7 @@ class Keeper(Actor):
         self.samples = ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
         self.ledger = ledger if self.calls is None else BothLedgers(ledger, CallLedger(self.calls, ledger))
         self.desk = desk_of(self.topology, self.ledger, self.tally, claimed_from(self.paths.run_json).hex())
+        self.desk.is_paused = lambda: self.paused
         self.bus.on_reject = self._answer_unreadable
         self.hosts = host_news.HostLog(self.topology.host_names)
 
@@ -71,6 +72,9 @@ class Keeper(Actor):
             return False
         self._next_look = now + LOOK_EVERY_S
         return self._look()
+
+    def follow(self) -> None:
+        self.desk.reserved = reserved_names(self.topology)
 
     def teardown(self) -> None:
         """Take every claim back and save the counts."""

@@ -423,6 +423,11 @@ def _claim(slot: int, line: np.void) -> ClaimedTask:
     return ClaimedTask(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
+def reserved_names(topology: Topology) -> frozenset[str]:
+    """What no worker from outside may be called."""
+    return frozenset(address(one.name) for one in topology.processes() if not one.spec.command) | {"launch"}
+
+
 def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, ring: str) -> Desk:
     """The desk of a run. Remote workers never take the entries that the run itself may need."""
     data, processes = topology.data, topology.processes()
@@ -434,6 +439,6 @@ def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, 
     return Desk(
         ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
-        reserved=frozenset(address(one.name) for one in processes if not one.spec.command) | {"launch"},
+        reserved=reserved_names(topology),
         ring=ring,
     )

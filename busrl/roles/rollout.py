@@ -175,6 +175,7 @@ class Rollout(Actor):
     role = "rollout"
     subscribe: ClassVar[tuple[type[m.Message], ...]] = ()
     restart: EngineRestart | None = None  # where new weights make the engine start again
+    held = False  # the engine, since the run is paused
     refused = 0  # version that could not be used here
 
     def setup(self) -> None:
@@ -202,10 +203,19 @@ class Rollout(Actor):
         calls.register(self.role, self.name)
         return CallIntake(calls, self.topology, self.engine, self.warn)
 
+    def follow(self) -> None:
+        self.limits = self.topology.derived.limits
+
     def work(self) -> bool:
         self._update_weights()
         for slot in self.intake.orphans():
             self._cancel(slot)
+        if self.paused:
+            self._hold()
+            return False
+        if self.held:
+            self.held = False
+            self.engine.resume()
         self._take()
         self._request_tasks()
         if not self.engine.active:
@@ -221,6 +231,12 @@ class Rollout(Actor):
         self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
         self.pace.stepped(active, drawn, busy_s)
         return True
+
+    def _hold(self) -> None:
+        """While the run is paused answers stay as they are, and what had ended is given back."""
+        self.held = True
+        if not self.engine.paused:  # new weights may have made it work again
+            self.ring.add(samples=self._commit(self.engine.pause("keep")))
 
     def _engine_step(self, joining: bool) -> list[Finished]:
         """A decoding step; declared if it may compute long prompts, or all keys again after new weights."""
@@ -353,7 +369,7 @@ class Rollout(Actor):
         """Take as much as the engine has rows for."""
         room = self.engine.capacity - self.engine.active
         draining = self.restart is not None and self.restart.draining
-        if room <= 0 or draining or self._left_behind():
+        if room <= 0 or draining or self.paused or self._left_behind():
             return False
         requests = self.intake.take(room)
         if requests:

@@ -130,10 +130,7 @@ class Scheduler(Actor):
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
         warn = partial(self.warn, "scheduler")
-        self.predictor = PredictorState(self.topology, self.paths, self.stream, warn)
-        self.predictor.restore()
-        self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.guard, warn)
-        self.policy = self.feed.policy
+        self._order()
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals: Arrivals | None = None
         if data.arrivals:  # an open stream, checked when the run was started
@@ -152,6 +149,22 @@ class Scheduler(Actor):
             self.skipped.look()
         self._unread = False  # draws were left out, and there may be more to open behind them
         self._repair_next_admission()
+
+    def _order(self) -> None:
+        """The order of dispatch, and what it is decided by."""
+        warn = partial(self.warn, "scheduler")
+        self.predictor = PredictorState(self.topology, self.paths, self.stream, warn)
+        self.predictor.restore()
+        self.feed = DispatchFeed(self.topology, self.paths, self.stream, self.predictor.guard, warn)
+        self.policy = self.feed.policy
+
+    def follow(self) -> None:
+        if self.policy.name != self.topology.scheduler.policy:
+            self.feed.close()
+            self.predictor.close()
+            self._order()
+        self.admission = Admission(self.topology.derived.limits, self.topology.weights.over_age)
+        self._signs_seen = ()
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):

@@ -96,6 +96,10 @@ class Trigger:
             raise ValueError(f"n_min = {n_min}, t_max_s = {t_max_s}: must be >= 1 and > 0")
         self.n_min, self.t_max_s = n_min, t_max_s
 
+    def follow(self, before: Trigger) -> None:
+        """Go on where another one, with other thresholds, was."""
+        self._since = before._since
+
     def step_ended(self, now: float) -> None:
         """Restart the time threshold: at the start of the run and after every step."""
         self._since = now

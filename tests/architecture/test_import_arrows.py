@@ -58,6 +58,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
         "data", "simulate", "roles", "evaluate", "training", "guardian", "rewards", "report",
+        "protocol",
     },
     "notebook": {"errors", "files", "paths", "monitor"},
 }

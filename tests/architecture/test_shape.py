@@ -44,6 +44,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "cli": {
         "checkpoints": "", "command": "", "doctor": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
+        "control": "run",
         "evaluate": "checkpoints command run", "rings": "sample", "simulate": "command",
     },
     "config": {
@@ -57,6 +58,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "derive": "named_files prompts rules schema", "hosts": "derive schema",
         "json_schema": "declare reader schema",
         "explain": "derive hosts machine memory pretrained prompts rates reader rules schema trial",
+        "inflight": "derive load reader rules schema",
         "load": "derive engine_rules named_files pretrained prompts rates reader reward_rules rules schema sources",
     },
     "data": {
@@ -83,11 +85,13 @@ INSIDE: dict[str, dict[str, str]] = {
     "launch": {
         "fates": "", "identity": "", "kubernetes": "", "pythons": "", "supervisor": "", "children": "supervisor",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
-        "placement": "children", "run": "children display fates placement rundir summary supervisor",
+        "placement": "children", "control": "rundir summary",
+        "run": "children control display fates placement rundir summary supervisor",
         "host": "display run rundir",
     },
     "ledger": {
-        "audit": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal", "trained": "trainlog wal",
+        "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal",
+        "trained": "trainlog wal",
     },
     "ledger.audit": {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",

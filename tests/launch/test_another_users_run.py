@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.cli.run import stop
+from busrl.cli.control import stop
 from busrl.config import load
 from busrl.errors import UserError
 from busrl.launch.rundir import belongs_to_another, open_run
@@ -57,7 +57,7 @@ def test_stopping_it_names_its_owner(theirs: Path, monkeypatch: pytest.MonkeyPat
         (theirs / "run.json").write_text(json.dumps({"launch_pid": child.pid}))
         monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
         with pytest.raises(UserError, match=rf"only they \(or root\) can stop process {child.pid}"):
-            stop(Namespace(run_dir=theirs, wait=1.0))
+            stop(Namespace(run_dir=theirs, wait=1.0, now=False))
     finally:
         child.kill()
         child.communicate()

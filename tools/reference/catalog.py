@@ -54,12 +54,14 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.ValidationSetDone: Route("validator", "launch, monitors"),
     m.SchedulerState: Route("scheduler", "launch, monitors"),
     m.Hello: Route("everybody", "launch, monitors"),
-    m.Heartbeat: Route("everybody", "keeper, monitors"),
+    m.Heartbeat: Route("everybody", "keeper, launch, monitors"),
     m.Goodbye: Route("everybody", "monitors"),
     m.Error: Route("everybody", "launch, monitors"),
     m.Ping: Route("everybody", "the process named in the topic", Reach.ONE),
     m.Pong: Route("everybody", "the sender of the PING", Reach.ONE),
     m.Stop: Route("launch", "everybody"),
+    m.Control: Route("whoever may read control.key", "launch"),
+    m.ControlDone: Route("launch", "the sender of CONTROL", Reach.ONE),
     g.RemoteJoin: Route("remote worker", "keeper"),
     g.RemoteClaim: Route("remote worker", "keeper"),
     g.RemoteExtend: Route("remote worker", "keeper"),
@@ -134,6 +136,11 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         " rewards parts capacity steps",
         "GATEWAY_SETTLED": "life req done late refused",
         "Refusal": "task code text",
+    },
+    "1.7": {
+        "CONTROL": "id verb key value who proof",
+        "CONTROL_DONE": "id ok text waits",
+        "HEARTBEAT": "control",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

@@ -32,6 +32,10 @@ Make = Callable[[str, kinds.Type], Any]  # (MESSAGE.field, its type) -> a sample
 UNICODE: Final = "aß水🚌"  # 1, 2, 3 and 4 bytes of UTF-8
 
 TASK: Final = "17.41.1289"
+SECRET: Final = b"0123456789abcdef" * 4  # of the control.key by which the typical CONTROL is proved
+ASKED: Final = m.Control(
+    id="8f1d0c5e", verb="set", key="learner.lr", value="1e-06", who="alice (pid 4711, busrl set)"
+)
 
 
 def _array(dtype: str, values: Sequence[float]) -> dict[str, Any]:
@@ -57,6 +61,9 @@ TYPICAL: Final[dict[str, Any]] = {
     "max_prompt_tokens": 64, "seed": 0, "model": "/models/sort", "prompt_key": "prompt", "answer_key": "answer",
     "template": "none", "code": "done", "about": "REMOTE_REWARDED", "GATEWAY_ANSWER.text": "", "segment": 0,
     "attempt": 1, "max_new_tokens": 32, "segment_tokens": 16, "temperature": 1.0, "top_p": 1.0,
+    "id": ASKED.id, "verb": ASKED.verb, "key": ASKED.key, "value": ASKED.value, "who": ASKED.who,
+    "proof": ASKED.proof_with(SECRET), "control": 512, "ok": True, "waits": ["learner"],
+    "CONTROL_DONE.text": "learner.lr = 1e-06, it was 2e-06",
     "record": '{"prompt":"312=","answer":"123"}',
     "completion": "123", "REMOTE_GENERATED.text": "123", "tensors": ARRAYS, **ARRAYS,
     "LEARNER_STATE_UPDATE.tokens": 5321, "at": 3, "ids": [12, 13, 14], "kind": "", "stream": 0, "stop": [],

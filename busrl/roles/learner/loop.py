@@ -25,6 +25,8 @@ import numpy.typing as npt
 from busrl import device
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import CannotTrain, DiskFull, FateRefused, RankFailed, WriteFailed
+from busrl.ledger.controls import Controls
+from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
@@ -56,6 +58,7 @@ from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
+from busrl.watching import PausedClock
 
 if TYPE_CHECKING:
     from busrl.training.step_stats import StepStats
@@ -94,9 +97,11 @@ class Learner(Actor):
         self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms(self.config.ess_alarm)
         self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan)
+        self.clock = PausedClock()
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
         self._recover()
+        self._checkpoint_as_asked()
 
     def _gathered(self) -> Team:
         """The other ranks, as soon as all are there."""
@@ -131,8 +136,9 @@ class Learner(Actor):
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, 0)
         self.ring.set_header(HeaderWord.STEP, self.history.step)
         pause = self.ring.header(HeaderWord.GENERATION_PAUSE)
-        self.ring.set_header(HeaderWord.GENERATION_PAUSE, pause & ~PAUSE_STARTING)
-        self.plan.trigger.step_ended(time.monotonic())
+        if pause & PAUSE_STARTING:  # afterwards the word is launch's
+            self.ring.set_header(HeaderWord.GENERATION_PAUSE, pause & ~PAUSE_STARTING)
+        self.plan.trigger.step_ended(self._now())
 
     def _replay(self) -> int:
         """Train the records of the log after the checkpoint again; how many there were."""
@@ -147,6 +153,36 @@ class Learner(Actor):
             self.ring.progress()
             replayed += 1
         return replayed
+
+    # -- what is asked of a running run -------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Take up what was set. What is trained by the values of before is in a checkpoint first, since a replay of the
+        log uses the present ones."""
+        before, self.config = self.config, self.topology.learner
+        rates = [(one.lr, one.trigger.n_min) for one in (before, self.config)]
+        if rates[0] != rates[1] or self.training.oldest(self.topology) != self.training.stale.bound:
+            self._checkpoint_after(self.history.step)
+        self.training.follow(self.topology)
+        since = self.plan.trigger
+        self.plan = make_plan(self.topology, streamable=self.training.streamable)
+        self.plan.trigger.follow(since)
+        self.control.plan = self.plan
+        self.excerpts.kept = self.topology.log.samples
+        self._checkpoint_as_asked()
+
+    def _checkpoint_as_asked(self) -> None:
+        """The checkpoint that was asked for last, unless there is one of that step or of a later one."""
+        self._checkpoint_after(Controls.read(self.paths).checkpoint)
+
+    def _checkpoint_after(self, step: int) -> None:
+        newest = newest_checkpoint(self.paths)
+        if step and (newest is None or step_of(newest) < step) and not self.stopping:
+            self._checkpoint(wait=True)
+
+    def _now(self) -> float:
+        """The time of the trigger: it stands still while the run is paused."""
+        return self.clock.time(time.monotonic(), self.paused)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
@@ -164,7 +200,7 @@ class Learner(Actor):
         self._free_trained()
         view = self.scan(self.scanner, self._shaped_lines())
         actions = self.plan.decide(
-            view, list(self.claimed), step=self.history.step, now=time.monotonic(),
+            view, list(self.claimed), step=self.history.step, now=self._now(),
             next_admission=self.ring.header(HeaderWord.NEXT_ADMISSION), aside=self.metrics.ended.groups,
             wave_over=self._wave_over(view),
         )
@@ -204,7 +240,7 @@ class Learner(Actor):
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
         begun = time.monotonic_ns()
-        left_s = self.plan.trigger.deadline_s(time.monotonic())
+        left_s = self.plan.trigger.deadline_s(self._now())
         due = min(timeout_s, left_s) if left_s > 0 else timeout_s  # past it only a reward changes what may be trained
         self.ring.wait(State.REWARDED, self.looked, due)
         waited = time.monotonic_ns() - begun
@@ -347,7 +383,7 @@ class Learner(Actor):
             due = checkpoint_is_due(self.topology, self.history.step, self.history.groups, len(groups))
             if due and not self._is_over():
                 self._checkpoint()
-        self.plan.trigger.step_ended(time.monotonic())
+        self.plan.trigger.step_ended(self._now())
 
     def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
         """What the log keeps of a step, before any of it happens."""

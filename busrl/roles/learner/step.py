@@ -128,15 +128,13 @@ class TrainingStep:
         self.device = device.choose(topology.device_of("learner"))
         self.settings = TrainerSettings.of(topology)
         self.last_only = topology.segments.loss == "last_segment"
-        self.schedule = _schedule(topology)
         self.groups = 0
         self._denominator = 0.0  # of the update under way
         self._centred: list[float] = []  # advantages that were not divided by the number of the step
         self.seed = topology.run.seed
-        weights = topology.weights
         self.late = topology.experiments.forced_age > 0  # a version has older weights than those of its step
-        bounded = weights.mode == "batch-async" and weights.over_age == "wait" and not self.late
-        self.stale = StaleTokenMask(weights.max_staleness if bounded else None)
+        self.stale = StaleTokenMask(None)
+        self.follow(topology)
         self.masks_cut = topology.reward.truncated == "mask"
         # Of the step under way: tokens of answers that were not trained since they were cut, or all too old.
         self.cut_tokens = self.gone_tokens = 0
@@ -147,16 +145,27 @@ class TrainingStep:
         self.on_progress: Callable[[], None] = lambda: None  # after each micro-batch and part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
         self.pace: Callable[[float, int], None] | None = None  # called with the begin and the tokens of an accumulation
-        self.shared = weights.transport == ONE_COPY
+        self.shared = topology.weights.transport == ONE_COPY
         self.adapter: Adapter | None = None
         self.lora = LoraSettings.of(topology)
-        self.gives_adapters = weights.transport in ADAPTERS
+        self.gives_adapters = topology.weights.transport in ADAPTERS
         self.referred = Path(topology.model.reference) if topology.model.reference else None
         self.teacher = Path(topology.model.teacher) if topology.model.teacher else None
         self._others: dict[Path, Forward] = {}  # models that are read and not trained
         self.estimator = load_estimator(self.config.advantage)
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
+
+    def oldest(self, topology: Topology) -> int | None:
+        """The age in steps above which tokens are left out; None if none are."""
+        own = topology.weights
+        bounded = own.mode == "batch-async" and own.over_age == "wait" and not self.late
+        return own.max_staleness if bounded else None
+
+    def follow(self, topology: Topology) -> None:
+        """Train by these values from the next step on."""
+        self.config, self.schedule = topology.learner, _schedule(topology)
+        self.stale.bound = self.oldest(topology)
 
     def _trainer(self, folder: Path) -> Trainer:
         """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the

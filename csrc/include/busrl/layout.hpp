@@ -89,7 +89,7 @@ static_assert(sizeof(CounterLine) == 64);
 // Words of the run, each stored with release and loaded with acquire, so that who sees a value sees what its writer
 // had done before. Owners: version, version_step, step, unpublished_groups: the learner; next_admission: the scheduler;
 // hold: the validator, by CAS acq_rel, since the keeper clears that of a dead one; run_state: learner and launch;
-// generation_pause: launch before any child runs, then the learner.
+// generation_pause: launch before any child runs, then the learner, which clears bit 0, then launch again.
 struct Header {
     HeaderFixed fixed;
     uint32_t crc32c;                // of `fixed`

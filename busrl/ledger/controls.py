@@ -1,0 +1,109 @@
+"""`control.jsonl`: what was asked of a run while it ran, and what is in force because of it.
+
+`launch` alone appends; every process follows the file's size, and reads what it needs. Talks to one file. Knows nothing
+of the bus, of topologies or of what a verb does.
+
+- A line is there once what it says is in force for whoever reads now: topology.json is written before it.
+- What has an id was done once: the same id again is answered from its line.
+- Lines are folded in order, over all starts of a run: the newest value of a key holds until it is set again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from busrl.files import json_lines
+from busrl.paths import RunPaths
+
+VERBS = ("stop", "pause", "resume", "checkpoint", "set", "scale")
+
+
+class ControlLine(msgspec.Struct):
+    """One thing that was asked, and the answer. Values are TOML text; those of `scale` are of its `process.ROLE.count`.
+    `step`: the run's when it was asked."""
+
+    id: str
+    verb: str
+    ok: bool
+    text: str = ""
+    key: str = ""
+    old: str = ""
+    new: str = ""
+    who: str = ""
+    step: int = 0
+    time: float = 0.0
+
+    @property
+    def when(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+
+
+@dataclass
+class Controls:
+    """What the lines amount to."""
+
+    ids: dict[str, ControlLine] = field(default_factory=dict)
+    paused: ControlLine | None = None
+    settings: dict[str, ControlLine] = field(default_factory=dict)  # by key, in the order of their lines
+    checkpoint: int = 0  # the newest one that was asked for is to be of this step or a later one
+
+    @classmethod
+    def of(cls, lines: Iterable[ControlLine]) -> Controls:
+        found = cls()
+        for line in lines:
+            found.add(line)
+        return found
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Controls:
+        return cls.of(read_lines(paths))
+
+    def add(self, line: ControlLine) -> None:
+        """The next line: refusals change nothing."""
+        self.ids[line.id] = line
+        if not line.ok:
+            return
+        if line.verb in ("pause", "resume"):
+            self.paused = (self.paused or line) if line.verb == "pause" else None
+        elif line.verb in ("set", "scale"):
+            self.settings.pop(line.key, None)
+            self.settings[line.key] = line
+        elif line.verb == "checkpoint":
+            self.checkpoint = max(self.checkpoint, line.step)
+
+    def overrides(self) -> list[str]:
+        """The values in force, as overrides of a topology."""
+        return [f"{key}={line.new}" for key, line in self.settings.items()]
+
+    def words(self) -> Iterator[str]:
+        """What is not as the topology says, for people."""
+        if self.paused is not None:
+            yield f"paused by {self.paused.who} since {self.paused.when}"
+        if self.settings:
+            changed = (f"{key} = {line.new}" for key, line in self.settings.items())
+            yield f"changed in flight: {', '.join(changed)}"
+
+
+def read_lines(paths: RunPaths) -> Iterator[ControlLine]:
+    """The lines, in order; one that is damaged is left out."""
+    for row in json_lines(paths.control):
+        with suppress(msgspec.ValidationError):
+            yield msgspec.convert(row, ControlLine)
+
+
+def size(paths: RunPaths) -> int:
+    """Bytes of the file: another number says that there is something to follow."""
+    try:
+        return paths.control.stat().st_size
+    except OSError:
+        return 0
+
+
+def encoded(line: ControlLine) -> bytes:
+    return json.dumps(msgspec.to_builtins(line), ensure_ascii=False).encode()
