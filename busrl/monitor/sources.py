@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
-from busrl.monitor.state import Facts, ProcessRecord, RingRecord, RunState
+from busrl.monitor.state import VERSIONS, Facts, ProcessRecord, RingRecord, RunState, address_of
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
 from busrl.protocol.codec import BY_NAME, Rejected
@@ -135,9 +135,13 @@ class RingLook:
         ring = self._attached()
         if ring is None:
             return None
-        return msgspec.structs.replace(ring_record(ring, *self._groups(ring)), **self._calls(ring))
+        lines = ring.lines()
+        known = ring_record(ring, *self._groups(lines))
+        more = {**slots_of(lines), **self._calls(lines)}
+        moved = {name.lower(): count for name, count in ring.stats().transitions.items()}
+        return msgspec.structs.replace(known, moved=moved, **more)
 
-    def _calls(self, ring: Ring) -> dict[str, Any]:
+    def _calls(self, lines: np.ndarray) -> dict[str, Any]:
         """The ring of model calls beside it, and what the episodes do."""
         try:
             calls = Ring.attach(f"{self._name.removesuffix('.ring')}.calls", read_only=True, calls=True)
@@ -145,7 +149,7 @@ class RingLook:
             return {}
         with closing(calls):
             states = {name.lower(): count for name, count in calls.stats().occupancy.items() if count}
-            return {"calls": states, "episodes": open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())}
+            return {"calls": states, "episodes": open_episodes(lines, calls.lines(), time.monotonic_ns())}
 
     def close(self) -> None:
         if self._ring is not None:
@@ -174,9 +178,8 @@ class RingLook:
             self._file = info
         return self._ring
 
-    def _groups(self, ring: Ring) -> tuple[int, int]:
+    def _groups(self, lines: np.ndarray) -> tuple[int, int]:
         """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
-        lines = ring.lines()
         scanner = self._scanner_of(lines)
         if scanner is None:
             return -1, -1
@@ -212,6 +215,20 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
         reaps=stats.reaps, tokens=stats.tokens, groups_open=opened, groups_ready=ready,
         processes=tuple(_process_record(ring, process) for process in ring.processes()),
     )
+
+
+def slots_of(lines: np.ndarray) -> dict[str, Any]:
+    """How long slots have been in their states, and with which versions their answers were begun."""
+    ages: dict[str, tuple[float, ...]] = {}
+    now, states = time.monotonic_ns(), lines["state"]
+    for state in State:
+        if len(since := lines["changed_ns"][states == state]):
+            passed = np.maximum(0.0, (now - since.astype(np.int64)) / 1e9)
+            ages[state.name.lower()] = (float(passed.min()), float(np.median(passed)), float(passed.max()))
+    begun = lines["version"][(states >= State.GENERATING) & (states < State.DROPPED)]
+    found, counts = np.unique(begun, return_counts=True)
+    newest = list(zip(found.tolist(), counts.tolist()))[-VERSIONS:]
+    return {"ages": ages, "versions": {str(version): count for version, count in newest}}
 
 
 def _process_record(ring: Ring, process: Process) -> ProcessRecord:
@@ -286,6 +303,11 @@ class Watcher:
         """The newest line of samples.jsonl; empty where there are no files."""
         return self._reader.files.newest_sample if self._reader is not None else {}
 
+    @property
+    def samples(self) -> Sequence[dict[str, Any]]:
+        """The newest lines of samples.jsonl, the newest last."""
+        return self._reader.files.samples if self._reader is not None else ()
+
     def refresh(self, now: float, force: bool = False) -> None:
         if now < self._next_look and not force:
             return
@@ -319,7 +341,8 @@ class Watcher:
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)
             return None
-        run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body))
+        sender = address_of(heard.envelope.sender) if heard.envelope is not None else ""
+        run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body), sender)
         with suppress(Rejected, KeyError):  # one that this program cannot read
             run.handle(codec.decode(BY_NAME[name], heard.body, MAX_BYTES), now)
         if heard.envelope is None or run.replay or not heard.envelope.time_ns:
