@@ -54,7 +54,7 @@ class Graph {
   wide(columns, others, width) {
     const gap = Math.max(96, width * 0.11), w = (width - 3 * gap - 2) / 4, top = 40, deep = Math.max(...columns.map((one) => one.length));
     const rail = top + deep * (NODE + 12) + 34, x = (at) => 1 + at * (w + gap);
-    this.rail(`M0 ${rail}H${width}`, width, rail - 8, "end");
+    this.rail(`M0 ${rail}H${width}`, width, rail + 17, "end");
     columns.forEach((roles, at) => roles.forEach((role, k) => {
       const y = top + k * (NODE + 12), down = x(at) + 14 + 150 * k;
       this.drop(role, `M${down} ${y + NODE}V${rail}`, down + 8, rail - 22, down + 8, rail - 8);
@@ -241,7 +241,8 @@ class Timeline {
     new ResizeObserver(() => this.draw()).observe(canvas.parentNode);
   }
   show(lines, kept) {
-    this.lines = lines; this.kept = kept;
+    const oldest = Math.max(0, ...lines.map(({ spans }) => spans[0][0]));
+    this.lines = lines; this.kept = Math.min(kept, Math.max(60, 60 * Math.ceil(oldest / 60)));
     this.names.replaceChildren(...lines.map((line) => el("div", {}, line.process)));
     this.draw();
   }

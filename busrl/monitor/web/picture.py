@@ -4,7 +4,7 @@ Reads a `Watcher` and keeps a short history of it. Knows nothing of HTTP, or of 
 
 - Memory is bounded, whatever the run is: processes, spans of time, steps and samples have limits.
 - Red is what does not move although it should: a process that is late or dead, a state whose takers are all gone, and
-  a wait that has lasted. A process that has nothing to do is none of these.
+  in a stall whoever stands in the chain of waits. A process that has nothing to do is none of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ KEPT_S: Final = 300.0
 GAP_S: Final = 3.0  # between two looks; more than that and nobody knows what was in between
 MOST_LINES, MOST_SPANS = 64, 512
 MOVED_S: Final = 5.0
-BLOCKED_S: Final = 2.0
 TAKERS: Final = {"queued": ("rollout", "agent", "serve", "atropos"), "generated": ("reward",), "rewarded": ("learner",)}
 COLUMNS: Final = (
     "step", "reward", "length", "entropy", "n_min", "control_n_min", "entropy_ratio", "age_mean", "age_max", "mismatch",
@@ -101,7 +100,7 @@ def _extend(spans: deque[Span], seen: Span) -> None:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 def blocked(rows: Sequence[ProcessRow], slots: Mapping[str, int], waits: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What does not move although it should, with the reason: processes by name, roles by theirs."""
+    """What does not move although it should, with the reason, by process or role; `waits`: those of a stall."""
     found = {row.name: f"no progress for {text.age(row.progress_age_s)}" for row in rows if row.late}
     found |= {row.name: "dead" for row in rows if row.state == "dead"}
     living = {row.role for row in rows if row.state != "dead"}
@@ -109,10 +108,8 @@ def blocked(rows: Sequence[ProcessRow], slots: Mapping[str, int], waits: Iterabl
         if slots.get(state) and not living.intersection(roles):
             found[roles[0]] = f"{slots[state]:,} slots are {state}, and no {roles[0]} lives"
     for wait in waits:
-        since = wait.get("since_s")
-        if isinstance(since, (int, float)) and since >= BLOCKED_S:
-            named = f"waits for {wait.get('for')}, {text.age(since)}: {wait.get('because')}"
-            found.setdefault(str(wait.get("process")), text.safe(named))
+        said = f"waits for {wait.get('for')}, {text.age(wait.get('since_s') or 0.0)}: {wait.get('because')}"
+        found.setdefault(str(wait.get("process")), text.safe(said))
     return found
 
 
@@ -123,12 +120,13 @@ def picture(watcher: Watcher, target: RunPaths | str, history: History, now: flo
     rows, over = run.rows(now), run.state in OVER
     flows = {name: [round(one.rate.per_s(), 2), round(one.byte_rate.per_s(), 1), one.count, one.bytes]
              for name, one in run.traffic.by_sender.items()}
+    stall = told.get("waits") if told.get("stalled_s") else None
     return {**told, "web": {
         "headline": text.headline(run, wall), "progress": text.progress(run, now), "over": over, "ended": run.ended,
         "words": {name: said for name, said in text.labelled(run, now).items() if name != "sample"},
         "bus": text.bus(run, now), "speed": text.speed(run.speed(now)),
         "damage": run.damage, "rows": [_row(row) for row in rows],
-        "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, told.get("waits") or ()),
+        "blocked": {} if over else blocked(rows, run.ring.occupancy if run.ring else {}, stall or ()),
         "senders": flows, "moved": history.per_s(), "timeline": history.timeline(now), "kept_s": KEPT_S,
         "ring": _ring(run), "max_staleness": run.facts.max_staleness if run.facts.mode == "batch-async" else None,
     }}
