@@ -37,7 +37,7 @@ class Graph {
     if (shape !== this.shape) { this.shape = shape; this.build(groups, width, tall); }
     for (const [role, node] of Object.entries(this.nodes)) this.fill(node, role, groups[role] || [], p);
     this.flows(p);
-    this.said.textContent = p.web.rows.length ? `${p.web.rows.length} processes. Numbers at arrows: samples that come into the state in a second, and those that are in it. Below a process: what it sends on the bus.`
+    this.said.textContent = p.web.rows.length ? `${p.web.rows.length} processes. Numbers at arrows: samples that come into the state in a second, and those that are in it. At the bus: what a process sends.`
       : p.web.over ? `Nothing runs${p.web.ended ? ": " + p.web.ended : ""}.` : "No process is known yet.";
   }
 
