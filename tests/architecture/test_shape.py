@@ -95,7 +95,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "state": "", "text": "state", "runfiles": "state text", "sources": "runfiles state",
         "screen": "sources state text", "status": "runfiles sources state text",
         "recording": "runfiles sources state status", "replay": "recording sources",
+        "web": "screen sources state status text",
     },
+    "monitor.web": {"picture": "", "server": "picture"},
     "protocol": {
         "messages": "", "gateway": "messages", "codec": "gateway messages", "hosts": "messages",
     },

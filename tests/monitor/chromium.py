@@ -1,4 +1,4 @@
-"""A real Chromium without a screen, driven over its DevTools: pages at a size and a theme, keys, and what its console says."""
+"""A real Chromium without a screen, driven over its DevTools: a page of a size and a theme, keys, its console."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Page:
     async def look(self, width: int, height: int, theme: str) -> None:
         """How the page is looked at."""
         mobile = width < 600
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     async def open(self, url: str) -> None:
@@ -91,8 +92,10 @@ async def chromium() -> AsyncIterator[Page]:
     folder = Path(tempfile.mkdtemp(prefix="brc"))
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                "--disable-background-networking", "--remote-debugging-port=0", f"--user-data-dir={folder}"]
-    browser = subprocess.Popen([str(PROGRAM), *options, "about:blank"], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, env={**os.environ, "HOME": str(folder)}, start_new_session=True)
+    browser = subprocess.Popen(
+        [str(PROGRAM), *options, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "HOME": str(folder)}, start_new_session=True,
+    )
     try:
         port = await _port(folder / "DevToolsActivePort", browser)
         async with aiohttp.ClientSession() as session:

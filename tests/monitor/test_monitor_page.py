@@ -1,4 +1,4 @@
-"""The page of `busrl monitor --web` in a real Chromium: sizes, themes, keys, what is red, and a console without a word."""
+"""The page of `busrl monitor --web` in a real Chromium: sizes, themes, keys, what is red, and a silent console."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from test_monitor_web import Site
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")]
 Start = Callable[..., "subprocess.Popen[str]"]
 EVIL = "<img src=x onerror='window.taken = 1'><script>window.taken = 2</script><b>bold</b>"
-DRAWN = "document.querySelectorAll('#graph .name').length >= 4 && document.querySelectorAll('.plot canvas').length === 6"
+PANELS = ("flow", "processes", "waits", "ring", "versions", "charts", "timeline", "samples", "bus", "errors")
+COUNT = "document.querySelectorAll('{}').length"
+DRAWN = f"{COUNT.format('#graph .name')} >= 4 && {COUNT.format('.plot canvas')} === 6"
+BEYOND = """PANELS.map((id) => [id, $(id).getBoundingClientRect(), $(id).offsetHeight])
+  .filter(([id, box, height]) => box.right > innerWidth || !height).map(([id]) => id)"""
+NAMES = "[...document.querySelectorAll('#graph .name')].map((one) => one.textContent)"
 TEXT = "document.querySelector('{}').textContent"
 
 
 def visit(scene: Scene, started: Start, what: Callable[[Page, str], Awaitable[None]]) -> None:
     """Look at the scene with a browser; its console must stay silent."""
-    samples = [{"step": step, "uid": step, "group": step, "prompt": f"Q{step} {EVIL}", "completion": f"A{step} {EVIL}", "reward": 0.5,
-                "tokens": 5, "version_runs": [[step - 1, 3], [step, 2]], "rewards_of_group": [0.5, 1.0]} for step in (38, 39, 40)]
+    samples = [
+        {"step": step, "uid": step, "group": step, "prompt": f"Q{step} {EVIL}", "completion": f"A{step} {EVIL}",
+         "reward": 0.5, "tokens": 5, "version_runs": [[step - 1, 3], [step, 2]], "rewards_of_group": [0.5, 1.0]}
+        for step in (38, 39, 40)
+    ]
     scene.paths.samples.write_text("".join(json.dumps(one) + "\n" for one in samples))
     site = Site(started("monitor", str(scene.paths.root), "--web"))
 
@@ -46,10 +54,9 @@ def test_it_fits_both_widths_in_both_themes(scene: Scene, started: Start) -> Non
             await page.open(url)
             await page.until(DRAWN)
             assert await page.value("document.documentElement.scrollWidth") <= width
-            wide = "[...document.querySelectorAll('section')].filter((one) => one.getBoundingClientRect().right > innerWidth || !one.offsetHeight)"
-            assert await page.value(f"{wide}.map((one) => one.id)") == []
+            assert await page.value(BEYOND) == []
             grounds.add((theme, await page.value("getComputedStyle(document.body).backgroundColor")))
-            assert await page.until("[...document.querySelectorAll('#graph .name')].some((one) => one.textContent === 'rollout')")
+            assert "rollout" in await page.until(NAMES)
         assert len(grounds) == 2 and len({ground for _, ground in grounds}) == 2
 
     visit(scene, started, look)
@@ -59,7 +66,7 @@ def test_it_goes_by_keyboard(scene: Scene, started: Start) -> None:
     async def keys(page: Page, url: str) -> None:
         await page.press("Tab")
         assert await page.value("document.activeElement.className") == "skip"
-        for key, panel in zip("1234567890", ("flow", "processes", "waits", "ring", "versions", "charts", "timeline", "samples", "bus", "errors")):
+        for key, panel in zip("1234567890", PANELS, strict=True):
             await page.press(key)
             assert await page.value("document.activeElement.id") == panel
         await page.until("document.querySelectorAll('#list button').length === 3")
@@ -87,9 +94,9 @@ def test_texts_of_a_model_are_never_markup(scene: Scene, started: Start) -> None
     async def look(page: Page, url: str) -> None:
         await page.until("document.querySelectorAll('#list button').length === 3")
         assert EVIL in await page.value(TEXT.format("#sample .answer"))
-        assert await page.value("document.images.length + document.querySelectorAll('main script, main pre b').length") == 0
+        assert await page.value(f"document.images.length + {COUNT.format('main script, main pre b')}") == 0
         assert await page.value("window.taken ?? 'nothing'") == "nothing"
-        assert await page.value("[...document.querySelectorAll('.strip i')].map((one) => one.style.flexGrow)") == ["3", "2"]
+        assert await page.value("[...document.querySelectorAll('.strip i')].map((i) => i.style.flexGrow).join()") == "3,2"
 
     visit(scene, started, look)
 
@@ -98,7 +105,7 @@ def test_what_does_not_move_is_red_and_what_comes_is_drawn(scene: Scene, started
     async def look(page: Page, url: str) -> None:
         assert await page.value("document.querySelectorAll('#graph .blocked').length") == 0
         scene.ring.activity("stuck", 0.01)
-        await page.until("document.querySelectorAll('#graph g.blocked').length === 2")  # the process, and what it should take
+        await page.until(COUNT.format("#graph g.blocked") + " === 2")  # the process, and what it should take
         assert "rollout/0: no progress for" in await page.value(TEXT.format("#blocked"))
         red = "getComputedStyle(document.querySelector('#graph .blocked rect')).stroke"
         assert await page.value(red) == "rgb(195, 38, 29)"

@@ -1,4 +1,4 @@
-"""What the page of `busrl monitor --web` shows, as data: all that `--once --json` tells, and what drawings need beside it.
+"""What the page of `busrl monitor --web` shows, as data: all that `--once --json` tells, and what drawings need too.
 
 Reads a `Watcher` and keeps a short history of it. Knows nothing of HTTP, or of how anything is drawn.
 

@@ -3,7 +3,7 @@
 Talks to browsers (aiohttp) and keeps a `Watcher` up to date, in one thread. Knows nothing of what a picture holds.
 
 - Nothing that is asked changes anything: there is only GET, the files are named here, and no body is read.
-- Who may look: on loopback the user whose monitor it is, and root; elsewhere whoever has the token of the printed address.
+- Who may look: on loopback the user whose monitor it is, and root; elsewhere whoever has the token that is printed.
 - A name in `Host` that is not ours is refused, so that no page of another site can read this one by its own name.
 - What a client can take is bounded: connections, streams, the time for a request and for taking an answer. A stream
   that is slow misses pictures, and delays nobody.
@@ -90,7 +90,8 @@ class Server:
 
     def __init__(self, watcher: Watcher, target: RunPaths | str, address: Address) -> None:
         self._watcher, self._target, self._history = watcher, target, History()
-        self._files = {path: ((Path(__file__).parent / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+        here = Path(__file__).parent
+        self._files = {path: ((here / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._socket = _listening(address)
         host, self._port = self._socket.getsockname()[:2]
         self._loopback = ipaddress.ip_address(host).is_loopback
