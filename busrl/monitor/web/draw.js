@@ -23,6 +23,7 @@ const percent = (share) => known(share) ? `${Math.round(share * 100)}%` : "-";
 // -- the run as a graph: four stages along the ring's states, the others below, one bus under all --------------------
 
 const STAGES = [["scheduler"], ["agent", "serve", "atropos", "rollout"], ["reward"], ["learner", "rank"]];
+const USUAL = ["scheduler", "rollout", "reward", "learner"];
 const BETWEEN = [["queued", "queued"], ["generated", "generated"], ["rewarded", "rewarded"]]; // state, and whose entries flow
 const NODE = 62;
 
@@ -44,7 +45,7 @@ class Graph {
   build(groups, width, tall) {
     this.nodes = {}; this.edges = []; this.root.replaceChildren();
     const columns = STAGES.map((roles) => roles.filter((role) => groups[role]));
-    columns.forEach((column, at) => { if (!column.length) column.push(STAGES[at].at(-1)); });
+    columns.forEach((column, at) => { if (!column.length) column.push(USUAL[at]); });
     const others = Object.keys(groups).filter((role) => !STAGES.flat().includes(role)).sort();
     const height = tall ? this.tall(columns, others, width) : this.wide(columns, others, width);
     this.root.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -62,7 +63,7 @@ class Graph {
     }));
     BETWEEN.forEach((between, at) => {
       const from = x(at) + w, to = x(at + 1), y = top + NODE / 2;
-      this.edge(between, columns[at + 1].at(-1), `M${from} ${y}H${to - 7}`, to - 1, y, "right", (from + to) / 2, y - 7, (from + to) / 2, y + 17, "mid");
+      this.edge(between, columns[at + 1], `M${from} ${y}H${to - 7}`, to - 1, y, "right", (from + to) / 2, y - 7, (from + to) / 2, y + 17, "mid");
     });
     const from = x(3) + w / 2, to = x(1) + w / 2;
     this.weights(`M${from} ${top}V16H${to}V${top - 7}`, to, top - 1, "down", (from + to) / 2, 11, "mid");
@@ -72,7 +73,7 @@ class Graph {
       this.drop(role, `M${left + 14} ${y}V${rail}`, left + 22, y - 19, left + 22, y - 6);
       this.node(role, left, y, ow);
     });
-    return rail + (others.length ? 36 + NODE : 8);
+    return rail + (others.length ? 36 + NODE : 24);
   }
 
   tall(columns, others, width) {
@@ -85,7 +86,7 @@ class Graph {
     };
     columns.forEach((roles, at) => {
       if (at) {
-        this.edge(BETWEEN[at - 1], roles.at(-1), `M${left + 30} ${y - 10}V${y + 27}`, left + 30, y + 33, "down", left + 42, y + 16, left + 110, y + 16);
+        this.edge(BETWEEN[at - 1], roles, `M${left + 30} ${y - 10}V${y + 27}`, left + 30, y + 33, "down", left + 42, y + 16, left + 110, y + 16);
         y += 34;
       }
       ys.push(y);
@@ -115,9 +116,9 @@ class Graph {
     Object.assign(node, { g, title, name: this.text(g, x + 10, y + 18, "name"), version: this.text(g, x + w - 10, y + 18, "dim end"), does: this.text(g, x + 10, y + 36, "dim"), cells: svg("g"), x, y, w, chars: Math.floor((w - 20) / 6.4) });
     g.append(node.cells);
   }
-  edge([state, moved], taker, d, hx, hy, way, x, y, x2, y2, kind = "") {
+  edge([state, moved], takers, d, hx, hy, way, x, y, x2, y2, kind = "") {
     const g = this.group(); g.append(svg("path", { d }), this.head(hx, hy, way));
-    this.edges.push({ g, state, moved, taker, rate: this.text(g, x, y, `big ${kind}`), held: this.text(g, x2, y2, `dim ${kind}`) });
+    this.edges.push({ g, state, moved, takers, rate: this.text(g, x, y, `big ${kind}`), held: this.text(g, x2, y2, `dim ${kind}`) });
   }
   weights(d, hx, hy, way, x, y, kind = "") {
     const g = this.group(); g.append(svg("path", { d }), this.head(hx, hy, way));
@@ -153,7 +154,7 @@ class Graph {
     const slots = p.slots || {}, stuck = (role) => p.web.blocked[role] || p.web.rows.some((row) => row.role === role && p.web.blocked[row.name]) && p.web.rows.every((row) => row.role !== role || p.web.blocked[row.name]);
     for (const edge of this.edges) {
       const rate = p.web.moved[edge.moved], held = slots[edge.state] || 0;
-      edge.g.setAttribute("class", stuck(edge.taker) ? "blocked" : rate > 0.05 ? "moving" : "");
+      edge.g.setAttribute("class", edge.takers.some(stuck) ? "blocked" : rate > 0.05 ? "moving" : "");
       edge.rate.textContent = known(rate) ? `${short(rate)}/s` : "";
       edge.held.textContent = p.web.ring ? `${short(held)} ${edge.state}` : "";
     }
@@ -204,7 +205,7 @@ class Charts {
       place.append(head);
       const series = [{}, ...spec.of.map((_, at) => ({ stroke: color(at ? "--dim" : "--accent"), width: 1.5, dash: at ? [4, 3] : undefined, points: { show: false }, spanGaps: true }))];
       one.plot = new uPlot({
-        width: 300, height: 120, series, legend: { show: false }, scales: { x: { time: false } }, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } }, padding: [8, 6, 0, 0],
+        width: 300, height: 120, series, legend: { show: false }, scales: { x: { time: false } }, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } }, padding: [8, 14, 0, 0],
         axes: [{ ...axis, size: 22, space: 60, values: (_, v) => v.map((x) => Number.isInteger(x) ? x : "") }, { ...axis, space: 28, values: (_, v) => v.map((x) => Math.abs(x) >= 1000 ? short(x) : String(+x.toPrecision(6))) }],
         hooks: { setCursor: [(plot) => { one.cursor = plot.cursor.idx; this.say(one); }] },
       }, this.data(spec), place);

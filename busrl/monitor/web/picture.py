@@ -56,7 +56,9 @@ class History:
     lines: dict[str, deque[Span]] = field(default_factory=dict)
 
     def add(self, run: RunState, now: float) -> None:
-        if run.ring is not None and run.pace > 0:
+        if run.ring is None:
+            self.moved.clear()
+        elif run.pace > 0:
             for state, count in run.ring.moved.items():
                 self.moved.setdefault(state, Rate(MOVED_S)).add(count, now * run.pace)
         for row in run.rows(now) if run.state not in OVER else ():
