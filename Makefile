@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -36,7 +36,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm"
 
-test-all: agents-env openenv-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: browser agents-env openenv-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm"
 	$(BIN)/python tools/mutants.py
@@ -132,6 +132,9 @@ $(OPENENV)/.installed: | $(STAMP)/system
 
 openenv-env: $(OPENENV)/.installed
 
+browser: # Chromium, for the tests of the monitor's page, which are left out where it can not be installed
+	-@sh tools/system.sh $(PYTHON) chromium:chromium
+
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so
 
@@ -149,7 +152,7 @@ $(BIN)/python: | $(STAMP)/system
 $(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/python
 	@start=$$(date +%s); \
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 && \
-	$(BIN)/pip install -q -c constraints.txt -e '.[train]' && \
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,web]' && \
 	mkdir -p $(STAMP) && touch $@ && \
 	echo "installed in $$(( $$(date +%s) - start )) s"
 

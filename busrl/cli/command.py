@@ -332,6 +332,8 @@ def _add_watching(verbs: Verbs) -> None:
     add("--once", action="store_true", help="print the picture once and leave")
     add("--json", action="store_true", help="with --once: one JSON object, its keys as documented")
     add("--plain", action="store_true", help="lines without colours, as on a pipe")
+    text = "a page for a browser, at a free port of this host alone or at an address of yours; named after the run"
+    add("--web", nargs="?", const="", metavar="[HOST:]PORT", help=text)
     text = "with --once: listen for so long first (default 1; at an endpoint until the replay is over, at most 60)"
     add("--seconds", type=positive, metavar="S", help=text)
     more = "It ends with Ctrl-C, with the run, or at a limit; the file can be replayed, or read while it grows."

@@ -7,6 +7,7 @@ nothing of how any of that is done.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import os
 import signal
@@ -71,12 +72,14 @@ def _written(out: Path, records: Sequence[RunRecord]) -> int:
 
 
 def monitor(options: argparse.Namespace) -> int:
-    """The live screen until `q`, plain lines where there is no terminal, or one look."""
+    """The live screen until `q`, plain lines where there is no terminal, a page for a browser, or one look."""
     target = find(options.target)
     watcher = Watcher(target)
     try:
         if options.once or options.json:
             return _once(watcher, target, options.json, options.seconds)
+        if options.web is not None:
+            return _page(watcher, target, options.web)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _leave)
         with suppress(KeyboardInterrupt):
@@ -95,6 +98,14 @@ def _once(watcher: Watcher, target: RunPaths | str, as_json: bool, seconds: floa
             "run.json), or the endpoint that `busrl replay` printed"
         )
     print(to_json(watched(watcher, target)) if as_json else screen.as_text(watcher))
+    return 0
+
+
+def _page(watcher: Watcher, target: RunPaths | str, address: str) -> int:
+    from busrl.monitor.web.server import Address, Server  # needs aiohttp
+
+    server = Server(watcher, target, Address.of(address))
+    asyncio.run(server.run(lambda url: print(f"the run is shown at {url} until Ctrl-C", flush=True)))
     return 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from busrl.monitor.text import safe
 from busrl.paths import RunPaths
 from busrl.states import Fate, fate_name
 
+SAMPLES_KEPT: Final = 24
 SAMPLE_BYTES: Final = 1 << 18
 HEAD_BYTES: Final = 1 << 16
 WORDS: Final = {
@@ -56,15 +58,19 @@ T = TypeVar("T")
 
 
 class RunFiles:
-    """The files of one run directory. `newest_sample`: the newest line of samples.jsonl that holds one."""
+    """The files of one run directory. `samples`: the newest lines of samples.jsonl that hold one, the newest last."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._metrics, self._errors = LineFollower(paths.metrics), LineFollower(paths.errors)
         self._rounds = LineFollower(paths.validation)
         self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
-        self.newest_sample: dict[str, Any] = {}
+        self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
         self._controls = 0  # bytes of control.jsonl that the state has
+
+    @property
+    def newest_sample(self) -> dict[str, Any]:
+        return self.samples[-1] if self.samples else {}
 
     def facts(self) -> Facts:
         """What run.json and topology.json say; what is missing there stays unknown."""
@@ -93,9 +99,9 @@ class RunFiles:
         except OSError:
             return None
 
-    def sample(self) -> dict[str, Any]:
-        """The newest sample that was written since the last call; empty if none was."""
-        return next((row for row in _maps(self._samples.new()[::-1]) if sample_line(row)), {})
+    def new_samples(self) -> list[dict[str, Any]]:
+        """The newest samples that were written since the last call."""
+        return [row for row in _maps(self._samples.new()[-SAMPLES_KEPT:]) if sample_line(row)]
 
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty if no summary says so."""
@@ -113,7 +119,7 @@ class RunFiles:
             state.validated(done)
         if state.first_reward is None:
             state.first_reward = self._first_reward()
-        self.newest_sample = self.sample() or self.newest_sample
+        self.samples.extend(self.new_samples())
         state.sample = sample_line(self.newest_sample)
         if (size := controls.size(self._paths)) != self._controls:
             self._controls, state.asked = size, "; ".join(Controls.read(self._paths).words())

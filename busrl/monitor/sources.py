@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
-from busrl.monitor.state import Facts, Held, ProcessRecord, RingRecord, RunState
+from busrl.monitor.state import VERSIONS, Facts, Held, ProcessRecord, RingRecord, RunState, address_of
 from busrl.monitor.waits import reason_of
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
@@ -136,13 +136,16 @@ class RingLook:
         ring = self._attached()
         if ring is None:
             return None
-        record = ring_record(ring, *self._groups(ring))
+        lines = ring.lines()
+        record = ring_record(ring, *self._groups(lines))
         processes = tuple(msgspec.structs.replace(one, stopped=is_stopped(one)) for one in record.processes)
-        return msgspec.structs.replace(record, processes=processes, **self._slots(ring, record))
+        moved = {name.lower(): count for name, count in ring.stats().transitions.items()}
+        more = {**slots_of(lines), **self._slots(ring, record, lines)}
+        return msgspec.structs.replace(record, processes=processes, moved=moved, **more)
 
-    def _slots(self, ring: Ring, record: RingRecord) -> dict[str, Any]:
+    def _slots(self, ring: Ring, record: RingRecord, lines: np.ndarray) -> dict[str, Any]:
         """Who holds them; with a ring of model calls beside it that ring, and what the episodes do."""
-        lines, draws = ring.lines(), {reason_of(one)[1] for one in record.processes}
+        draws = {reason_of(one)[1] for one in record.processes}
         try:
             calls = Ring.attach(f"{self._name.removesuffix('.ring')}.calls", read_only=True, calls=True)
         except RingError:
@@ -182,9 +185,8 @@ class RingLook:
             self._file = info
         return self._ring
 
-    def _groups(self, ring: Ring) -> tuple[int, int]:
+    def _groups(self, lines: np.ndarray) -> tuple[int, int]:
         """Open groups, and of these the ones that a step could take; -1 where the fates cannot be read."""
-        lines = ring.lines()
         scanner = self._scanner_of(lines)
         if scanner is None:
             return -1, -1
@@ -277,6 +279,20 @@ def ring_record(ring: Ring, opened: int = -1, ready: int = -1) -> RingRecord:
     )
 
 
+def slots_of(lines: np.ndarray) -> dict[str, Any]:
+    """How long slots have been in their states, and with which versions their answers were begun."""
+    ages: dict[str, tuple[float, ...]] = {}
+    now, states = time.monotonic_ns(), lines["state"]
+    for state in State:
+        if len(since := lines["changed_ns"][states == state]):
+            passed = np.maximum(0.0, (now - since.astype(np.int64)) / 1e9)
+            ages[state.name.lower()] = (float(passed.min()), float(np.median(passed)), float(passed.max()))
+    begun = lines["version"][(states >= State.GENERATING) & (states < State.DROPPED)]
+    found, counts = np.unique(begun, return_counts=True)
+    newest = list(zip(found.tolist(), counts.tolist()))[-VERSIONS:]
+    return {"ages": ages, "versions": {str(version): count for version, count in newest}}
+
+
 def _process_record(ring: Ring, process: Process) -> ProcessRecord:
     now = time.monotonic_ns()
     return ProcessRecord(
@@ -350,6 +366,11 @@ class Watcher:
         """The newest line of samples.jsonl; empty where there are no files."""
         return self._reader.files.newest_sample if self._reader is not None else {}
 
+    @property
+    def samples(self) -> Sequence[dict[str, Any]]:
+        """The newest lines of samples.jsonl, the newest last."""
+        return self._reader.files.samples if self._reader is not None else ()
+
     def refresh(self, now: float, force: bool = False) -> None:
         if now < self._next_look and not force:
             return
@@ -383,7 +404,8 @@ class Watcher:
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)
             return None
-        run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body))
+        sender = address_of(heard.envelope.sender) if heard.envelope is not None else ""
+        run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body), sender)
         with suppress(Rejected, KeyError):  # one that this program cannot read
             run.handle(codec.decode(BY_NAME[name], heard.body, MAX_BYTES), now)
         if heard.envelope is None or run.replay or not heard.envelope.time_ns:

@@ -27,6 +27,7 @@ from msgspec.structs import asdict
 from busrl.protocol import messages as m
 from busrl.states import HeaderWord, RunPhase
 
+VERSIONS: Final = 8
 KNOWN: Final = msgspec.Meta(ge=0, le=(1 << 63) - 1)  # of a step or a round that is read from a file
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -109,6 +110,9 @@ class RingRecord(msgspec.Struct, frozen=True):
     calls: dict[str, int] = {}  # slots of the ring of model calls by state; {} where the run has none
     episodes: dict[str, tuple[int, float]] = {}  # that are played: how many of each state, age of the oldest in seconds
     held: tuple[Held, ...] = ()  # all slots but the free ones, where somebody has looked at them
+    moved: dict[str, int] = {}  # how often a slot came into each state, ever
+    ages: dict[str, tuple[float, ...]] = {}  # seconds that slots have been in a state: least, median, most
+    versions: dict[str, int] = {}  # slots whose answer was begun with a version, the newest `VERSIONS` of them
 
     @property
     def living(self) -> int:
@@ -131,6 +135,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     cut_share: float | None = None  # of the trained answers
     k3: float | None = None
     ess: float | None = None
+    mismatch: float | None = None  # between the log-probabilities of engine and trainer, per token
     seconds: float = 0.0
     groups_ended: float | None = None
     samples: int = 0
@@ -250,6 +255,10 @@ class Steps:
     def numbers(self) -> list[int]:
         return [one.step for one in self._known]
 
+    def after(self, step: int) -> list[StepRecord]:
+        """The steps that are kept of those after this one."""
+        return self._known[bisect_left(self._known, step + 1, key=lambda one: one.step) :]
+
     def pace(self, quiet_s: float) -> Speed:
         """How fast steps come when the last one is `quiet_s` ago, as far as they tell how long they took."""
         known: list[StepRecord] = []
@@ -307,6 +316,11 @@ class Flow:
     count: int = 0
     bytes: int = 0
     rate: Rate = field(default_factory=Rate)
+    byte_rate: Rate = field(default_factory=Rate)
+
+    def tick(self, now: float) -> None:
+        self.rate.add(self.count, now)
+        self.byte_rate.add(self.bytes, now)
 
 
 @dataclass
@@ -318,6 +332,7 @@ class Traffic:
     """
 
     by_name: dict[str, Flow] = field(default_factory=dict)
+    by_sender: dict[str, Flow] = field(default_factory=dict)
     missed: int = 0
     malformed: int = 0
     resyncs: int = 0
@@ -327,17 +342,22 @@ class Traffic:
     _ticked: float | None = None
     _least_age: dict[str, float] = field(default_factory=dict)
 
-    def received(self, name: str, size: int) -> None:
-        flow = self.by_name.get(name)
-        if flow is None:
-            if len(self.by_name) >= MAX_NAMES:
-                name = OTHERS
-            flow = self.by_name.setdefault(name, Flow())
-            if self._ticked is not None and not flow.rate.points:
-                flow.rate.add(0, self._ticked)  # none had come by then
-        for one in (flow, self.total):
+    def received(self, name: str, size: int, sender: str = "") -> None:
+        if name not in self.by_name and len(self.by_name) >= MAX_NAMES:
+            name = OTHERS
+        if sender not in self.by_sender and len(self.by_sender) >= MAX_SENDERS:
+            sender = OTHERS
+        for one in (self._flow(self.by_name, name), self._flow(self.by_sender, sender), self.total):
             one.count += 1
             one.bytes += size
+
+    def _flow(self, flows: dict[str, Flow], key: str) -> Flow:
+        flow = flows.get(key)
+        if flow is None:
+            flow = flows[key] = Flow()
+            if self._ticked is not None:
+                flow.tick(self._ticked)  # none had come by then
+        return flow
 
     def late(self, sender: str, age_s: float) -> float:
         """By how much a message of this age is later than its sender's usually are."""
@@ -355,8 +375,8 @@ class Traffic:
     def tick(self, now: float) -> None:
         """Some times a second: what the rates are worked out from."""
         self._ticked = now
-        for flow in (*self.by_name.values(), self.total):
-            flow.rate.add(flow.count, now)
+        for flow in (*self.by_name.values(), *self.by_sender.values(), self.total):
+            flow.tick(now)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -405,7 +425,7 @@ MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 4096
 ONLY_IN_METRICS: Final = (
     "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
-    "entropy_ratio", "flat_share", "groups_ended", "cut_share", "k3", "ess",
+    "entropy_ratio", "flat_share", "groups_ended", "cut_share", "k3", "ess", "mismatch",
 )
 BUSY_S: Final = 1.0  # what a busy share is taken over
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second

@@ -101,7 +101,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "sources": "runfiles state waits", "screen": "sources state text",
         "status": "runfiles sources state text waits",
         "recording": "runfiles sources state status", "replay": "recording sources",
+        "web": "screen sources state status text",
     },
+    "monitor.web": {"picture": "", "server": "picture"},
     "protocol": {
         "messages": "", "gateway": "messages", "codec": "gateway messages", "hosts": "messages",
     },

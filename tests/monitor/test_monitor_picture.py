@@ -294,9 +294,10 @@ def test_the_busy_share_of_a_process_that_tells_none_is_not_known() -> None:
     assert "busy    -" in "\n".join(words.lines(picture, 1.0, 0.0))
 
 
-def test_the_newest_sample_is_read_once_and_a_bad_line_is_left_out(tmp_path: Path) -> None:
+def test_new_samples_are_read_once_and_a_bad_line_is_left_out(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path)
     files = RunFiles(paths)
-    assert files.sample() == {}
+    assert files.new_samples() == []
     paths.samples.write_text('{"prompt": "Q", "completion": "A"}\n[1]\n{"prompt": "R", "completion": "B"}\n{broken\n')
-    assert files.sample() == {"prompt": "R", "completion": "B"} and files.sample() == {}
+    both = [{"prompt": "Q", "completion": "A"}, {"prompt": "R", "completion": "B"}]
+    assert files.new_samples() == both and files.new_samples() == []

@@ -75,7 +75,7 @@ def test_a_user_is_told_where_header_and_library_are() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_brings_header_and_library(tmp_path: Path) -> None:
+def test_a_wheel_brings_header_library_and_the_page_of_the_monitor(tmp_path: Path) -> None:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for folder in ("busrl", "csrc"):
@@ -86,3 +86,5 @@ def test_a_wheel_brings_header_and_library(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"busrl/ring/capi/libbusrl_ring.so", "busrl/ring/capi/busrl_ring.h"} <= set(names)
+    page = {f"busrl/monitor/web/{name}" for name in ("page.html", "page.css", "page.js", "draw.js", "uplot.LICENSE")}
+    assert page <= set(names)

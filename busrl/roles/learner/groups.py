@@ -15,6 +15,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -262,7 +263,8 @@ class Excerpts:
             "tokens": record.tokens,
             "finish": "length" if record.finish == Finish.LENGTH else "end",
             "version": record.version,
-            "versions": sorted(set(np.frombuffer(record.versions, np.uint32).tolist())),
+            "versions": sorted(set(record.version_array().tolist())),
+            "version_runs": [[version, len(list(own))] for version, own in groupby(record.version_array().tolist())],
             "rewards_of_group": [one.reward for one in claimed.records],
             **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
             **(_episode(ring, slot, record) if record.turns else {}),
