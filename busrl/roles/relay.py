@@ -1,6 +1,6 @@
 """The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
 
-At home it talks to the ring's header (reading), the segment of weights and the hosts' relays. On a host it writes the
+At home it talks to the ring (reading), the segment of weights and the hosts' relays. On a host it writes the
 words of the local ring's header that engines go by, and the local segment, from which it answers other hosts. Knows
 nothing of samples.
 
@@ -30,6 +30,7 @@ from busrl.config.hosts import SILENT, claimed_from
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import hosts as h
+from busrl.roles import host_news
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.weights.relay import Chain, Pieces, SegmentCopy, Snapshot, Sources
@@ -82,6 +83,7 @@ class Home:
         self.weights = Snapshot(actor.paths.weights_file, self.topology.hosts.piece_mb << 20)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
+        self.starts = host_news.Starts(actor.paths)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
@@ -118,8 +120,7 @@ class Home:
             self.actor.warn("relay", f"{asked.name}: {why.text}", kind=f"refused {asked.name}")
             self.link.answer(asked, why)
         elif isinstance(question, h.HostJoin):
-            made = of_host(self.topology, question.host).to_json().encode()
-            self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from))
+            self._welcome(asked)
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
             self.chain.looked(asked.name, question.have, time.monotonic())
@@ -128,6 +129,13 @@ class Home:
             self._head(asked, question)
         else:
             self._piece(asked, question)
+
+    def _welcome(self, asked: Asked) -> None:
+        name = asked.name
+        made = of_host(self.topology, name).to_json().encode()
+        lives = {one.label: one.life for one in self.ring.processes() if one.remote}
+        life, holds = self.starts.count(name, max(lives.values(), default=0)), lives.get(name, 0)
+        self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from, life=life, holds=holds))
 
     def _objection(self, asked: Asked) -> h.Refused | None:
         """Why this host cannot take part, whatever it asks for."""
