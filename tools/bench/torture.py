@@ -415,8 +415,8 @@ def rows() -> Iterator[Row]:
     for label in ("bus", "keeper", "relay", "satellite", "rollout/0"):
         yield Row(f"host: {label}", rf"\b{label}\b", process("h0", label))
     yield Row("`busrl host`", "adopted", command_of_host(everything=False, returns=True))
-    yield Row("the whole host, started again", "^home/.*h0", command_of_host(everything=True, returns=True))
-    yield Row("the whole host, for a while", "^home/.*h0", command_of_host(everything=True, returns=False))
+    yield Row("the whole host, started again", r"^home/(?!.*\bstarted\b).*h0", command_of_host(everything=True, returns=True))
+    yield Row("the whole host, for a while", r"^home/(?!.*\bstarted\b).*h0", command_of_host(everything=True, returns=False))
     yield Row("`busrl launch`", "adopted", command_at_home(ring_too=False))
     yield Row("home with its ring", "new ring|were in no slot", command_at_home(ring_too=True))
     yield Row("cable, 1 s", CUT, cut(1.0), cable=True)
