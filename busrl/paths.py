@@ -71,6 +71,7 @@ class RunPaths:
     scheduler_log = _Named("scheduler.jsonl")  # predicted and real lengths, and waits, of the groups that ended
     serve_key = _Named("serve.key")  # what clients claim episodes with; for the owner alone
     atropos_seen = _Named("atropos.seen")  # digests of the groups that environments posted and that were kept
+    hosts_now = _Named("hosts.json")  # what home's relay last heard of each host
     hosts = _Named("hosts.jsonl")  # when other hosts started, joined, fell silent, came back, were replaced, went
     host_source = _Named("host.json")  # on another host: where home is, and who this host is there
     published = _Named("published")  # a folder per published checkpoint; gone when the run has ended

@@ -32,7 +32,7 @@ LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a r
 
 def status(options: argparse.Namespace) -> int:
     """What a run is doing now, or how it ended."""
-    print(status_of(options.run_dir, as_json=options.json))
+    print(status_of(options.run_dir, as_json=options.json, host=options.host))
     return 0
 
 

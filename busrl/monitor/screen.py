@@ -223,6 +223,7 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
         _labelled("slots", bar),
         _labelled("", legend),
         *(_labelled(name, Text(words)) for name, words in text.labelled(run, now).items()),
+        *(_labelled("host", Text(words)) for words in text.hosts(run)),
         _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
 

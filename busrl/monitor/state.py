@@ -424,6 +424,7 @@ class RunState:
     validating: bool = False
     waiting: str = ""  # for what the scheduler waits
     left_out: dict[str, int] = field(default_factory=dict)  # with data.skip: draws left out, and prompts that rest
+    hosts: dict[str, dict[str, Any]] = field(default_factory=dict)  # as hosts.json has them
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
     validations: dict[tuple[str, int], RoundRecord] = field(default_factory=dict)  # by set and round, the newest last
     _present: dict[str, Present] = field(default_factory=dict)

@@ -33,13 +33,27 @@ class HostJoin(Question, tag="HOST_JOIN"):
     build: Name = ""
 
 
+class HostProcess(Struct, frozen=True, array_like=True):
+    """A process of a host, for people: what its ring shows of it."""
+
+    name: Name
+    state: Name
+    activity: Text
+    pid: Count
+    version: Count
+    samples: Count
+    tokens: Count
+
+
 class HostLook(Question, tag="HOST_LOOK"):
     """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds. `have`: the
-    version that engines there find (-1: none)."""
+    version that engines there find (-1: none). `processes`: those of the host."""
 
     known: HomeState | None = None
     wait_s: float = 0.0
     have: int = -1
+    build: Name = ""
+    processes: Annotated[list[HostProcess], Meta(max_length=1024)] = msgspec.field(default_factory=list)
 
 
 class WeightsHead(Question, tag="WEIGHTS_HEAD"):

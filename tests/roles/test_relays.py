@@ -14,10 +14,13 @@ import torch
 from relay_scene import HOME, Net, Relays
 
 import busrl
+from busrl import files
 from busrl.bus.link import Asking
 from busrl.bus.security import relay_endpoint
 from busrl.config import HostSource
 from busrl.errors import WeightsTimeout
+from busrl.monitor.sources import RunReader
+from busrl.monitor.text import host_lines, hosts
 from busrl.protocol import hosts as h
 from busrl.weights.shm import SEQ, WRITING, ShmReceiver, attach_segment
 
@@ -95,6 +98,17 @@ def test_home_numbers_the_starts_of_its_hosts_upwards_whoever_dies_and_whatever_
             lives.append(reply.life)
             return reply
 
+        relays.publish(3)
+        relays.until_all_have(3)
+        shown = home.paths.hosts_now
+        relays.until("home to show both", lambda: {one.get("weights") for one in files.read_map(shown).values()} == {3})
+        reader = RunReader(home.paths)
+        reader.refresh(0.0)
+        joining, _ = hosts(reader.run)
+        assert joining.startswith("a · joining · heard"), joining
+        assert joining.endswith(f"weights 3 · busrl {busrl.__version__}"), joining
+        assert [line.split()[0] for line in host_lines(reader.run, "b")] == ["b", "relay"]
+        reader.close()
         join("a")
         join("b")
         relays.kill(HOME)
