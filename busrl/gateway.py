@@ -16,6 +16,7 @@ Invariants, held by `tests/gateway` under loss, doubling, reordering and death o
 - A lease that ends gives its slot back with one attempt counted; a result that comes after that is refused as "late".
 - A newer life of a name replaces the older one, whose claims go back; the older one is asked to exit.
 - A life that names the ring of its claims joins no other: names of claims begin anew with a ring.
+- What there is no memory for is not answered: the claim stays, and whoever hears nothing sends it again.
 - An answer is checked whole (types, shapes, finite numbers, lengths) before anything of it is written. A refusal names
   the value, the rule and the place, and leaves the claim where it was.
 """
@@ -60,6 +61,10 @@ class Refused(Exception):
     def __init__(self, text: str, code: str = "refused") -> None:
         super().__init__(text)
         self.code = code
+
+
+class NoMemory(Exception):
+    """The ledger cannot hold it just now; nothing was committed, and the same request will do later."""
 
 
 class ClaimGone(Exception):
@@ -120,8 +125,8 @@ class Judged(NamedTuple):
 
 class RemoteLedger(Protocol):
     """The ledger as the keeper works on it for remote workers. `index` is that of a worker's REMOTE entry; each call
-    that changes a slot is one compare-and-swap in the name of that entry. `Refused`: there is no room, and nothing was
-    committed. `ClaimGone`: the slot has moved."""
+    that changes a slot is one compare-and-swap in the name of that entry. `Refused`: it can never be, and nothing was
+    committed; `NoMemory`: not now. `ClaimGone`: the slot has moved."""
 
     def members(self) -> list[tuple[int, str, str, int]]: ...  # index, role, name and life of all REMOTE entries
     def claims(self) -> list[tuple[int, ClaimedTask]]: ...  # all slots in a working state that such an entry owns
@@ -329,6 +334,7 @@ class Desk:
     ) -> None:
         self.ledger, self.tally, self.clock, self.welcome = ledger, tally, FairClock(TICK_S, now), welcome
         self.ring = ring
+        self.paused = ""  # why something of the last request has no answer yet
         self.biggest, self.most_members, self.reserved = biggest, most_members, reserved
         self.is_paused: Callable[[], bool] = lambda: False  # then nothing new is given to those who generate
         self.lease_s, self.max_bytes = welcome.lease_s, welcome.max_message_bytes
@@ -342,8 +348,12 @@ class Desk:
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
         """Do what a request asks; the answers go to its sender."""
         self.clock.passed(now)
+        self.paused = ""
         try:
             return self._handle(message)
+        except NoMemory as problem:
+            self._pause(message.sender, problem)
+            return []
         except Refused as problem:
             self.tally.add(message.sender, problem.code, text=str(problem))
             return [_answer(message, problem.code, f"{message.sender}: {problem}", getattr(message, "task", ""))]
@@ -527,6 +537,8 @@ class Desk:
             try:
                 code, _ = self._settle(worker, task, commit)
                 (settled.late if code == "late" else settled.done).append(task)
+            except NoMemory as problem:
+                self._pause(worker.name, problem)
             except Refused as problem:
                 self.tally.add(worker.name, problem.code, text=str(problem))
                 settled.refused.append(g.Refusal(task, problem.code, str(problem)[: m.MAX_TEXT]))
@@ -554,6 +566,10 @@ class Desk:
             self._recent.popitem(last=False)
         self.tally.add(worker.name, event)
         return "done", ""
+
+    def _pause(self, name: str, problem: NoMemory) -> None:
+        self.paused = str(problem)
+        self.tally.add(name, "paused", text=self.paused)
 
     def _commit(self, worker: Worker, claim: ClaimedTask, message: Result) -> str:
         """Move the ledger by a result; returns the word for the tally."""

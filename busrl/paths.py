@@ -73,7 +73,8 @@ class RunPaths:
     control_key = _Named("control.key")  # who may read it may ask; for the owner alone
     serve_key = _Named("serve.key")  # what clients claim episodes with; for the owner alone
     atropos_seen = _Named("atropos.seen")  # digests of the groups that environments posted and that were kept
-    hosts = _Named("hosts.jsonl")  # when other hosts joined, fell silent, came back, were replaced, went
+    hosts_now = _Named("hosts.json")  # what home's relay last heard of each host
+    hosts = _Named("hosts.jsonl")  # when other hosts started, joined, fell silent, came back, were replaced, went
     host_source = _Named("host.json")  # on another host: where home is, and who this host is there
     published = _Named("published")  # a folder per published checkpoint; gone when the run has ended
 

@@ -210,7 +210,13 @@ def _add_runs(verbs: Verbs) -> None:
     add("names", nargs="*", metavar="NAME", help="only these (default: all)")
     add = _verb(verbs, "status", "watch:status", "show what a run is doing now, changing nothing")
     add("--json", action="store_true", help="one JSON object; its keys stand in docs/operating.md")
+    add("--host", default="", metavar="NAME", help="only another host of the run, with its processes")
     add("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help="default: the newest below runs/")
+    more = "A name that another host has too is of this machine; there, name the directory of `busrl host`."
+    add = _verb(verbs, "logs", "watch:logs", "print what the processes of a run wrote, all of them or one", more)
+    add("run_dir", type=Path, metavar="RUN_DIR")
+    add("name", nargs="?", default="", metavar="NAME", help="one process, as `busrl status` names it (default: all)")
+    add("-f", "--follow", action="store_true", help="go on with what they write, until Ctrl-C or the end of the run")
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
     add = _verb(verbs, "stop", "control:stop", "end a run in order and wait until it has ended", more)
     add("run_dir", type=Path, metavar="RUN_DIR")

@@ -1,4 +1,4 @@
-"""`busrl status`, `monitor`, `record`, `replay`, `report` and `trace`: a run looked at from outside. Changes nothing.
+"""`busrl status`, `monitor`, `logs`, `record`, `replay`, `report`, `trace`: a run, from outside. Changes nothing.
 
 Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
 nothing of how any of that is done.
@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from busrl.monitor import screen
 from busrl.monitor.recording import Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
 from busrl.monitor.screen import give_way
-from busrl.monitor.sources import Watcher, find
+from busrl.monitor.sources import Watcher, find, holder_of
 from busrl.monitor.status import status as status_of
 from busrl.monitor.status import to_json, watched
 from busrl.monitor.text import duration, printable
@@ -38,7 +38,7 @@ LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a r
 
 def status(options: argparse.Namespace) -> int:
     """What a run is doing now, or how it ended."""
-    print(status_of(options.run_dir, as_json=options.json))
+    print(status_of(options.run_dir, as_json=options.json, host=options.host))
     return 0
 
 
@@ -190,3 +190,63 @@ def _described(file: Path) -> list[str]:
     ]
     lines += [f"    {name:<22}{count:>9,}" for name, count in sorted(held["messages"].items(), key=lambda one: -one[1])]
     return [*lines, f"  torn: {held['torn']}"] if held["torn"] else lines
+
+
+# -- logs -----
+
+
+LOOK_S = 0.25
+PART = 1 << 20
+
+
+class Log:
+    """One file: `new` gives the whole lines since the last call, with `rest` also what has no end yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._done, self._begun = path, 0, b""
+
+    def new(self, rest: bool = False) -> Iterator[bytes]:
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            if file.seek(0, 2) < self._done:  # it was begun anew
+                self._done, self._begun = 0, b""
+            file.seek(self._done)
+            while part := file.read(PART):
+                self._done += len(part)
+                *lines, self._begun = (self._begun + part).split(b"\n")
+                yield from lines
+        if rest and self._begun:
+            yield self._begun
+            self._begun = b""
+
+
+def logs(options: argparse.Namespace) -> int:
+    paths = RunPaths.of(options.run_dir)
+    if not paths.logs.is_dir():
+        raise NoSuchRun(f"{paths.logs}: no logs there; name the directory that `busrl launch` or `busrl host` printed")
+    if options.name and not paths.log(options.name).is_file():
+        known = ", ".join(one.stem for one in _files(paths)) or "none"
+        raise UserError(f"{options.name}: no process of that name has a log in {paths.logs}; there are {known}")
+    with suppress(KeyboardInterrupt):
+        _print(paths, options.name, options.follow)
+    return 0
+
+
+def _files(paths: RunPaths) -> list[Path]:
+    return sorted(paths.logs.glob("*.log"))
+
+
+def _print(paths: RunPaths, name: str, follow: bool) -> None:
+    known: dict[Path, Log] = {}
+    out = sys.stdout.buffer
+    while True:
+        lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
+        found = [paths.log(name)] if name else _files(paths)
+        width = max((len(path.stem) for path in found), default=0)
+        for path in found:
+            before = b"" if name else f"{path.stem:<{width}} | ".encode()
+            for line in known.setdefault(path, Log(path)).new(rest=not lives):
+                out.write(before + line + b"\n")
+        out.flush()
+        if not lives:
+            return
+        time.sleep(LOOK_S)

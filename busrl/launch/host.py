@@ -43,20 +43,20 @@ def host(endpoint: str, key_file: Path, name: str, scratch: Path | None, wait_s:
     """Work for the run at `endpoint` until it is over; the exit code. `wait_s`: for an answer of home."""
     check_endpoint(endpoint, keys=True)
     name = name or key_file.name.removesuffix(".key_secret")
-    known = HostSource(endpoint, str(key_file.resolve()), name, "", time.time_ns() // 1_000_000)
+    known = HostSource(endpoint, str(key_file.resolve()), name, "", 0)
     setproctitle.setproctitle(f"busrl:host {name}")
     with Signals() as signals:
         while True:
             try:
-                topology, ring = _joined(known, wait_s, signals)
+                welcome = _joined(known, wait_s, signals)
             except PeerLost as problem:
                 if signals.count:
                     return 128 + signals.first
                 print(f"busrl: {problem}", file=sys.stderr)
                 return ALONE
-            source = replace(known, ring_hex=ring.hex(), life=time.time_ns() // 1_000_000)
-            scratch_dir = scratch or scratch_of(ring, name)
-            code = _work(topology, source, scratch_dir, signals)
+            source = replace(known, ring_hex=welcome.ring.hex(), life=welcome.life)
+            scratch_dir = scratch or scratch_of(welcome.ring, name)
+            code = _work(welcome, source, scratch_dir, signals)
             if code != ALONE or signals.count or HostSource.read(RunPaths.of(scratch_dir).host_source).replaced:
                 return code
 
@@ -82,8 +82,8 @@ def scratch_of(ring: bytes, name: str) -> Path:
     return _cache() / f"{ring.hex()[:12]}-{name}"
 
 
-def _joined(source: HostSource, wait_s: float, signals: Signals) -> tuple[Topology, bytes]:
-    """This host's topology and the ring of the run. UserError: home refuses. PeerTimeout: it does not answer."""
+def _joined(source: HostSource, wait_s: float, signals: Signals) -> h.Welcome:
+    """What home says to this host. UserError: it refuses. PeerTimeout: it does not answer."""
     link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
     end = time.monotonic() + wait_s
     try:
@@ -95,16 +95,17 @@ def _joined(source: HostSource, wait_s: float, signals: Signals) -> tuple[Topolo
                     raise
                 continue
             if isinstance(reply, h.Welcome):
-                return Topology.from_json(reply.topology.decode()), reply.ring
+                return reply
             raise UserError(f"{source.endpoint}: {reply.text if isinstance(reply, h.Refused) else reply}")
     finally:
         link.close()
 
 
-def _work(topology: Topology, source: HostSource, scratch: Path, signals: Signals) -> int:
+def _work(welcome: h.Welcome, source: HostSource, scratch: Path, signals: Signals) -> int:
     """Run this host's processes to their end; the exit code."""
+    topology = Topology.from_json(welcome.topology.decode())
     with contextlib.closing(open_display(sys.stdout, time.monotonic)) as display:
-        opened = open_host(scratch, topology, source)
+        opened = open_host(scratch, topology, source, welcome.holds)
         display.log = opened.paths.log("launch")
         display.say(f"{topology.run.name}: host {source.name} in {opened.paths.root}, run at {source.endpoint}")
         for note in opened.notes:

@@ -180,9 +180,10 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         raise
 
 
-def open_host(scratch: Path, topology: Topology, source: HostSource) -> OpenRun:
+def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int = 0) -> OpenRun:
     """The same on another host, in its scratch directory: a ring is adopted if its claims are of the same home ring and
-    topology, and nothing else that an earlier start left counts."""
+    topology, and no start elsewhere has taken its place (`holds`: the life whose claims home has, 0: none); nothing
+    else that an earlier start left counts."""
     paths = RunPaths.of(scratch)
     _make_directories("--scratch", paths.root, paths.logs)
     _end_earlier(paths, f"host {source.name}")
@@ -190,13 +191,13 @@ def open_host(scratch: Path, topology: Topology, source: HostSource) -> OpenRun:
     try:
         before = files.read_map(paths.host_source)
         same = paths.topology.is_file() and paths.topology.read_text() == topology.to_json()
-        alike = same and before.get("ring_hex") == source.ring_hex and paths.ring_file.exists()
+        same = same and before.get("ring_hex") == source.ring_hex and holds in (0, before.get("life"))
+        alike = same and paths.ring_file.exists()
         if not alike:
             for file in (paths.fates, paths.validate_fates, paths.run_json, paths.open_bin):
                 file.unlink(missing_ok=True)
             unlink_segments(paths.ring_name)
-        life = int(before.get("life", 0))
-        replace(source, life=life if alike else max(source.life, life + 1)).write(paths.host_source)
+        replace(source, life=before["life"] if alike else source.life).write(paths.host_source)
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
         return _opened(paths, topology, lock, Start())

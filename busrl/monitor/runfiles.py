@@ -103,6 +103,10 @@ class RunFiles:
         """The newest samples that were written since the last call."""
         return [row for row in _maps(self._samples.new()[-SAMPLES_KEPT:]) if sample_line(row)]
 
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """What home's relay last heard of each other host."""
+        return {str(name): as_map(one) for name, one in read_map(self._paths.hosts_now).items()}
+
     def summary(self) -> dict[str, Any]:
         """How the run ended; empty if no summary says so."""
         return read_map(self._paths.summary)

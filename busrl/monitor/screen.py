@@ -227,6 +227,7 @@ def _facts(run: RunState, now: float, width: int) -> list[Text]:
             for name, words in text.labelled(run, now).items()
             for at, part in enumerate(_parts(words, width - 13) if name == "waits" else [words])
         ),
+        *(_labelled("host", Text(words)) for words in text.hosts(run)),
         _labelled("bus", Text(text.bus(run, now), "yellow" if bad else "")),
     ]
 

@@ -335,6 +335,7 @@ class RunReader:
     def refresh(self, now: float) -> None:
         run, had = self.run, self.run.ring is not None
         run.look(self._look.look(), now, self._look.damage)
+        run.hosts = self.files.hosts() if run.ring is not None else {}
         if run.ring is None:
             summary = self.files.summary()
             run.ended = f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""

@@ -470,6 +470,7 @@ class RunState:
     validating: bool = False
     waiting: str = ""  # for what the scheduler waits
     left_out: dict[str, int] = field(default_factory=dict)  # with data.skip: draws left out, and prompts that rest
+    hosts: dict[str, dict[str, Any]] = field(default_factory=dict)  # as hosts.json has them
     restarts: dict[str, int] = field(default_factory=dict)  # by launch, of each of its children
     deaths: dict[str, str] = field(default_factory=dict)  # the latest of each of them, in words
     validations: dict[tuple[str, int], RoundRecord] = field(default_factory=dict)  # by set and round, the newest last

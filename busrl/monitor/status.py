@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
-from busrl.errors import first_line
+from busrl.errors import NoSuchRun, first_line
 from busrl.files import TAIL_BYTES, as_map, json_lines, read_map
 from busrl.gateway import BAD
 from busrl.ledger.controls import Controls
@@ -80,12 +80,19 @@ class RunStatus:
         return [row for row in self.run.rows(self.now) if row.state != "dead"]
 
 
-def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = False) -> str:
-    """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`."""
+def status(run_dir: str | os.PathLike[str] | None = None, *, as_json: bool = False, host: str = "") -> str:
+    """The state of a run in some lines, or as one JSON object; without a directory that of the newest under `runs/`.
+    `host`: only that of this other host."""
     paths = RunPaths.of(run_dir if run_dir is not None else newest_run(Path("runs")))
     reader, now = RunReader(paths), time.monotonic()
     reader.refresh(now)
     reader.close()
+    if host:
+        told = reader.run.hosts.get(host)
+        if told is None:
+            known = ", ".join(sorted(reader.run.hosts)) or "none"
+            raise NoSuchRun(f"{host}: no host of the run in {paths.root} now (there: {known})")
+        return to_json(told) if as_json else "\n".join(map(printable, text.host_lines(reader.run, host)))
     found = RunStatus.of(paths, reader.run, now, reader.files.newest_sample)
     return to_json(as_data(found)) if as_json else "\n".join(map(printable, _lines(found, paths)))
 
@@ -157,8 +164,8 @@ def _of_files(paths: RunPaths) -> dict[str, Any]:
 def _more(found: RunStatus) -> dict[str, Any]:
     run, summary = found.run, found.summary
     if found.state in (*LIVING, *HEARD):
-        living = {
-            "left_s": run.left_s(found.now), "processes": [asdict(row) for row in found.processes],
+        living: dict[str, Any] = {
+            "left_s": run.left_s(found.now), "processes": [asdict(row) for row in found.processes], "hosts": run.hosts,
             "waits": to_builtins(waits.chain(run, found.now)), "stalled_s": waits.stalled_s(run, found.now),
         }
         return living | (_of_ring(run.ring) if run.ring is not None else {})

@@ -13,13 +13,15 @@ import math
 import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from busrl.errors import first_line
 from busrl.monitor.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
 from busrl.monitor.waits import chain, said
 
 LIMIT: Final = 400
+HOST_SILENT_S: Final = 5.0
+HOST_PROCESS: Final = ("name", "pid", "state", "activity", "version", "samples")
 
 
 def printable(text: str) -> str:
@@ -337,7 +339,34 @@ def facts(run: RunState, now: float) -> list[str]:
     if run.state != "ended":
         states = " · ".join(f"{name} {count:,}" for name, count in occupancy(run))
         out.append(f"  slots     {states or ('not known' if run.damage else 'no ring')}")
-    return out + [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
+    out += [f"  {name:<9} {words}" for name, words in labelled(run, now).items()]
+    return out + [f"  host      {words}" for words in hosts(run)]
+
+
+def hosts(run: RunState) -> list[str]:
+    """Each other host of the run in one line."""
+    held = {one.name: one.activity for one in (run.ring.processes if run.ring else ()) if one.remote}
+    return [_host(name, one, held.get(name, "")) for name, one in sorted(run.hosts.items())]
+
+
+def _host(name: str, told: dict[str, Any], activity: str) -> str:
+    since, weights = told.get("time"), told.get("weights")
+    if not isinstance(since, int | float) or not isinstance(weights, int):
+        return f"{safe(name)} has not come yet"
+    ago = max(0.0, time.time() - since)
+    state = "silent" if ago > HOST_SILENT_S else "working" if activity else "joining"
+    known = f"weights {weights}" if weights >= 0 else "no weights"
+    return _joined(safe(name), state, f"heard {age(ago)} ago", safe(activity.removeprefix("remote, ")), known,
+                  f"busrl {safe(str(told.get('busrl')))}")
+
+
+def host_lines(run: RunState, name: str) -> list[str]:
+    """One other host with its processes."""
+    told = run.hosts[name].get("processes")
+    shown = [(*(safe(str(one.get(key, "?"))) for key in HOST_PROCESS),) for one in told or () if isinstance(one, dict)]
+    line = next(one for at, one in zip(sorted(run.hosts), hosts(run), strict=True) if at == name)
+    return [line, *(f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
+                    for label, pid, state, activity, version, samples in shown)]
 
 
 def labelled(run: RunState, now: float) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Talks to nothing. These travel between one DEALER and one ROUTER (`busrl.bus.link`), not on the bus: each question has a
 number, each answer repeats it, and whoever hears nothing asks again. A piece of weights is a frame behind its answer.
 
-- Every answer is a function of the run as it is: any question may be repeated, and none changes anything.
+- Every answer is a function of the run as it is: any question may be repeated, and none changes anything but how many
+  starts of hosts home has counted.
 """
 
 from __future__ import annotations
@@ -32,13 +33,27 @@ class HostJoin(Question, tag="HOST_JOIN"):
     build: Name = ""
 
 
+class HostProcess(Struct, frozen=True, array_like=True):
+    """A process of a host, for people: what its ring shows of it."""
+
+    name: Name
+    state: Name
+    activity: Text
+    pid: Count
+    version: Count
+    samples: Count
+    tokens: Count
+
+
 class HostLook(Question, tag="HOST_LOOK"):
     """Answered by STATE: at once if it differs from `known`, else when it does, or after `wait_s` seconds. `have`: the
-    version that engines there find (-1: none)."""
+    version that engines there find (-1: none). `processes`: those of the host."""
 
     known: HomeState | None = None
     wait_s: float = 0.0
     have: int = -1
+    build: Name = ""
+    processes: Annotated[list[HostProcess], Meta(max_length=1024)] = msgspec.field(default_factory=list)
 
 
 class WeightsHead(Question, tag="WEIGHTS_HEAD"):
@@ -73,10 +88,13 @@ class Refused(Reply, tag="REFUSED"):
 
 
 class Welcome(Reply, tag="WELCOME"):
-    """The topology of this host as JSON, and which ring its claims are of (16 bytes)."""
+    """The topology of this host as JSON, and which ring its claims are of (16 bytes). `life`: the number of this start,
+    above those of all earlier ones, as home counts. `holds`: the number of the start whose claims home has, 0: none."""
 
     topology: bytes = b""
     ring: bytes = b""
+    life: Count = 0
+    holds: Count = 0
 
 
 class HomeState(Struct, frozen=True, array_like=True):

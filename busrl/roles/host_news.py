@@ -1,9 +1,10 @@
 """What a run and one of its hosts tell of each other: errors of the host's processes, and when it came and went.
 
 `HostErrors` (for the satellite) reads errors.jsonl there and makes messages of its lines; `HostLog` (for the keeper at
-home) makes lines of hosts.jsonl. Talks to files; knows nothing of sockets, claims or rings.
+home) makes lines of hosts.jsonl, `Starts` (for home's relay) counts in them. Talks to files; knows nothing of sockets,
+claims or rings.
 
-- Nothing hangs on either: a line that is lost or told twice changes no sample.
+- A line that is lost or told twice changes no sample.
 - No clock of another host is read: `HostErrors` compares its own host's times, `HostLog` goes by what home has heard.
 """
 
@@ -66,6 +67,21 @@ class HostLog:
             life, _ = self._known.pop(name)
             found.append({"time": time.time(), "host": name, "event": "gone", "life": life, "holds": 0})
         return found
+
+
+class Starts:
+    """Numbers the starts of hosts: each is above all that this run ever gave, whatever clocks say and whoever dies."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        rows = files.json_lines(paths.hosts)
+        self._last = max((life for row in rows if isinstance(life := row.get("life"), int)), default=0)
+
+    def count(self, name: str, joined: int) -> int:
+        """The number of a start of host `name`. `joined`: the highest of the workers that the ring knows."""
+        self._last = max(self._last, joined) + 1
+        write(self._paths, [{"time": time.time(), "host": name, "event": "started", "life": self._last, "holds": 0}])
+        return self._last
 
 
 def _event(before: tuple[int, bool] | None, life: int, silent: bool) -> str | None:

@@ -120,6 +120,9 @@ class Keeper(Actor):
         if isinstance(message, g.Remote):
             self.ledger.note_version()
             answers = self.desk.handle(message, now)
+            if self.desk.paused:
+                text = f"{message.sender} has to send its answers again: {self.desk.paused}"
+                self.warn("gateway", text, "error", kind=f"no memory for {self._line_of(message.sender)}")
             done = any(isinstance(answer, g.GatewayAnswer) and answer.code == "done" for answer in answers)
             if isinstance(message, g.RemoteFail) and message.drop and done:
                 text = f"task {message.task} was given up by {message.sender}: {message.drop}: {message.text}"

@@ -1,6 +1,6 @@
 """The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
 
-At home it talks to the ring's header (reading), the segment of weights and the hosts' relays. On a host it writes the
+At home it talks to the ring (reading), the segment of weights and the hosts' relays. On a host it writes the
 words of the local ring's header that engines go by, and the local segment, from which it answers other hosts. Knows
 nothing of samples.
 
@@ -19,9 +19,12 @@ import math
 import time
 import zlib
 from collections import deque
+from typing import Any
+
+import msgspec
 
 import busrl
-from busrl import keys
+from busrl import files, keys
 from busrl.bus.broker import Admission, CurveListener
 from busrl.bus.link import Answering, Asked, Asking, address_towards, wait
 from busrl.bus.security import check_endpoint, relay_endpoint
@@ -30,6 +33,7 @@ from busrl.config.hosts import SILENT, claimed_from
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import hosts as h
+from busrl.roles import host_news
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.weights.relay import Chain, Pieces, SegmentCopy, Snapshot, Sources
@@ -43,6 +47,7 @@ PASS_S = 0.1
 AHEAD_BYTES, MOST_AHEAD = 16 << 20, 32  # asked for at the same time, in pieces; these must fit into the link's queues
 MOST_OPEN = 4096
 WORD_S = 0.5  # between two words to hosts that wait for pieces
+SHOW_S = 1.0
 AVOID_S = 600.0  # for which a host that never answered is not asked: nothing may lead from here to there
 PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for already
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
@@ -82,14 +87,20 @@ class Home:
         self.weights = Snapshot(actor.paths.weights_file, self.topology.hosts.piece_mb << 20)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
+        self.starts = host_news.Starts(actor.paths)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
+        self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}
+        self._next_show = 0.0
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
 
     def work(self) -> bool:
         for asked in self.link.waiting(LOOK_S):
             self._answer(asked)
         self._tell_changes()
+        if (now := time.monotonic()) >= self._next_show:
+            self._next_show = now + SHOW_S
+            files.show(self.actor.paths.hosts_now, self._heard)
         for refusal in self.link.listener.refusals():
             self.actor.warn("relay", str(refusal), kind=f"refused {refusal.address}")
         return True
@@ -118,16 +129,28 @@ class Home:
             self.actor.warn("relay", f"{asked.name}: {why.text}", kind=f"refused {asked.name}")
             self.link.answer(asked, why)
         elif isinstance(question, h.HostJoin):
-            made = of_host(self.topology, question.host).to_json().encode()
-            self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from))
+            self._welcome(asked)
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
+            self._note(asked.name, question)
             self.chain.looked(asked.name, question.have, time.monotonic())
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
         elif isinstance(question, h.WeightsHead):
             self._head(asked, question)
         else:
             self._piece(asked, question)
+
+    def _note(self, name: str, look: h.HostLook) -> None:
+        """For `busrl status`."""
+        processes = [msgspec.structs.asdict(one) for one in look.processes]
+        self._heard[name] = {"time": time.time(), "weights": look.have, "busrl": look.build, "processes": processes}
+
+    def _welcome(self, asked: Asked) -> None:
+        name = asked.name
+        made = of_host(self.topology, name).to_json().encode()
+        lives = {one.label: one.life for one in self.ring.processes() if one.remote}
+        life, holds = self.starts.count(name, max(lives.values(), default=0)), lives.get(name, 0)
+        self.link.answer(asked, h.Welcome(topology=made, ring=self.claimed_from, life=life, holds=holds))
 
     def _objection(self, asked: Asked) -> h.Refused | None:
         """Why this host cannot take part, whatever it asks for."""
@@ -249,7 +272,10 @@ class Away:
     def _ask(self, now: float) -> None:
         """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
         if now >= self._next_look:
-            self.link.post(h.HostLook(known=self.state, wait_s=WAIT_S, have=self.weights.newest()))
+            self.link.post(h.HostLook(
+                known=self.state, wait_s=WAIT_S, have=self.weights.newest(), build=busrl.__version__,
+                processes=self._processes(),
+            ))
             self._next_look = now + WAIT_S + AGAIN_S
         idle = self.fetch is None or self.fetch.sources is None
         if idle and self.state is not None and now >= self._next_head:
@@ -258,6 +284,14 @@ class Away:
                 place = self.sharing.link.place if self.sharing is not None else ""
                 self._heads.add(self.link.post(h.WeightsHead(have=have, place=place)))
                 self._next_head = now + AGAIN_S
+
+    def _processes(self) -> list[h.HostProcess]:
+        """For people at home."""
+        return [
+            h.HostProcess(one.label, "dead" if self.ring.is_dead(one.index) else one.state, one.activity, one.pid,
+                          one.version, one.samples, one.tokens)
+            for one in self.ring.processes() if not one.remote
+        ]
 
     def _hear(self, reply: h.AnyReply) -> None:
         self._heard = time.monotonic()

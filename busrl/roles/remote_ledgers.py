@@ -21,7 +21,7 @@ import numpy as np
 
 from busrl.config import Topology
 from busrl.config.rules import RESERVE_PROCESSES
-from busrl.errors import NotOwner, RingError, RingFull, SlotTooSmall
+from busrl.errors import NotOwner, RingError, RingFull, SharedMemoryFull, SlotTooSmall
 from busrl.gateway import (
     HOST,
     AnswerLimits,
@@ -29,6 +29,7 @@ from busrl.gateway import (
     ClaimGone,
     Desk,
     Judged,
+    NoMemory,
     Refused,
     RemoteAnswer,
     tensor,
@@ -311,7 +312,8 @@ class CallLedger:
         stand_in.add(tokens=len(answer.token_ids), samples=1)
 
     def refuse(self, index: int, claim: ClaimedTask, why: str) -> None:
-        write_refusal(self._entries.stand_in(index), claim.slot, claim.word, why)
+        with _as_refusals():
+            write_refusal(self._entries.stand_in(index), claim.slot, claim.word, why)
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
         """A call has no fate: its caller is told instead."""
@@ -414,6 +416,8 @@ def _as_refusals() -> Iterator[None]:
         yield
     except SlotTooSmall as problem:
         raise Refused(str(problem)) from None
+    except SharedMemoryFull as problem:
+        raise NoMemory(str(problem)) from None
     except NotOwner:
         raise ClaimGone from None
 

@@ -27,7 +27,7 @@ import numpy as np
 from busrl.bus import Endpoint, tcp_pair
 from busrl.config import HostSource
 from busrl.config.hosts import SILENT, ahead_of
-from busrl.errors import BusNotReady, MessageTooLarge
+from busrl.errors import BusNotReady, DiskFull, MessageTooLarge, SharedMemoryFull
 from busrl.gateway import FATES, HOST
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
@@ -105,7 +105,7 @@ class Satellite(Actor):
     def begin(self) -> None:
         """What is remembered between passes; the tasks that are here are those of the ring."""
         # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
-        self.joined, self.request = False, time.time_ns() // 1_000_000
+        self.joined, self.request = False, time.monotonic_ns() // 1000  # of this boot, as its ring
         self.judges = any(one.role == "reward" for one in self.topology.processes())
         self.rows: dict[str, tuple[int, float]] = {}  # of the engines here: how many, and when they said so
         self.wanted = 0  # tasks that are to be here and not ended
@@ -260,9 +260,13 @@ class Satellite(Actor):
             if task.uid in here:
                 continue
             here.add(task.uid)
-            self._reset_fate(task.uid)
-            found = self.ring.dispatch(**_dispatched(task, self.ring.header(HeaderWord.VERSION),
-                                                     self.ring.header(HeaderWord.VERSION_STEP)))
+            try:
+                self._reset_fate(task.uid)
+                found = self.ring.dispatch(**_dispatched(task, self.ring.header(HeaderWord.VERSION),
+                                                         self.ring.header(HeaderWord.VERSION_STEP)))
+            except (DiskFull, SharedMemoryFull) as problem:
+                self.warn("satellite", f"tasks wait for room on this host: {problem}", "error", kind="no room")
+                break
             if not found:
                 break
             slot, word = found[0]

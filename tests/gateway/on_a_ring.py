@@ -5,6 +5,7 @@ Run as a program (`python on_a_ring.py FOLDER`) it is a keeper that a test may k
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -83,5 +84,39 @@ def play_host(keeper: Keeper) -> list[str]:
     return ["done"] * len(settled.done) + ["late"] * len(settled.late)  # type: ignore[attr-defined]
 
 
+def play_full(folder: Path) -> None:
+    """A host and a worker send answers while a /dev/shm of this process's own is full, and again when there is room."""
+    Ring.create(str(folder / "ring"), slots=4, slot_bytes=1 << 18, processes=8, uuid=bytes(16))
+    keeper = Keeper(folder)
+    for uid in range(3):
+        assert keeper.ring.dispatch(
+            uid=uid, group=0, admission=0, member=uid, group_size=3, cls=0, task=b"{}", prompt_crc=uid,
+            max_new_tokens=8, temperature=1.0, version=0, step=0,
+        )
+    keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
+    tasks = [task.task for task in keeper.claim("gpu-0", capacity=2)]
+    keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))
+    [own] = keeper.claim("gen", capacity=1)
+    long, filler = "x" * 100_000, Path("/dev/shm/filler")
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    for _ in range(2):
+        [settled] = keeper.ask("gpu-0", batch_of(tasks, texts=[long, long]))
+        assert not (settled.done or settled.late or settled.refused), settled  # type: ignore[attr-defined]
+        assert "/dev/shm" in keeper.desk.paused, keeper.desk.paused
+        assert keeper.ask("gen", answer_to(own.task, text=long)) == [] and keeper.desk.paused
+        [renewed] = keeper.ask("gen", g.RemoteExtend(life=1, holding=[own.task]))
+        assert not renewed.lost, "it is still claimed"  # type: ignore[attr-defined]
+    filler.unlink()
+    assert keeper.ask("gen", answer_to(own.task, text=long))[0].code == "done"  # type: ignore[attr-defined]
+    [settled] = keeper.ask("gpu-0", batch_of(tasks, texts=[long, long]))
+    assert settled.done == tasks and not keeper.desk.paused, settled  # type: ignore[attr-defined]
+    assert keeper.desk.tally.workers["gpu-0"]["paused"] == 4
+
+
 if __name__ == "__main__":
-    {"workers": play, "host": play_host}[sys.argv[2]](Keeper(Path(sys.argv[1])))
+    if sys.argv[2] == "full":
+        play_full(Path(sys.argv[1]))
+    else:
+        {"workers": play, "host": play_host}[sys.argv[2]](Keeper(Path(sys.argv[1])))

@@ -258,6 +258,16 @@ def test_an_answer_that_does_not_fit_its_slot_is_refused_and_the_claim_stays(kee
     assert keeper.ask("gen", answer_to(task.task))[0].code == "done"
 
 
+def test_answers_that_there_is_no_memory_for_stay_claimed_and_count_when_they_are_sent_again() -> None:
+    command = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m t /dev/shm && exec "$@"', "sh"]
+    if tried := subprocess.run([*command, "true"], capture_output=True, text=True).stderr:
+        pytest.skip(f"no /dev/shm of its own here: {tried.strip()}")
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
+    child = [*command, sys.executable, str(HERE / "on_a_ring.py"), "/dev/shm", "full"]
+    found = subprocess.run(child, env=env, timeout=60, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
 def test_a_lease_that_ends_counts_an_attempt_and_the_third_for_a_reward_is_an_accident(keeper: Keeper) -> None:
     dispatch(keeper.ring, 1)
     keeper.ask("gen", g.RemoteJoin(life=1, role="rollout"))

@@ -13,7 +13,15 @@ import pytest
 import torch
 from relay_scene import HOME, Net, Relays
 
+import busrl
+from busrl import files
+from busrl.bus.link import Asking
+from busrl.bus.security import relay_endpoint
+from busrl.config import HostSource
 from busrl.errors import WeightsTimeout
+from busrl.monitor.sources import RunReader
+from busrl.monitor.text import host_lines, hosts
+from busrl.protocol import hosts as h
 from busrl.weights.shm import SEQ, WRITING, ShmReceiver, attach_segment
 
 NAMES = ("a", "b", "c")
@@ -77,6 +85,43 @@ def test_versions_stay_whole_and_in_order_while_relays_are_killed_in_the_middle_
 
 
 @pytest.mark.long
+def test_home_numbers_the_starts_of_its_hosts_upwards_whoever_dies_and_whatever_its_files_say(tmp_path: Path) -> None:
+    with Relays(tmp_path, ("a", "b"), 0.1) as relays:
+        home, lives = relays.runs[HOME], list[int]()
+
+        def join(name: str) -> h.Welcome:
+            source = HostSource.read(relays.runs[name].paths.host_source)
+            link = Asking(relay_endpoint(source.endpoint), source.client, name)
+            reply = link.ask(h.HostJoin(build=busrl.__version__), 60.0)
+            link.close()
+            assert isinstance(reply, h.Welcome), reply
+            lives.append(reply.life)
+            return reply
+
+        relays.publish(3)
+        relays.until_all_have(3)
+        shown = home.paths.hosts_now
+        relays.until("home to show both", lambda: {one.get("weights") for one in files.read_map(shown).values()} == {3})
+        reader = RunReader(home.paths)
+        reader.refresh(0.0)
+        joining, _ = hosts(reader.run)
+        assert joining.startswith("a · joining · heard"), joining
+        assert joining.endswith(f"weights 3 · busrl {busrl.__version__}"), joining
+        assert [line.split()[0] for line in host_lines(reader.run, "b")] == ["b", "relay"]
+        reader.close()
+        join("a")
+        join("b")
+        relays.kill(HOME)
+        assert join("a").holds == 0
+        home.ring.register("keeper", "keeper")
+        entry = home.ring.enter_remote("host", "a", life=10**6)
+        assert join("a").holds == 10**6
+        home.ring.leave_remote(entry)
+        home.paths.hosts.unlink()
+        join("b")
+        assert lives == sorted(set(lives)) and lives[3] > 10**6, lives
+
+
 def test_over_slow_links_home_sends_a_version_once_and_a_killed_host_costs_only_what_was_in_flight(
     tmp_path: Path,
 ) -> None:

@@ -184,9 +184,15 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_second_host_of_one_name_takes_the_place_of_the_first_which_ends(tmp_path: Path, quickstart: None) -> None:
+@pytest.mark.parametrize("clock", ["", "behind"])
+def test_a_second_host_of_one_name_takes_the_place_of_the_first_which_ends(
+    clock: str, tmp_path: Path, quickstart: None
+) -> None:
     home = Home(tmp_path, steps=100_000)
     first, second = Host(home), Host(home, place="elsewhere")
+    if clock:  # of the command alone: children of it go by it
+        early = "import time; time.time_ns = lambda: 10**18; from busrl.cli import main; main()"
+        second.command[1:3] = ["-c", early]
     with running(home), running(first):
         home.until_step(3)
         with running(second):

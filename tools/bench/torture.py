@@ -48,6 +48,7 @@ NAMES = ("h0", "h1")
 LEASE_S, ORPHAN_S = 10.0, 75.0
 LIMIT_S = 240.0
 CUT = r"nothing heard|lease|silent"
+LOST = r"^home/(?!.*\bstarted\b).*h0"
 SETTINGS = (
     "run.max_steps=1000000", "generation.max_new_tokens=64", "generation.max_batch=16", "mock.token_s=0.02",
     "mock.prefill_s_per_token=0", "learner.trigger.n_min=4", "scheduler.ahead=8", "process.rollout.count=1",
@@ -415,8 +416,8 @@ def rows() -> Iterator[Row]:
     for label in ("bus", "keeper", "relay", "satellite", "rollout/0"):
         yield Row(f"host: {label}", rf"\b{label}\b", process("h0", label))
     yield Row("`busrl host`", "adopted", command_of_host(everything=False, returns=True))
-    yield Row("the whole host, started again", "^home/.*h0", command_of_host(everything=True, returns=True))
-    yield Row("the whole host, for a while", "^home/.*h0", command_of_host(everything=True, returns=False))
+    yield Row("the whole host, started again", LOST, command_of_host(everything=True, returns=True))
+    yield Row("the whole host, for a while", LOST, command_of_host(everything=True, returns=False))
     yield Row("`busrl launch`", "adopted", command_at_home(ring_too=False))
     yield Row("home with its ring", "new ring|were in no slot", command_at_home(ring_too=True))
     yield Row("cable, 1 s", CUT, cut(1.0), cable=True)
