@@ -89,7 +89,7 @@ def test_a_storm_of_kills_costs_a_run_of_episodes_nothing_but_time(tmp_path: Pat
         assert calm.wait(LIMIT_S) == 0, calm.tail()
     run = Run(tmp_path / "storm", *SETTINGS, config=served, steps=STEPS)
     with running(run), clients(run) as played:
-        killed = blow(run, seed=11)
+        killed = blow(run, seed=15)
         assert run.step() < STEPS, "the run was too short for the storm"
         calls = Ring.attach(run.paths.calls_name, calls=True)  # stays mapped past the end
         calls.register("agent", "the test")
