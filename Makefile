@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -36,7 +36,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm"
 
-test-all: browser agents-env openenv-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: browser agents-env openenv-env atropos-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm"
 	$(BIN)/python tools/mutants.py
@@ -134,6 +134,16 @@ openenv-env: $(OPENENV)/.installed
 
 browser: # Chromium, for the tests of the monitor's page, which are left out where it can not be installed
 	-@sh tools/system.sh $(PYTHON) chromium:chromium
+
+# atroposlib for an environment of its own, that posts to a run (docs/agents.md).
+ATROPOS ?= $(VENV)/atropos
+$(ATROPOS)/.installed: tools/atropos/requirements.txt constraints.txt | $(STAMP)/system
+	@test -x $(ATROPOS)/bin/python || $(PYTHON) -m venv $(ATROPOS)
+	$(ATROPOS)/bin/pip install -q -c constraints.txt -r tools/atropos/requirements.txt
+	$(ATROPOS)/bin/pip install -q --no-deps atroposlib==0.4.0
+	@touch $@
+
+atropos-env: $(ATROPOS)/.installed ## an environment with atroposlib: .venv/atropos/bin/python
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

@@ -108,23 +108,25 @@ def run_tests(
     return said, result
 
 
-def described(files: Mapping[str, str], words: list[str], limits: Limits, trust: str) -> dict[str, Any]:
+def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trust: str) -> list[str]:
     """What the launcher is told. `trust` names a folder to run the code in without a box; "" makes a box."""
     home = MOUNTED if os.getuid() == 0 and not trust else sys.base_prefix
     python = os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix))))
-    return {
-        "python_home": sys.base_prefix,
-        "command": [python, "-I", "-S", "-B", *words],
-        "files": dict(files),
-        "trust": trust,
-        "readable": [home, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"],
-        "folder_bytes": limits.folder_bytes + 2 * sum(len(text.encode(errors="replace")) for text in files.values()),
-        "folder_files": limits.folder_files,
-        "limits": {
-            "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
-            "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, **({} if trust else {"RLIMIT_NPROC": limits.processes}),
-        },
+    most = {
+        "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, **({} if trust else {"RLIMIT_NPROC": limits.processes}),
     }  # fmt: skip
+    readable = home, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"
+    return [
+        f"python_home={sys.base_prefix}",
+        f"trust={trust}",
+        f"folder_bytes={limits.folder_bytes + 2 * sum(map(len, files.values()))}",
+        f"folder_files={limits.folder_files}",
+        *(f"command={word}" for word in (python, "-I", "-S", "-B", *words)),
+        *(f"readable={path}" for path in readable),
+        *(f"limit={name}={value}" for name, value in most.items()),
+        *(f"file={name}={len(content)}" for name, content in files.items()),
+    ]
 
 
 def refusal() -> str:
@@ -138,10 +140,9 @@ def refusal() -> str:
 
 def parts() -> str:
     """Each part of a box, and whether this kernel has it for this user."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", str(LAUNCHER), "parts"], capture_output=True, timeout=START_S, check=True, env={}
-    )
-    return ", ".join(f"{name}: {what}" for name, what in json.loads(done.stdout).items())
+    done = subprocess.run([sys.executable, "-I", "-S", str(LAUNCHER), "parts"], capture_output=True, timeout=START_S,
+                          check=True, env={}, text=True)
+    return done.stdout.rstrip()
 
 
 class Box:
@@ -157,14 +158,15 @@ class Box:
         read, write = os.pipe()
         self._told: IO[bytes] = os.fdopen(read, "rb", buffering=0)
         try:
-            with tempfile.TemporaryFile() as spec:
-                told = described(files, words, limits, self._folder.name if self._folder else "")
-                spec.write(json.dumps(told).encode())
-                spec.seek(0)
+            with tempfile.TemporaryFile() as held:
+                contents = {name: text.encode(errors="replace") for name, text in files.items()}
+                held.write(b"".join(contents.values()))
+                held.seek(0)
+                told = described(contents, words, limits, self._folder.name if self._folder else "")
+                launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(held.fileno()), str(write), str(os.getpid())]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(LAUNCHER), str(spec.fileno()), str(write), str(os.getpid())],
-                    stdin=stdin, stdout=output, stderr=output, env={}, start_new_session=True,
-                    pass_fds=(spec.fileno(), write),
+                    [*launcher, *told], stdin=stdin, stdout=output, stderr=output, env={}, start_new_session=True,
+                    pass_fds=(held.fileno(), write),
                 )  # fmt: skip
         finally:
             os.close(write)
@@ -191,23 +193,29 @@ class Box:
             if not data:
                 raise BoxRefused(self._why(f"it was not there after {START_S:g} s" if not found else "no word of it"))
             self._status += data
-        if b"started" not in self._status:
-            raise BoxRefused(self._why(json.loads(self._status.splitlines()[0])["refused"]))
+        if self._status.splitlines()[0] != b"started":
+            raise BoxRefused(self._why(self._refused()))
         self._begun = time.monotonic()
 
     def result(self) -> Result:
         """Wait for the command's end, at most for its time, and say how it ended."""
         self.await_start()
         out, err, ended = self._read(self._begun + self.limits.wall_s)
-        seconds, status = time.monotonic() - self._begun, {}
+        seconds, code = time.monotonic() - self._begun, None
         if ended:
             self._status += self._told.read()
-            status = json.loads(self._status.splitlines()[-1])
-            if "code" not in status:
-                raise BoxRefused(self._why(status.get("refused", "its process 1 was ended from outside")))
+            how, _, number = self._status.splitlines()[-1].partition(b" ")
+            if how != b"code":
+                raise BoxRefused(self._why(self._refused() or "its process 1 was ended from outside"))
+            code = int(number)
         most = self.limits.output_bytes
         printed, complained = (text[:most].decode(errors="replace") for text in (out, err))
-        return Result(status.get("code"), printed, complained, max(len(out), len(err)) > most, seconds)
+        return Result(code, printed, complained, max(len(out), len(err)) > most, seconds)
+
+    def _refused(self) -> str:
+        """Why the launcher, or process 1, went no further; empty if it said nothing of the kind."""
+        word, _, why = self._status.splitlines()[-1].partition(b" ")
+        return why.decode(errors="replace") if word == b"refused" else ""
 
     def _why(self, cause: str) -> str:
         said = b""

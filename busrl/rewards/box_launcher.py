@@ -1,11 +1,14 @@
-"""The program that makes a box and runs one command in it: `python -I -S box_launcher.py SPEC_FD STATUS_FD PARENT_PID`.
+"""The program that makes a box and runs one command in it:
+`python -I -S box_launcher.py FILES_FD STATUS_FD PARENT_PID NAME=VALUE...`
 
-Started by `busrl.rewards.box` alone, which describes the box. Stands alone: it imports the standard library and nothing
-of busrl. Three processes: this one outside, process 1 of the new namespace, and the command below it. With the word
-`parts` alone it prints what of a box this kernel has.
+Started by `busrl.rewards.box` alone, which describes the box. Stands alone: it imports nothing of busrl, and of the
+standard library only what is quick: `json` or `signal` would take as long as Python's own start. Three processes: this
+one outside, process 1 of the new namespace, and the command below it. With the word `parts` alone it prints what of a
+box this kernel has.
 
-- STATUS_FD is closed before the command begins: the command cannot write how it ended. Lines of JSON go there:
-  `{"started": true}` when the command begins, `{"code": N}` when it has ended, or one with `refused`.
+- FILES_FD holds the files of the command, one behind the other; `file=NAME=BYTES` says which they are.
+- STATUS_FD is closed before the command begins: the command cannot write how it ended. Lines go there: `started` when
+  the command begins, `code N` when it has ended, or `refused` and why.
 - A step that the kernel refuses ends the launcher with that line; the command is then never started.
 - A spec with `trust` has a folder for the command and limits on its resources, and nothing else of a box.
 """
@@ -13,10 +16,8 @@ of busrl. Three processes: this one outside, process 1 of the new namespace, and
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import resource
-import signal
 import struct
 import sys
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # of prctl
+PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS, SIGKILL = 1, 4, 38, 9  # of prctl; and the signal
 RULESET, ADD_RULE, RESTRICT = 444, 445, 446  # Landlock's system calls, the same number on every architecture
 EVERY_FILE_ACCESS, EVERY_TCP, EVERY_SCOPE = (1 << 16) - 1, 3, 3  # scope: abstract sockets and signals
 READ_FILE, READ_TREE = 1 << 2, 1 << 0 | 1 << 2 | 1 << 3
@@ -46,16 +47,15 @@ def checked(result: int, what: str) -> int:
 
 def main() -> int:
     if sys.argv[1:] == ["parts"]:
-        print(json.dumps(parts()))
+        print(", ".join(f"{name}: {what}" for name, what in parts().items()))
         return 0
-    spec_fd, status_fd, parent = (int(word) for word in sys.argv[1:4])
+    files_fd, status_fd, parent = (int(word) for word in sys.argv[1:4])
     try:
-        with open(spec_fd, "rb") as file:
-            spec = json.load(file)
+        spec = described(sys.argv[4:], files_fd)
         if not spec["trust"]:
             leave_root(spec["python_home"])
             enter_namespaces()
-        checked(libc.prctl(PDEATHSIG, signal.SIGKILL), "prctl")
+        checked(libc.prctl(PDEATHSIG, SIGKILL), "prctl")
         if os.getppid() != parent:
             return 1
         first = os.fork()
@@ -63,12 +63,25 @@ def main() -> int:
             first_process(spec, status_fd)
         os.waitpid(first, 0)
     except OSError as problem:
-        tell(status_fd, {"refused": str(problem)})
+        tell(status_fd, f"refused {problem}")
     return 0
 
 
-def tell(status_fd: int, what: dict[str, Any]) -> None:
-    os.write(status_fd, json.dumps(what).encode() + b"\n")
+def described(words: list[str], files_fd: int) -> dict[str, Any]:
+    """The box that the words tell of."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        given.setdefault(name, []).append(value)
+    limits, files = (dict(one.split("=") for one in given[name]) for name in ("limit", "file"))
+    with open(files_fd, "rb") as file:
+        held = {name: file.read(int(size)) for name, size in files.items()}
+    single = {name: given[name][0] for name in ("python_home", "trust", "folder_bytes", "folder_files")}
+    return {**single, "command": given["command"], "readable": given["readable"], "limits": limits, "files": held}
+
+
+def tell(status_fd: int, what: str) -> None:
+    os.write(status_fd, what.replace("\n", " ").encode(errors="replace") + b"\n")
 
 
 def parts() -> dict[str, str]:
@@ -135,14 +148,14 @@ def enter_namespaces() -> None:
 def first_process(spec: dict[str, Any], status_fd: int) -> None:
     """Process 1 of the box: when it ends, the kernel ends all others in there. Never returns."""
     try:
-        checked(libc.prctl(PDEATHSIG, signal.SIGKILL), "prctl")
+        checked(libc.prctl(PDEATHSIG, SIGKILL), "prctl")
         folder = spec["trust"] or FOLDER
         if not spec["trust"]:
             room = f"size={spec['folder_bytes']},nr_inodes={spec['folder_files']}".encode()
             checked(libc.mount(b"box", FOLDER.encode(), b"tmpfs", 6, room), "tmpfs")  # 6: no devices, no set-user-id
-        for name, text in spec["files"].items():
-            with open(os.path.join(folder, name), "w", encoding="utf-8", errors="replace") as file:
-                file.write(text)
+        for name, content in spec["files"].items():
+            with open(os.path.join(folder, name), "wb") as file:
+                file.write(content)
         check_read, check_write = os.pipe()
         command = os.fork()
         if command == 0:
@@ -151,14 +164,14 @@ def first_process(spec: dict[str, Any], status_fd: int) -> None:
         with open(check_read, "rb") as problems:
             problem = problems.read().decode(errors="replace")  # ends where the command begins
         if not problem:
-            tell(status_fd, {"started": True})
+            tell(status_fd, "started")
         while True:
             pid, status = os.wait()
             if pid == command:
                 break
-        tell(status_fd, {"refused": problem} if problem else {"code": os.waitstatus_to_exitcode(status)})
+        tell(status_fd, f"refused {problem}" if problem else f"code {os.waitstatus_to_exitcode(status)}")
     except OSError as problem_here:
-        tell(status_fd, {"refused": str(problem_here)})
+        tell(status_fd, f"refused {problem_here}")
     finally:
         os._exit(0)
 
@@ -171,7 +184,7 @@ def run_command(spec: dict[str, Any], problems: int) -> None:
         folder = spec["trust"] or FOLDER
         os.chdir(folder)
         for name, most in spec["limits"].items():
-            resource.setrlimit(getattr(resource, name), (most, most))
+            resource.setrlimit(getattr(resource, name), (int(most), int(most)))
         checked(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         if not spec["trust"]:
             hold_files(spec["readable"])

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from busrl.agents.atropos import AtroposDoor, Progress, Rules
 from busrl.agents.episode import Answer, Call, Episode
@@ -55,7 +56,7 @@ class Atropos(EpisodeHolder):
         self.size = self.topology.groups.size
         self.key = run_key(self.paths.serve_key)
         self.seen = self._kept_before()
-        self.drawn: dict[bytes, Answer] = {}  # by a digest of all ids up to its end
+        self.drawn: dict[bytes, Answer] = {}  # by a digest of all ids up to its end, and with its log-probabilities
         self.kept = LineFile(self.paths.atropos_seen)
 
     @contextlib.asynccontextmanager
@@ -105,18 +106,22 @@ class Atropos(EpisodeHolder):
     async def _ask(self, claim: Claim, call: Call) -> Answer:
         """Keep what the run's own engines drew: with its versions, whoever posts it."""
         answer = await super()._ask(claim, call)
-        self.drawn[digest_of(np.concatenate([call.prompt, answer.ids]))] = answer
-        if len(self.drawn) > ANSWERS_KEPT:
-            del self.drawn[next(iter(self.drawn))]
+        self._remember(np.concatenate([call.prompt, answer.ids]), answer)
         return answer
 
+    def _remember(self, ids: Ids, answer: Answer) -> None:
+        self.drawn |= {digest_of(ids): answer, digest_of(ids, answer.logprobs): answer}
+        while len(self.drawn) > 2 * ANSWERS_KEPT:
+            del self.drawn[next(iter(self.drawn))]
+
     def _own(self, made: Trajectory) -> Trajectory:
-        """With the log-probabilities and versions of those turns that this process has asked for."""
+        """With the log-probabilities and versions of those turns that this process has asked for. The same ids may have
+        been drawn twice: those posted say which of them it is."""
         logprobs, versions, step, at = made.logprobs.copy(), made.versions.copy(), made.step, 0
         for begin, end in made.turns[:, 1:3].tolist():
-            answer = self.drawn.get(digest_of(made.ids[:end]))
+            own, ids = slice(at, at + end - begin), made.ids[:end]
+            answer = self.drawn.get(digest_of(ids, logprobs[own])) or self.drawn.get(digest_of(ids))
             if answer is not None and len(answer.ids) == end - begin:
-                own = slice(at, at + end - begin)
                 logprobs[own], versions[own], step = answer.logprobs, answer.versions, min(step, answer.step)
             at += end - begin
         return replaced(made, logprobs=logprobs, versions=versions, step=step)
@@ -189,8 +194,9 @@ class Atropos(EpisodeHolder):
         return dict(found)
 
 
-def digest_of(ids: Ids) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(ids, np.int32).data, digest_size=16).digest()
+def digest_of(ids: Ids, logprobs: npt.ArrayLike = ()) -> bytes:
+    parts = np.asarray(ids, np.int32).tobytes(), np.asarray(logprobs, np.float32).tobytes()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 def read_digests(path: Path) -> list[tuple[bytes, int]]:

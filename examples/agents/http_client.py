@@ -1,8 +1,9 @@
 """A client of `configs/serve.toml` in plain Python: claims episodes, asks the model for each, says what it was worth.
 
-    python examples/agents/http_client.py RUN_DIR [--at-once 16]
+    python examples/agents/http_client.py RUN_DIR [--at-once 16] [--server 0]
 
-Any language that speaks HTTP can do this. It ends when the run has: serve-0.json is gone then, or nobody answers.
+Any language that speaks HTTP can do this. It ends when the run has: serve-0.json is gone then, or nobody answers. What
+it prints then is how many episodes it ended.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def play(episode: dict[str, Any]) -> float:
     return 0.0
 
 
-def work(told: Path) -> None:
+def work(told: Path, ended: list[float]) -> None:
     """Claim, play and end one episode after another until the run is over. A server that died comes back elsewhere."""
     answered = time.monotonic()
     while told.exists() and time.monotonic() < answered + SILENT_S:
@@ -48,6 +49,7 @@ def work(told: Path) -> None:
             for episode in post(f"{server}/busrl/v1/episodes", key, {"n": 1, "wait_s": 10}):
                 reward = play(episode)
                 post(f"{server}/busrl/v1/episodes/{episode['episode']}/end", episode["api_key"], {"reward": reward})
+                ended.append(reward)
             answered = time.monotonic()
         except urllib.error.HTTPError as problem:
             print(problem.code, problem.read().decode(), file=sys.stderr)  # this episode is somebody else's now
@@ -59,17 +61,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--server", type=int, default=0)
     options = parser.parse_args()
-    told, until = options.run_dir / "serve-0.json", time.monotonic() + START_S
+    told, until = options.run_dir / f"serve-{options.server}.json", time.monotonic() + START_S
     while not told.exists():
         if time.monotonic() > until:
             sys.exit(f"{told} is not there after {START_S:g} s: does the run have a [[process]] with role = \"serve\"?")
         time.sleep(0.1)
-    threads = [threading.Thread(target=work, args=(told,)) for _ in range(options.at_once)]
+    ended: list[float] = []
+    threads = [threading.Thread(target=work, args=(told, ended)) for _ in range(options.at_once)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    print(f"{len(ended)} episodes ended")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from busrl.agents.episode import Answer, Episode
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits, Trajectory
 from busrl.errors import CallRefused, DiskFull
-from busrl.roles.atropos import Atropos, digest_of
+from busrl.roles.atropos import Atropos
 from busrl.roles.episodes import FINISH, StoredEpisode, fault_of
 from busrl.roles.holder import Claim
 from busrl.states import Finish
@@ -249,13 +249,26 @@ def test_another_key_is_401(chat: Renderer, tmp_path: Path) -> None:
 def test_a_turn_that_the_run_drew_has_its_own_numbers_and_another_those_that_were_posted() -> None:
     role: Any = object.__new__(Atropos)
     drawn = Answer(np.array([6], np.int32), np.array([-0.75], np.float32), np.array([4], np.uint32), Finish.EOS, step=2)
-    role.drawn = {digest_of(np.array([5, 6], np.int32)): drawn}
+    role.drawn = {}
+    role._remember(np.array([5, 6], np.int32), drawn)
     turns = np.array([[0, 1, 2, 1, 0, 0, 0, 1], [0, 3, 4, 1, 1, 0, 0, 1]], np.int32)
     posted = Trajectory(np.array([5, 6, 7, 8], np.int32), np.array([4], np.int32), turns,
                         np.array([-0.5, -0.25], np.float32), np.array([7, 7], np.uint32), None, "", 3, 0)
     made = role._own(posted)
     assert made.logprobs.tolist() == [-0.75, -0.25] and made.versions.tolist() == [4, 7] and made.step == 2
     assert posted.versions.tolist() == [7, 7]
+
+
+def test_of_two_draws_of_the_same_ids_the_one_that_was_posted_counts() -> None:
+    role: Any = object.__new__(Atropos)
+    role.drawn, ids = {}, np.array([5, 6], np.int32)
+    for version, logprob in ((4, -0.75), (5, -0.5)):
+        numbers = np.array([logprob], np.float32), np.array([version], np.uint32)
+        role._remember(ids, Answer(ids[1:], *numbers, Finish.EOS))
+    turns = np.array([[0, 1, 2, 1, 0, 0, 0, 1]], np.int32)
+    posted = Trajectory(ids, np.array([2], np.int32), turns, np.array([-0.75], np.float32), np.array([9], np.uint32),
+                        None, "", 3, 0)
+    assert role._own(posted).versions.tolist() == [4]
 
 
 def test_a_group_whose_digest_cannot_be_written_is_given_back_and_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,12 @@ class Run:
     def restarts(self, name: str) -> int:
         return int(self.summary()["processes"][name]["restarts"])
 
+    def told(self, name: str) -> dict[str, Any]:
+        """Where the process of that name listens, as soon as it does."""
+        file = self.paths.root / f"{name}.json"
+        found: dict[str, Any] = json.loads(self.until(f"{name} listened", lambda: file.exists() and file.read_text()))
+        return found
+
     def audit(self) -> AuditReport:
         return audit(self.directory)
 
@@ -251,3 +257,13 @@ def running(run: Run) -> Iterator[Run]:
         run.forget()
         for path in SHM.glob(f"{run.paths.ring_name.removesuffix('.ring')}.*"):
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def beside(*command: str | Path) -> Iterator[None]:
+    """A program that runs beside a run, at most until the end of the block."""
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+        try:
+            yield
+        finally:
+            child.kill()

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checks import check_end
-from harness import ROOT, Run, running
+from harness import ROOT, Run, beside, running
 
 from busrl.ledger.wal import Wal
 
 ATROPOS, CLIENT = ROOT / "configs" / "atropos.toml", ROOT / "examples" / "agents" / "atropos_client.py"
 # Groups by hand have made-up log-probabilities.
 SMALL = ("learner.checkpoint_every=0", "learner.trigger.n_min=4", "learner.mismatch_limit=1000")
-
-
-def about(run: Run) -> dict[str, Any]:
-    file = run.paths.root / "atropos.json"
-    found: dict[str, Any] = json.loads(run.until("it listened", lambda: file.exists() and file.read_text()))
-    return found
 
 
 def ask(url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
@@ -41,16 +33,9 @@ def ask(url: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
         return ask(url, body, method) if problem.code == 503 else (problem.code, json.load(problem))
 
 
-@contextmanager
-def environment(run: Run, at_once: int = 4) -> Iterator[None]:
+def environment(run: Run) -> AbstractContextManager[None]:
     """The example's program, which ends with the run."""
-    child = subprocess.Popen([sys.executable, str(CLIENT), str(run.directory), "--at-once", str(at_once)],
-                             stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        child.kill()
-        child.wait()
+    return beside(sys.executable, CLIENT, run.directory)
 
 
 def group(first: int) -> dict[str, Any]:
@@ -78,7 +63,7 @@ def test_groups_that_an_environment_posts_are_trained_with_their_own_ids_and_sco
 ) -> None:
     run = Run(tmp_path / "run", *SMALL, config=ATROPOS, steps=3)
     with running(run):
-        url = about(run)["url"]
+        url = run.told("atropos")["url"]
         other = ask(f"{url}/register-env", {"desired_name": "toy", "group_size": 4})[1]["status"]
         assert other.startswith("group_size = 4")
         status, registered = ask(f"{url}/register-env", {"desired_name": "toy", "group_size": 8, "weight": 1.0})
@@ -106,11 +91,11 @@ def test_a_death_between_the_commits_of_a_group_loses_and_doubles_nothing(
     crash = f'faults.crash=[{{process="atropos", point="commit.after", count={count}}}]'
     run = Run(tmp_path / "run", *SMALL, crash, config=ATROPOS, steps=2)
     with running(run):
-        url = about(run)["url"]
+        url = run.told("atropos")["url"]
         with pytest.raises(OSError):
             ask(f"{url}/scored_data", group(1))
-        run.until("it came back", lambda: about(run)["url"] != url)
-        assert ask(f"{about(run)['url']}/scored_data", group(1))[0] == 200
+        run.until("it came back", lambda: run.told("atropos")["url"] != url)
+        assert ask(f"{run.told('atropos')['url']}/scored_data", group(1))[0] == 200
         with environment(run):
             check_end(run, run.wait())
     assert run.restarts("atropos") == 1

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checks import check_end
-from harness import ROOT, Run, running
+from harness import ROOT, Run, beside, running
 
 from busrl.quickstart import ensure
 
 SERVE, CLIENT = ROOT / "configs" / "serve.toml", ROOT / "examples" / "agents" / "http_client.py"
-
-
-def about(run: Run) -> dict[str, Any]:
-    file = run.paths.root / "serve-0.json"
-    found: dict[str, Any] = json.loads(run.until("the server listened", lambda: file.exists() and file.read_text()))
-    return found
 
 
 def post(url: str, key: str, body: Any) -> tuple[int, Any]:
@@ -37,23 +29,16 @@ def post(url: str, key: str, body: Any) -> tuple[int, Any]:
         return problem.code, json.load(problem)["error"]
 
 
-@contextmanager
-def clients(run: Run, at_once: int = 16) -> Iterator[None]:
+def clients(run: Run) -> AbstractContextManager[None]:
     """The example's program, which ends with the run."""
-    child = subprocess.Popen([sys.executable, str(CLIENT), str(run.directory), "--at-once", str(at_once)],
-                             stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        child.kill()
-        child.wait()
+    return beside(sys.executable, CLIENT, run.directory)
 
 
 def test_clients_over_http_train_a_run_and_a_silent_one_loses_its_episode(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "limits.lease_s=3", "learner.checkpoint_every=0", "validation.at_start=false",
               "validation.samples=8", config=SERVE, steps=3)
     with running(run):
-        told = about(run)
+        told = run.told("serve-0")
         root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
         assert Path(told["key"]).stat().st_mode & 0o777 == 0o600
         assert post(f"{root}/busrl/v1/episodes", "wrong", {})[0] == 401
@@ -96,7 +81,7 @@ def test_a_stream_brings_text_while_the_engine_draws(tmp_path: Path, quickstart:
               "generation.max_batch=4", "agents.episodes=4", "validation.data=", "learner.checkpoint_every=0",
               config=SERVE, steps=1)
     with running(run):
-        told = about(run)
+        told = run.told("serve-0")
         root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
         _, [claimed] = post(f"{root}/busrl/v1/episodes", key, {"n": 1, "wait_s": 30})
         head = {"Authorization": f"Bearer {claimed['api_key']}"}
@@ -115,13 +100,11 @@ def test_a_stream_brings_text_while_the_engine_draws(tmp_path: Path, quickstart:
 def test_a_server_that_is_killed_gives_its_episodes_back_and_nothing_is_lost(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "learner.checkpoint_every=0",
               "validation.samples=8", config=SERVE, steps=6)
-    with running(run):
-        about(run)
-        with clients(run):
-            for step in (1, 3):
-                run.until_step(step)
-                run.kill("serve/0")
-            check_end(run, run.wait())
+    with running(run), clients(run):
+        for step in (1, 3):
+            run.until_step(step)
+            run.kill("serve/0")
+        check_end(run, run.wait())
     assert run.restarts("serve/0") == 2
 
 

@@ -1,0 +1,71 @@
+"""An environment of atroposlib (0.4.0): the digits of `atropos_client.py`, by the classes of the library, and by the
+Python of `make atropos-env`:
+
+    .venv/atropos/bin/python examples/agents/atropos_environment.py RUN_DIR TOKENIZER [--groups FILE]
+
+For `configs/atropos.toml`, with the tokenizer of its model; FILE gets the groups that are posted. What ties it to the
+run is `rollout_server_url`, `base_url` with the key, and group_size = groups.size. It ends when the run has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import tenacity
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+
+MASKED, NOT_TRAINED = 1.0, -100  # log-probability and mask of what the model read
+
+
+class Sort(BaseEnv):
+    name = "sort"
+
+    async def setup(self) -> None:
+        pass
+
+    async def get_next_item(self) -> str:
+        return "".join(random.choices("0123456789", k=random.randint(2, 5)))
+
+    async def collect_trajectories(self, item: str) -> tuple[Any, list[str]]:
+        made: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
+        answer = await self.server.completion(prompt=f"{item}=", n=self.config.group_size, logprobs=1,
+                                              extra_body={"return_token_ids": True})
+        read = answer.prompt_token_ids
+        for choice in answer.choices:
+            made["tokens"].append(read + choice.token_ids)
+            made["masks"].append([NOT_TRAINED] * len(read) + choice.token_ids)
+            made["inference_logprobs"].append([MASKED] * len(read) + choice.logprobs.token_logprobs)
+            made["scores"].append(float(choice.text.rpartition("|")[2] == "".join(sorted(item))))
+        return made, []  # one whose scores are all the same is not posted: the library's default
+
+    async def evaluate(self, *args: Any, **named: Any) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("tokenizer")
+    parser.add_argument("--groups")
+    options = parser.parse_args()
+    about = json.loads((options.run_dir / "atropos.json").read_text())
+    config = BaseEnvConfig(
+        group_size=8, rollout_server_url=about["url"], tokenizer_name=options.tokenizer, total_steps=-1,
+        steps_per_eval=0, wandb_name="sort", use_wandb=False, data_path_to_save_groups=options.groups)
+    # Its health check is a prompt of its own, of letters that the model does not have.
+    model = APIServerConfig(model_name="policy", base_url=about["base_url"], api_key=Path(about["key"]).read_text(),
+                            health_check=False)
+    try:
+        asyncio.run(Sort(config, [model]).env_manager())
+    except tenacity.RetryError:
+        sys.exit("the run answers no more")
+
+
+if __name__ == "__main__":
+    main()
