@@ -143,7 +143,7 @@ def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
                     value = msgspec.json.decode(text)
                     if isinstance(value, dict):
                         yield value
-    except (FileNotFoundError, IsADirectoryError):
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return
 
 

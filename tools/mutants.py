@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant("the log names a version that is not there yet", LEARNER,
            "version=self.publisher.version, cause", "version=self.publisher.version + 1, cause", RUN),
     Mutant("a replayed step is of age 0", METRICS,
-           "**ended.row(), **_trained(record), **_training(stats, record.samples),",
-           '**ended.row(), **_trained(record), **_training(stats, record.samples), "age_max": 0,',
+           "            **_trained(record), **_training(stats, record.samples),\n",
+           '            **_trained(record), **_training(stats, record.samples), "age_max": 0,\n',
            (f"{STEPS}::test_the_line_of_a_replayed_step_has_the_ages_of_its_groups",)),
     # -- starting again
     Mutant("random state is not restored", STEP, "            found.restore_random(self.device)\n", "",

@@ -223,6 +223,10 @@ def _add_runs(verbs: Verbs) -> None:
     add("--now", action="store_true", help="kill everything at once; the next start repairs it")
     add("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
     _add_control(verbs)
+    _add_accounts(verbs)
+
+
+def _add_accounts(verbs: Verbs) -> None:
     more = "Exit code 0 if every promise holds, 1 if not. It works on a run that is running, has ended, or was killed."
     add = _verb(verbs, "audit", "run:audit", "recompute the fate of every sample from the files of a run", more)
     add("run_dir", type=Path, metavar="RUN_DIR")

@@ -20,7 +20,8 @@ def test_past_t_max_s_only_a_reward_or_the_timer_wakes_it(deadline_s: float, wai
     waited: list[float] = []
     ring = SimpleNamespace(wait=lambda state, seen, timeout_s: waited.append(timeout_s), add=lambda **sums: None)
     plan = SimpleNamespace(trigger=SimpleNamespace(deadline_s=lambda now: deadline_s))
-    learner: Any = SimpleNamespace(ring=ring, plan=plan, looked=0, metrics=SimpleNamespace(waited=lambda seconds: None))
+    metrics = SimpleNamespace(waited=lambda seconds: None)
+    learner: Any = SimpleNamespace(ring=ring, plan=plan, looked=0, metrics=metrics, _now=lambda: 0.0)
     Learner.idle(learner, 0.02)
     assert waited == [waits_s]
 

@@ -21,7 +21,7 @@ from chat_run import make_all
 from checks import check_end
 from harness import Run, read_lines, running
 from openai import OpenAI
-from test_serve_in_a_run import about, post
+from test_serve_in_a_run import post
 from test_vllm_run import LIMIT_S, SETTINGS
 from vllm_scene import EXACT, logprobs_of
 
@@ -119,7 +119,7 @@ class Players:
     """Clients that claim, play and end episodes until the run is over, or `rest`. `problems`: of theirs before that."""
 
     def __init__(self, run: Run) -> None:
-        told = about(run)
+        told = run.told("serve-0")
         self.run, self.told = run, run.paths.root / "serve-0.json"
         self.episodes = told["base_url"].removesuffix("/v1") + "/busrl/v1/episodes"
         self.key = Path(told["key"]).read_text()
