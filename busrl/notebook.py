@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -67,7 +68,9 @@ def _await_start(run: Run, child: subprocess.Popen[bytes]) -> None:
 
 
 def _name(topology: Mapping[str, Any]) -> str:
-    return str(topology.get("run", {}).get("name", "run"))
+    """Of its files, until launch has looked at it."""
+    own = topology.get("run")
+    return re.sub(r"[^\w.-]", "-", str(own.get("name", "run")))[:64] if isinstance(own, Mapping) else "run"
 
 
 def _new(name: str) -> Path:

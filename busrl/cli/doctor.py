@@ -22,7 +22,6 @@ from pathlib import Path
 
 import busrl
 from busrl.config import machine, memory
-from busrl.ring import OfdLock
 
 GIB = 1 << 30
 LITTLE_SHM = GIB  # a container's default is 64 MiB
@@ -51,7 +50,7 @@ class Line:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print what was found; 1 if busrl cannot run here."""
-    lines = [line for look in LOOKS for line in look()]
+    lines = [line for look in LOOKS for line in _seen(look)]
     if options.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
     else:
@@ -59,6 +58,15 @@ def doctor(options: argparse.Namespace) -> int:
             state = "bad" if line.bad else "warn" if line.remedy else "ok"
             print(f"{state:<5}{line.part:<14}{line.found}" + (f"\n{'':19}-> {line.remedy}" if line.remedy else ""))
     return int(any(line.bad for line in lines))
+
+
+def _seen(look: Callable[[], Iterator[Line]]) -> list[Line]:
+    """What one look found; a package that it needs and that cannot be imported is a finding too."""
+    try:
+        return list(look())
+    except ImportError as problem:
+        part = look.__name__.strip("_")
+        return [Line(part, f"not looked at: {problem}", "pip install busrl again in this Python", bad=True)]
 
 
 def _python() -> Iterator[Line]:
@@ -107,6 +115,8 @@ def _limits() -> Iterator[Line]:
 
 
 def _folder() -> Iterator[Line]:
+    from busrl.ring import OfdLock  # where the extension is broken, that is what is to be said
+
     here = Path.cwd()
     try:
         with tempfile.TemporaryDirectory(prefix=".busrl-", dir=here) as folder:

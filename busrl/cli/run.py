@@ -94,7 +94,7 @@ def check(options: argparse.Namespace) -> int:
 
 def schema(_: argparse.Namespace) -> int:
     """What may stand in a topology, as a JSON schema."""
-    print(json.dumps(json_schema.schema(), indent=1, default=str))
+    print(json.dumps(json_schema.schema(), indent=1, allow_nan=False))
     return 0
 
 

@@ -8,6 +8,7 @@ keys, which `busrl check` has.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from typing import Any
@@ -43,8 +44,9 @@ def _item(item: Item) -> Schema:
     if item.row:
         return {"type": "array", "items": _table(item.row)}
     told = " ".join(part for part in (item.rule.doc, item.rule.text()) if part)
-    default = {} if item.default in (REQUIRED, None) or item.default == () else {"default": item.default}
-    return {**value(item.hint, item.rule), **({"description": told} if told else {}), **default}
+    default = "inf" if item.default == math.inf else item.default  # as a topology has it: JSON has no number for it
+    shown = {} if default in (REQUIRED, None, ()) else {"default": default}
+    return {**value(item.hint, item.rule), **({"description": told} if told else {}), **shown}
 
 
 def value(hint: Any, rule: Rule) -> Schema:

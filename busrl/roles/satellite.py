@@ -262,8 +262,8 @@ class Satellite(Actor):
             here.add(task.uid)
             try:
                 self._reset_fate(task.uid)
-                found = self.ring.dispatch(**_dispatched(task, self.ring.header(HeaderWord.VERSION),
-                                                         self.ring.header(HeaderWord.VERSION_STEP)))
+                step = self.ring.header(HeaderWord.VERSION_STEP)  # before the version: never newer than what is drawn
+                found = self.ring.dispatch(**_dispatched(task, self.ring.header(HeaderWord.VERSION), step))
             except (DiskFull, SharedMemoryFull) as problem:
                 self.warn("satellite", f"tasks wait for room on this host: {problem}", "error", kind="no room")
                 break

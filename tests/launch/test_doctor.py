@@ -28,6 +28,15 @@ def test_a_machine_that_runs_these_tests_is_fit(tmp_path: Path) -> None:
     assert str(tmp_path) in str(found["folder"]["found"])
 
 
+@pytest.mark.parametrize("name", ["busrl._ring", "zmq"])
+def test_what_cannot_be_imported_is_said_and_the_rest_is_looked_at(tmp_path: Path, name: str) -> None:
+    program = f"import sys; sys.modules[{name!r}] = None; from busrl.cli import main; sys.exit(main({DOCTOR[3:]}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and any(line["bad"] and name in line["found"] for line in found)
+    assert {"machine", "/dev/shm", "torch"} <= {line["part"] for line in found}
+
+
 def test_few_open_files_and_a_torch_that_cannot_be_imported_have_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libfoo.so is missing')\n")
 

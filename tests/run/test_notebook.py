@@ -91,6 +91,17 @@ def test_what_launch_says_against_a_topology_is_raised(tmp_path: Path, monkeypat
     assert not Path("runs").exists() and [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
+@pytest.mark.parametrize(("own", "said"), [({"name": "../a/b"}, "run.name"), (3, "run = 3")])
+def test_a_name_that_no_run_may_have_makes_no_file_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Any, said: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match=said):
+        notebook.launch({**scripted(tmp_path / "here", 4), "run": own})
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "trace.jsonl"]
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRun, match="no run directory"):
         notebook.attach(tmp_path)
