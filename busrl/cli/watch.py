@@ -207,7 +207,7 @@ class Log:
 
     def new(self, rest: bool = False) -> Iterator[bytes]:
         with suppress(FileNotFoundError), open(self.path, "rb") as file:
-            if file.seek(0, 2) < self._done:  # it was begun anew
+            if file.seek(0, 2) < self._done:  # another file has its name, or it was emptied
                 self._done, self._begun = 0, b""
             file.seek(self._done)
             while part := file.read(PART):

@@ -3,8 +3,8 @@
 Talks to CONTROL messages that `run.py` brings, to `control.jsonl`, `topology.json` and the header word
 `generation_pause`. Knows nothing of sockets; children are started and ended by `run.py`.
 
-- Only who can read control.key may ask: the run's own user, and whom that user gave it. It is made anew at each start,
-  and a message that it does not prove changes nothing.
+- Only who can read control.key may ask: the run's own user, and whom that user gave it. Each start makes another
+  key, and a message that it does not prove changes nothing.
 - What has an id is done once, however often it comes; each time it is answered with what is so by then.
 - topology.json and the line in control.jsonl are written before anything is answered: whoever starts or dies from then
   on has what was set, and the next start of the run too.
