@@ -36,6 +36,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, str(Path(__file__).parent))  # helpers that several folders of tests share
 
 
+LONG_TEST_S = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of whole runs may start several, each of which ends or is stopped with its logs shown at a limit of its own
+    (`harness.LIMIT_S`): the limit on the test stands above the sum, also on a loaded machine."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TEST_S))
+
+
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`chat_folder("chatml")` is a real model folder with that chat template; see chat_folders.py for the others."""
