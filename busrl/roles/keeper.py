@@ -25,7 +25,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, Fault, Rejected, is_address
 from busrl.ring import Ring, State
 from busrl.ring.locks import taken_back
-from busrl.roles import host_news, version_pin
+from busrl.roles import host_log, version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
@@ -63,7 +63,7 @@ class Keeper(Actor):
         self.desk = desk_of(self.topology, self.ledger, self.tally, claimed_from(self.paths.run_json).hex())
         self.desk.is_paused = lambda: self.paused
         self.bus.on_reject = self._answer_unreadable
-        self.hosts = host_news.HostLog(self.topology.host_names)
+        self.hosts = host_log.HostLog(self.topology.host_names)
 
     def work(self) -> bool:
         self._tend_workers()
@@ -141,7 +141,7 @@ class Keeper(Actor):
             name, uid = lease.worker.name, lease.claim.uid
             text = f"sample {uid} was taken back from {name}, which did not extend its lease"
             self.warn("gateway", text, kind=f"lease of {name}", uids=[uid])
-        host_news.write(self.paths, self.hosts.changes(self.desk.seen()))
+        host_log.write(self.paths, self.hosts.changes(self.desk.seen()))
         if self.tally.changed and now >= self._next_save:
             self._next_save = now + SAVE_EVERY_S
             self._save()

@@ -33,7 +33,7 @@ from busrl.config.hosts import SILENT, claimed_from
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import hosts as h
-from busrl.roles import host_news
+from busrl.roles import host_log
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.weights.relay import Chain, Pieces, SegmentCopy, Snapshot, Sources
@@ -87,7 +87,7 @@ class Home:
         self.weights = Snapshot(actor.paths.weights_file, self.topology.hosts.piece_mb << 20)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
-        self.starts = host_news.Starts(actor.paths)
+        self.starts = host_log.Starts(actor.paths)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
         self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}

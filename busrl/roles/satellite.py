@@ -34,7 +34,7 @@ from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
-from busrl.roles.host_news import HostErrors
+from busrl.roles.host_log import HostErrors
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
 log = logging.getLogger("busrl")

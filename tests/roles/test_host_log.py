@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
-from busrl.roles.host_news import HostErrors, HostLog, write
+from busrl.roles.host_log import HostErrors, HostLog, write
 
 SILENT_S = 10.0
 
