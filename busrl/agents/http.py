@@ -166,7 +166,8 @@ class Door:
     def _routes(self) -> list[web.RouteDef]:
         found = [
             web.post("/v1/chat/completions", self._chat), web.post("/v1/completions", self._complete),
-            web.post("/inference/v1/generate", self._generate), web.get("/v1/models", self._models),
+            web.post("/inference/v1/generate", self._generate), web.post("/generate", self._native),
+            web.get("/v1/models", self._models),
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
             web.get("/health", self._health),
         ]
@@ -196,6 +197,14 @@ class Door:
         body.sampling_params.prompt, body.sampling_params.stream = body.token_ids, None
         asked, changed = openai.complete_request(body.sampling_params, self._distribution(episode))
         return await self._answered(request, episode, raw, asked, changed, body.sampling_params, "generated")
+
+    async def _native(self, request: web.Request) -> web.StreamResponse:
+        episode, raw = self._episode(request), await request.read()
+        body: openai.CompletionBody = openai.read(raw, openai.CompletionBody)
+        if body.stream:
+            raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
+        asked, changed = openai.complete_request(body, self._distribution(episode))
+        return await self._answered(request, episode, raw, asked, changed, body, "native")
 
     def _distribution(self, episode: Episode) -> openai.Sampling:
         return (self._rule, *self._sampling.get(episode, (1.0, 1.0)))

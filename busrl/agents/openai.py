@@ -70,10 +70,16 @@ class ChatBody(Body):
     modalities: list[str] | None = None
 
 
-class CompletionBody(Body):
-    """`POST /v1/completions`."""
+class PromptIds(msgspec.Struct):
+    """A prompt as vLLM's own server takes it."""
 
-    prompt: str | list[Any] = ""  # a text, token ids, or a list of one of these
+    prompt_token_ids: list[int]
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`, and `POST /generate` of vLLM's own server, which clients of atroposlib ask."""
+
+    prompt: str | list[Any] | PromptIds = ""  # a text, token ids, or a list of one of these
     logprobs: int | bool | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -153,6 +159,8 @@ def wants_numbers(body: Body) -> bool:
 
 def _prompt(given: Any) -> str | list[int]:
     """A text or token ids, perhaps as the only one of a list."""
+    if isinstance(given, PromptIds):
+        return given.prompt_token_ids
     if isinstance(given, list) and given and not isinstance(given[0], int):
         if len(given) != 1:
             raise CallRefused("unsupported", f"prompt: {len(given)} prompts; ask for one at a time", "prompt")
@@ -267,6 +275,15 @@ class Answers:
         choices = [{"index": place, "token_ids": turn.ids.tolist(), "finish_reason": finish_reason(turn),
                     "logprobs": {"content": self._logprobs(turn, True)}} for place, turn in enumerate(self.turns)]
         return {"request_id": f"gen-{self.number}", "choices": choices, "usage": self.usage(),
+                "busrl": self.about(self.turns[-1])}
+
+    def native(self) -> dict[str, Any]:
+        """A list of the answers' texts, one of their ends, and for each of their tokens `[{id: log-probability}]`."""
+        pairs = [zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True) for turn in self.turns]
+        return {"text": [turn.message["content"] for turn in self.turns],
+                "finish_reasons": [finish_reason(turn) for turn in self.turns],
+                "token_ids": [turn.ids.tolist() for turn in self.turns],
+                "logprobs": [[[{str(one): score}] for one, score in answer] for answer in pairs],
                 "busrl": self.about(self.turns[-1])}
 
     def about(self, turn: Turn) -> dict[str, int]:

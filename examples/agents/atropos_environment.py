@@ -20,8 +20,6 @@ from typing import Any
 import tenacity
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-MASKED, NOT_TRAINED = 1.0, -100  # log-probability and mask of what the model read
-
 
 class Sort(BaseEnv):
     name = "sort"
@@ -34,14 +32,13 @@ class Sort(BaseEnv):
 
     async def collect_trajectories(self, item: str) -> tuple[Any, list[str]]:
         made: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
-        answer = await self.server.completion(prompt=f"{item}=", n=self.config.group_size, logprobs=1,
-                                              extra_body={"return_token_ids": True})
-        read = answer.prompt_token_ids
-        for choice in answer.choices:
-            made["tokens"].append(read + choice.token_ids)
-            made["masks"].append([NOT_TRAINED] * len(read) + choice.token_ids)
-            made["inference_logprobs"].append([MASKED] * len(read) + choice.logprobs.token_logprobs)
-            made["scores"].append(float(choice.text.rpartition("|")[2] == "".join(sorted(item))))
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            answer = await managed.completion(prompt=f"{item}=", n=self.config.group_size)
+            for choice, node in zip(answer.choices, managed.get_state()["nodes"]):
+                made["tokens"].append(node.tokens)
+                made["masks"].append(node.masked_tokens)
+                made["inference_logprobs"].append(node.logprobs)
+                made["scores"].append(float(choice.text.rpartition("|")[2] == "".join(sorted(item))))
         return made, []  # one whose scores are all the same is not posted: the library's default
 
     async def evaluate(self, *args: Any, **named: Any) -> None:
@@ -58,9 +55,8 @@ def main() -> None:
     config = BaseEnvConfig(
         group_size=8, rollout_server_url=about["url"], tokenizer_name=options.tokenizer, total_steps=-1,
         steps_per_eval=0, wandb_name="sort", use_wandb=False, data_path_to_save_groups=options.groups)
-    # Its health check is a prompt of its own, of letters that the model does not have.
-    model = APIServerConfig(model_name="policy", base_url=about["base_url"], api_key=Path(about["key"]).read_text(),
-                            health_check=False)
+    model = APIServerConfig(server_type="vllm", model_name="policy", tokenizer_name=options.tokenizer,
+                            base_url=about["base_url"], api_key=Path(about["key"]).read_text())
     try:
         asyncio.run(Sort(config, [model]).env_manager())
     except tenacity.RetryError:

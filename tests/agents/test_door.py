@@ -267,6 +267,30 @@ def test_token_ids_go_in_and_come_out_by_both_routes(chats: Callable[[str], Rend
     ask(chats("qwen2_5"), work)
 
 
+def test_a_client_of_vllms_own_server_gets_ids_and_log_probabilities_of_each_answer(
+    chats: Callable[[str], Renderer],
+) -> None:
+    """As `VLLMServer` of atroposlib asks and reads it."""
+
+    async def work(episode: Episode, engine: Engine, door: Door) -> None:
+        head, url = {"x-busrl-episode": episode.openai["api_key"]}, door.base_url.removesuffix("/v1") + "/generate"
+        body = {"prompt": {"prompt_token_ids": chats("qwen2_5").encode("One two.")}, "logprobs": 0, "n": 2,
+                "max_tokens": 7}
+        async with aiohttp.ClientSession(headers=head) as session:
+            async with session.post(url, json=body) as answer:
+                found = await answer.json()
+            pairs = [[next(iter(place[0].items())) for place in one] for one in found["logprobs"]]
+            assert [[int(one) for one, _ in answer] for answer in pairs] == found["token_ids"]
+            assert [turn.ids.tolist() for turn in episode.tree.turns] == found["token_ids"]
+            assert [turn.logprobs.tolist() for turn in episode.tree.turns] == [[p for _, p in one] for one in pairs]
+            assert found["finish_reasons"] == ["stop", "stop"]
+            async with session.post(url, json={**body, "stream": True}) as answer:
+                assert answer.status == 400 and (await answer.json())["error"]["param"] == "stream"
+        assert engine.world.exact() == (0, 0, 0, 0)
+
+    ask(chats("qwen2_5"), work)
+
+
 def test_a_stop_text_ends_an_answer_at_the_token_that_completes_it(chats: Callable[[str], Renderer]) -> None:
     async def work(episode: Episode, engine: Engine, door: Door) -> None:
         async with client_of(episode) as client:
@@ -412,7 +436,7 @@ def test_any_body_is_read_or_refused_with_its_field(body: Any, cut: bool) -> Non
             assert refused.code in ("invalid", "unsupported") and str(refused)
 
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/detokenize")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate", "/tokenize", "/detokenize")
 HOSTILE = [b"", b"\xff\xfe", b"[" * 100_000, b'{"messages":' * 2000, b'{"messages": [{"role": "user"}]}', b"nonsense",
            json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
            json.dumps({"messages": HELLO["messages"], "model": "x" * (1 << 20), "x" * (1 << 20): 1, "tools": [

@@ -26,7 +26,7 @@ from test_agents_in_a_run import AGENTS, children_of
 from busrl.ring import Ring
 
 KILLS = int(os.environ.get("BUSRL_STORM_KILLS", "20"))
-STEPS, LIMIT_S = 8 * KILLS, 1500.0
+STEPS, LIMIT_S = 8 * KILLS, max(1500.0, 60.0 * KILLS)
 MOST_TOKENS = 1.3  # of an undisturbed run's, for each token of a sample that ended
 VICTIMS = ["agent/0", "agent/1", "child", "child", "serve/0", "serve/1", "rollout/0", "rollout/1", "keeper", "learner"]
 SETTINGS = (
