@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Uids = TypeVar("Uids", int, "npt.NDArray[np.int64]", "npt.NDArray[np.uint64]")
 VALIDATE_BIT: Final = 1 << 62  # of a uid: the sample belongs to a validation round and to `fates.validate.bin`
+POISON_DEATHS: Final = 2  # of workers that held one slot and no other: nobody else is given it
 PAUSE_STARTING: Final = 1  # bit of the header word `generation_pause`: the learner is not ready yet
 PAUSED: Final = 2  # the next one: nobody draws tokens; launch's, which writes the word while bit 0 is clear
 

@@ -30,13 +30,12 @@ from busrl._ring import Ring
 from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, RingError, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
-from busrl.states import State
+from busrl.states import POISON_DEATHS, State
 
 Ids = npt.NDArray[np.int32]
 Lines = npt.NDArray[np.void]
 Send = Callable[[m.Message, str], None]
 OWNER, SEQ = 0x3FFF, (1 << 36) - 1
-POISON_DEATHS = 2
 AFFINITY_S = 0.02
 REFUSAL_BYTES = 1000
 WAIT_S, LOOK_S = 0.5, 0.05

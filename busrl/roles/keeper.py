@@ -30,14 +30,13 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.scheduling.admission import Lines
-from busrl.states import Fate
+from busrl.states import POISON_DEATHS, Fate
 from busrl.watching import Tally
 
 log = logging.getLogger("busrl")
 SAVE_EVERY_S = 1.0
 MOST_NAMED = 16
 CODES = {Fault.WRONG_VERSION: "version", Fault.OVERSIZE: "oversize"}  # for any other fault "malformed"
-POISON_DEATHS = 2
 LOOK_EVERY_S = 0.02  # requests may come by the thousand; the dead are looked for at most so often
 
 
