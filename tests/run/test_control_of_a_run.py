@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from checks import check_end
-from harness import Run, read_lines, running
+from harness import ROOT, Run, read_lines, running
+from test_agents_in_a_run import slots_of_calls
 
 from busrl.bus import Endpoint
 from busrl.cli import main
@@ -124,6 +125,22 @@ def test_each_verb_works_while_a_run_runs_and_processes_die_and_nothing_is_lost(
     lines = {(line.verb, line.key, line.new, line.ok) for line in controls(run.paths)}
     assert ("set", "learner.lr", "1e-05", True) in lines and ("set", "learner.lr", "fast", False) in lines
     assert not any(line.id == "forged" for line in controls(run.paths))
+
+
+def test_calls_of_episodes_wait_through_a_pause_and_are_answered_after_it(tmp_path: Path, quickstart: None) -> None:
+    run = Run(tmp_path / "run", "agents.episodes=64", "agents.episode_s=5", "validation.data=",
+              config=ROOT / "configs" / "agents.toml", steps=6)
+    with running(run):
+        run.until_step(2)
+        done(run, "pause")
+        drawn = tokens(run)
+        run.let_pass(8.0)  # longer than an episode may take by itself
+        assert tokens(run) == drawn, "something was drawn while it was paused"
+        states = slots_of_calls(run)
+        assert set(states) - {"FREE"}, "no call waited"
+        done(run, "resume")
+        check_end(run, run.wait())
+    assert not any(sum(row["set_aside"].values()) for row in run.metrics()), "an episode was lost to the pause"
 
 
 def test_a_stop_at_once_kills_everything_and_the_next_start_goes_on(
