@@ -55,6 +55,7 @@ TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "context": (np.uint64, 1),
 }
 NEEDED = ("ids", "seqs", "turns", "logprobs", "versions")
+LEAST_MESSAGES = 2  # bytes: [] where agents.transcript_bytes leaves no room
 FOR_PEOPLE = ("context", "messages")  # it is trained without them too
 
 
@@ -219,7 +220,7 @@ def messages_of(ring: Ring, slot: int) -> list[list[dict[str, Any]]]:
     try:
         found = _optional(ring, slot, "messages")
         return [] if found is None else msgspec.json.decode(found.tobytes(), type=list[list[dict[str, Any]]])
-    except (BadTensor, msgspec.DecodeError):
+    except (BadTensor, msgspec.DecodeError, RecursionError):  # the last: of brackets in brackets
         return []
 
 
@@ -338,7 +339,7 @@ def _fault_of_pieces(arrays: Mapping[str, Array], bounds: Bounds) -> str:
         return f"the reward is {_some(reward)}: must be finite numbers, at least one"
     if context is not None and len(context) != len(CONTEXT):
         return f"context has {len(context)} numbers: must be {len(CONTEXT)}"
-    if messages is not None and not 1 <= len(messages) <= bounds.transcript_bytes:
+    if messages is not None and not 1 <= len(messages) <= max(LEAST_MESSAGES, bounds.transcript_bytes):
         return f"messages has {len(messages)} bytes: agents.transcript_bytes allows {bounds.transcript_bytes}"
     return ""
 
