@@ -97,7 +97,7 @@ def test_a_host_with_agents_has_a_ring_of_calls_and_slots_for_its_episodes(
     home = with_agents(*BOTH, "process.agent.count=2", "agents.episodes=40", "generation.max_batch=16")
     assert "agent/0" not in names(home) and home.reward.kind == "agent"
     away = of_host(home, "a")
-    assert names(away) == ["bus", "keeper", "relay", "satellite", "agent/0", "agent/1", "rollout/0"]
+    assert names(away) == ["bus", "keeper", "relay", "satellite", "rollout/0", "agent/0", "agent/1"]
     assert away.derived.slots == 2 * (2 * 40 + 8) and away.derived.call_slots == 16 + 4 + 16
     assert away.derived.call_slot_bytes == home.derived.call_slot_bytes > 0
     assert "1 x rollout (torch), 2 x agent\n" in explain.report(materialise(home))

@@ -137,6 +137,20 @@ def test_an_episode_stands_at_home_as_it_stood_in_the_slot_of_its_host(
     assert [type(bell).__name__ for bell in keeper.bells] == ["RewardComputed"] * 2
 
 
+def test_what_becomes_of_an_episode_without_an_end_is_home_s_fate_too(
+    away: Callable[..., Away], keeper: Keeper
+) -> None:
+    host, fates = away("agents"), [Fate.POISON, Fate.REWARD_RAISED, Fate.REWARD_HUNG]
+    assert host.claim(3) == 3
+    ended = {}
+    for fate in fates:
+        [(slot, word)] = host.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
+        ended[int(host.ring.line(slot)["uid"])] = fate
+        host.ring.drop(slot, word, fate)
+    assert host._report_dropped() == 3
+    assert {uid: Fate(keeper.fates[0].get(uid)) for uid in ended} == ended
+
+
 def test_a_sample_that_was_begun_before_is_played_beside_others(away: Callable[..., Away], keeper: Keeper) -> None:
     host = away("agents")
     for _ in range(3):

@@ -22,6 +22,10 @@ async def episode(task, llm):
     await llm.reward(0.25 * (sum((await llm.complete(task["prompt"], max_tokens=6)).ids) % 3))
     return {"length": float(sum((await llm.complete("2=", max_tokens=4)).ids) % 5)}
 '''
+JUDGE = '''
+def score(record, completion, token_ids, episode):
+    return len(episode["turns"]) + len(token_ids) % 5
+'''
 BOTH = '''
 [[process]]
 role = "rollout"
@@ -45,16 +49,17 @@ AWAY = ('process.agent.hosts=["gpu-0"]', "agents.episodes=24", "learner.checkpoi
 
 @pytest.mark.long
 def test_agents_on_a_host_train_a_run_whoever_dies_there(tmp_path: Path, quickstart: None) -> None:
-    home = Home(tmp_path, *AWAY, config=AGENTS, steps=18)
+    home = Home(tmp_path, *AWAY, "validation.data=tiny:sort", "validation.samples=16", config=AGENTS, steps=14)
     host = Host(home)
     with running(home), running(host):
         for number, name in enumerate(["satellite", "agent/0", "rollout/0", "keeper", "relay"]):
-            home.until_step(2 + 3 * number)
+            home.until_step(1 + 2 * number)
             host.kill(name)
         assert home.wait() == 0, home.tail()
         assert host.wait(30) == 0, host.tail()
     check_end(home, 0)
-    assert home.pid("agent/0") == home.pid("rollout/0") == 0
+    rounds = read_lines(home.paths.validation)
+    assert rounds and {row["samples"] for row in rounds} == {16}
 
 
 def samples_of(run: Run) -> dict[int, SampleRecord]:
@@ -91,7 +96,9 @@ def test_what_is_trained_of_episodes_on_a_host_is_what_one_host_trains_bit_for_b
 def test_a_host_with_agents_that_is_lost_with_all_it_had_costs_tokens_and_no_sample(
     tmp_path: Path, quickstart: None
 ) -> None:
-    home = Home(tmp_path, "limits.lease_s=3", *AWAY, config=AGENTS, steps=10)
+    (tmp_path / "judge.py").write_text(JUDGE)  # rewards of that host judge its episodes
+    home = Home(tmp_path, "limits.lease_s=3", *AWAY, f"reward.function={tmp_path}/judge.py:score",
+                'process.reward.hosts=["gpu-0"]', config=AGENTS, steps=8)
     with running(home):
         with running(first := Host(home)):
             home.until_step(3)
@@ -103,6 +110,9 @@ def test_a_host_with_agents_that_is_lost_with_all_it_had_costs_tokens_and_no_sam
             assert home.wait() == 0, home.tail()
             assert second.wait(30) == 0, second.tail()
     check_end(home, 0)
+    for one in samples_of(home).values():
+        _, begin, end, _ = max(one.turn_array().tolist(), key=lambda turn: turn[3])
+        assert one.reward == len(one.turn_array()) + (end - begin) % 5, "a reward of that host judged it"
 
 
 @pytest.mark.long
