@@ -114,6 +114,11 @@ class RemoteAnswer(NamedTuple):
     finish: int
     done: bool
     step: int = 0  # of the oldest weights that drew it, as the worker knows
+    episode: dict[str, g.Tensor] | None = None  # instead of the arrays; looked through by the ledger, which knows them
+
+
+_NONE = np.zeros(0, np.int32)
+_OF_EPISODE = RemoteAnswer(_NONE, _NONE.astype(np.float32), _NONE.astype(np.uint32), None, "", Finish.EOS, True)
 
 
 class Judged(NamedTuple):
@@ -183,9 +188,11 @@ class Answers:
     def __init__(self, message: g.RemoteBatch) -> None:
         self._message, count = message, len(message.tasks)
         needed = (message.lengths, message.prompt_lengths, message.finishes, message.texts)
-        given = [*needed, *(one for one in (message.rewards, message.parts, message.steps) if one)]
+        given = [*needed, *(one for one in (message.rewards, message.parts, message.steps, message.episodes) if one)]
         if any(len(column) != count for column in given):
             raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
+        if message.episodes and any((*message.lengths, *message.prompt_lengths)):
+            raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
         self._ends, self._prompt_ends = (
             list(accumulate(one, initial=0)) for one in (message.lengths, message.prompt_lengths)
         )
@@ -199,7 +206,11 @@ class Answers:
         self._newest = int(self._versions.max(initial=0))
 
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
-        """Number `at`; `Refused` if it breaks a rule."""
+        """Number `at`; `Refused` if it breaks a rule, but for those of an episode, which are the ledger's."""
+        if self._message.episodes:
+            return _OF_EPISODE._replace(
+                text=self._message.texts[at], step=self._step(at), episode=self._message.episodes[at]
+            )
         (begin, end), (first, last) = self._places(at)
         finish = self._message.finishes[at]
         sound = (
@@ -275,15 +286,20 @@ def _column(given: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[A
 
 
 def _read(given: g.Tensor, what: str, dtype: Any) -> npt.NDArray[Any]:
+    return read_tensor(given, what, dtype, 1)
+
+
+def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int) -> npt.NDArray[Any]:
+    """A copy of an array that travelled; `Refused` if it is none of this type."""
     wanted = np.dtype(dtype)
     if given.dtype != wanted.name:
         raise Refused(f"{what} has dtype {given.dtype!r}: it must be {wanted.name}")
-    if len(given.shape) != 1:
-        raise Refused(f"{what} has shape {given.shape}: it must have one dimension")
-    count = given.shape[0]
-    if count * wanted.itemsize != len(given.data):
+    if len(given.shape) != dimensions:
+        rule = "one dimension" if dimensions == 1 else f"{dimensions} dimensions"
+        raise Refused(f"{what} has shape {given.shape}: it must have {rule}")
+    if math.prod(given.shape) * wanted.itemsize != len(given.data) or (dimensions > 1 and not given.data):
         raise Refused(f"{what} says shape {given.shape} of {wanted.name}, and has {len(given.data)} bytes")
-    return np.frombuffer(given.data, wanted.newbyteorder("<")).astype(wanted)
+    return np.frombuffer(given.data, wanted.newbyteorder("<")).astype(wanted).reshape(given.shape)
 
 
 def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:

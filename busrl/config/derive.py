@@ -123,12 +123,18 @@ def in_flight(topology: Topology) -> int:
     return topology.generation.max_batch * max(1, count(topology, "rollout") - only_validate(topology))
 
 
-def call_ring(topology: Topology) -> tuple[int, int]:
-    """Slots and bytes per slot of the ring of model calls: a call for every row and some that wait, each with the
+def call_ring(topology: Topology, host: str = "") -> tuple[int, int]:
+    """Slots and bytes per slot of a host's ring of model calls: a call for every row and some that wait, each with the
     longest prompt and answer."""
-    rows = topology.generation.max_batch * max(1, count(topology, "rollout"))
+    rows = topology.generation.max_batch * max(1, on_host(topology, host, "rollout"))
     answer = PER_TOKEN * topology.generation.max_new_tokens
     return rows + rows // 4 + MORE_CALLS, _up(ID_BYTES * topology.longest + answer + CALL_BYTES, 256)
+
+
+def on_host(topology: Topology, host: str, *roles: str) -> int:
+    """How many processes of these roles a host starts; "" = home."""
+    mine = (entry for entry in topology.process if entry.role in roles)
+    return sum(entry.count for entry in mine if (host in entry.hosts if host else not entry.hosts))
 
 
 def _validating(topology: Topology) -> int:

@@ -25,7 +25,7 @@ from busrl.config.rules import MOST_SAMPLES, count
 from busrl.config.schema import ADAPTERS, SCRIPTED, TINY, Faults, ProcessName, Topology, has_model
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull, UserError
-from busrl.states import RANK
+from busrl.states import CALLER_ROLES, RANK
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
@@ -186,6 +186,7 @@ def _hosts(t: Topology) -> Iterator[str]:
         runs = [f"{entry.count} x rollout ({entry.engine})" for entry in there if entry.role == "rollout"]
         if rewards := sum(entry.count for entry in there if entry.role == "reward"):
             runs.append(f"{rewards} x reward, which judge what is generated there")
+        runs += [f"{entry.count} x {entry.role}" for entry in there if entry.role in CALLER_ROLES]
         own = of_host(t, host)
         needs = sum(size for _, size in shared_memory(own))
         start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"

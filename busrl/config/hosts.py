@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import msgspec
 
 from busrl import files, keys
-from busrl.config.derive import sized
+from busrl.config.derive import call_ring, on_host, sized
 from busrl.config.schema import Derived, Faults, Topology
 from busrl.errors import BadKeys, UserError
+from busrl.states import CALLER_ROLES
 
 SILENT = "hears nothing of the run"  # what the relay of a host is doing while that is so
 CLAIMED_FROM = "claimed_from"  # key of run.json
@@ -35,9 +36,10 @@ def claimed_from(run_json: Path) -> bytes:
 
 
 def rows_of(topology: Topology, host: str) -> int:
-    """Sequences that the engines of a host run at the same time."""
-    processes = sum(entry.count for entry in topology.process if entry.role == "rollout" and host in entry.hosts)
-    return processes * topology.generation.max_batch
+    """Samples that a host works on at the same time: sequences of its engines, or episodes that are played there."""
+    if topology.has_callers:
+        return on_host(topology, host, *CALLER_ROLES) * topology.agents.episodes
+    return on_host(topology, host, "rollout") * topology.generation.max_batch
 
 
 def ahead_of(topology: Topology, rows: int) -> int:
@@ -51,12 +53,12 @@ def of_host(topology: Topology, host: str) -> Topology:
     slots = 2 * (rows + ahead_of(topology, rows))  # as many again for answers that wait to be sent
     return replace(
         topology, here=host, bus=replace(topology.bus, endpoint="ipc"), faults=Faults(),
-        derived=_sized(topology, slots),
+        derived=_sized(topology, slots, call_ring(topology, host)[0] if topology.has_callers else 0),
     )
 
 
-def _sized(topology: Topology, slots: int) -> Derived:
-    own = replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, call_slots=0)
+def _sized(topology: Topology, slots: int, calls: int) -> Derived:
+    own = replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, call_slots=calls)
     return sized(topology, own)
 
 

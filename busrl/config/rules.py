@@ -28,7 +28,7 @@ from busrl.config.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, SI
 from busrl.data.sources import ENVIRONMENT
 from busrl.faults import plan
 from busrl.keys import NAME
-from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, HOST_NAME, SINGLE_ROLES
+from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
 
 RESERVE_PROCESSES = 5  # table entries for entry 0, launch, a monitor, `busrl ring`, and one being replaced
 MOST_SAMPLES = 1 << 32  # that a table of fates has room for: uids beyond it cannot be dispatched
@@ -478,84 +478,6 @@ def _processes(t: Topology) -> Iterator[Finding]:
         yield Finding(("ring.processes",), rule, f"set it to {total} or more")
 
 
-OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
-    ("bus.endpoint", lambda t: t.bus.endpoint != "ipc", "other hosts reach the bus over TCP",
-     'set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys with `busrl keys`'),
-    ("weights.transport", lambda t: t.weights.transport == "shm",
-     "other hosts get what lies in shared memory, and nothing else yet", 'set weights.transport = "shm"'),
-    ("weights.sparse.enabled", lambda t: not t.weights.sparse.enabled, "other hosts get whole versions",
-     "set weights.sparse.enabled = false"),
-    ("segments.rounds", lambda t: not t.segments.waves, "a round of segments needs every answer at home after each",
-     'set segments.rounds = "answers"'),
-    ("segments.loss", lambda t: not t.segments.on or t.segments.loss != "last_segment",
-     "an answer of another host comes whole, and where its last segment began is not known here",
-     'set segments.loss = "behaviour"'),
-)
-
-
-def _hosts(t: Topology) -> Iterator[Finding]:
-    """What runs on other hosts, and what they cannot do yet."""
-    for index, entry in enumerate(t.process):
-        yield from _hosts_of_entry(t, index, entry)
-    for key, suits, rule, remedy in OVER_HOSTS:
-        if t.host_names and not suits(t):
-            yield Finding((key,), rule, remedy, depends=("process",))
-    yield from _judges(t)
-    yield from _start_of_hosts(t)
-
-
-def _judges(t: Topology) -> Iterator[Finding]:
-    """A reward on another host judges what is generated there, one at home everything else."""
-    judging, generating = ({host for entry in t.process if entry.role == role for host in entry.hosts or ("",)}
-                           for role in ("reward", "rollout"))
-    away = [f"process.{index}.hosts" for index, one in enumerate(t.process) if one.role == "reward" and one.hosts]
-    if not away:
-        return
-    at = away[0]
-    if idle := sorted(judging - generating - {""}):
-        rule = f"a reward on another host judges what rollouts generate there, and {idle[0]} has none"
-        yield Finding((at,), rule, f"remove {idle[0]}, or name it in hosts of a rollout", depends=("process",))
-    if "" not in judging and (left := sorted(generating - judging)):
-        where = left[0] or "this host"
-        rule = f"nobody judges what is generated on {where}: rewards on other hosts judge what is generated there"
-        yield Finding((at,), rule, "add a [[process]] of role reward without hosts", depends=("process",))
-
-
-def _start_of_hosts(t: Topology) -> Iterator[Finding]:
-    start = t.hosts.start
-    if not start:
-        return
-    if not t.host_names:
-        yield Finding(("hosts.start",), "no [[process]] names a host in hosts", "name them, or remove start")
-    unknown = [name for part in start for name in PLACEHOLDER.findall(part) if name != "{host}"]
-    if unknown or not any("{host}" in part for part in start):
-        rule = f"{unknown[0]} is not filled in, {{host}} is" if unknown else "{host} is nowhere in it"
-        yield Finding(("hosts.start",), rule, 'for example ["ssh", "{host}", "busrl host -"]')
-    if re.match(r"tcp://(\*|0\.0\.0\.0|\[::\]):", t.bus.endpoint):
-        rule = "hosts are told this endpoint, and it is no address that they could reach"
-        yield Finding(("bus.endpoint", "hosts.start"), rule, "name the address of this host that they see")
-
-
-def _hosts_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    at = f"process.{index}.hosts"
-    if not entry.hosts:
-        return
-    wrong = next((name for name in entry.hosts if not HOST_NAME.fullmatch(name)), None)
-    if wrong is not None:
-        rule = f"{wrong!r} is no name of a host: 1 to 39 letters, digits, dots, dashes or underscores"
-        yield Finding((at,), rule, "name it as `busrl host --name` there does")
-    if len(set(entry.hosts)) < len(entry.hosts):
-        yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
-    if entry.role not in ("rollout", "reward") or entry.command:
-        rule = "only busrl's own rollouts and rewards run on other hosts yet"
-        yield Finding((at, f"process.{index}.role"), rule, "remove hosts")
-    if t.has_callers:
-        rule = "model calls of agents do not travel to other hosts yet"
-        yield Finding((at,), rule, "remove hosts: engines of agents run on this one", depends=("process",))
-    if entry.serves == "validation":
-        yield Finding((at, f"process.{index}.serves"), "rollouts that only validate run on this host", "remove hosts")
-
-
 def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     if entry.role in SINGLE_ROLES and sum(e.count for e in t.process[: index + 1] if e.role == entry.role) > 1:
         rule = f"one {entry.role} per run: it works alone under a lock"
@@ -791,6 +713,6 @@ def _entropy(t: Topology) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _hosts, _scripted,
-    _faults, _control, _entropy,
+    lambda t: clashes(t, TABLE), _training, _scheduler, _segments, _validation, _bus, _processes, _scripted, _faults,
+    _control, _entropy,
 )

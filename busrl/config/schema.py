@@ -384,8 +384,8 @@ class Process:
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
-    hosts: tuple[str, ...] = key((), "rollout, reward: names of other hosts, each of which runs `count` of them; empty "
-                                 "= this one; see docs/hosts.md")
+    hosts: tuple[str, ...] = key((), "rollout, reward, agent, serve: names of other hosts, each of which runs `count` "
+                                 "of them; empty = this one; see docs/hosts.md")
 
 
 @dataclass(frozen=True)

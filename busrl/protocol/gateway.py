@@ -18,6 +18,7 @@ TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
 Counts = Annotated[list[Count], Meta(max_length=MAX_MAP)]
 Parts = Annotated[dict[Name, float], Meta(max_length=64)]
+MOST_PIECES = 16  # tensors of an episode; those that there are have names in docs/ring-layout.md
 
 
 class Tensor(Struct):
@@ -26,6 +27,9 @@ class Tensor(Struct):
     dtype: Name
     shape: Annotated[list[Count], Meta(max_length=4)]
     data: bytes
+
+
+Pieces = Annotated[dict[Name, Tensor], Meta(max_length=MOST_PIECES)]
 
 
 class Remote(Message, kw_only=True):
@@ -107,6 +111,7 @@ class RemoteBatch(Remote, tag="REMOTE_BATCH"):
     """Whole answers of a host to several tasks, in each tensor one behind the other, otherwise as REMOTE_GENERATED has
     one. Each list has an item for each task; `rewards` and `parts` may be empty, and are not where the host judges too.
     `steps`: that of the oldest weights which drew the answer; counts where the keeper started after those weights.
+    Where agents play the samples each has its tensors by name in `episodes`, and nothing of it is in the others.
 
     With `capacity` it is a claim too: the host wants to hold so many tasks when these are settled, and is sent those
     that are new. Answered by GATEWAY_SETTLED, and then by GATEWAY_TASKS.
@@ -125,6 +130,7 @@ class RemoteBatch(Remote, tag="REMOTE_BATCH"):
     parts: Annotated[list[Parts], Meta(max_length=MAX_MAP)] = field(default_factory=list)
     capacity: Count = 0
     steps: Counts = field(default_factory=list)
+    episodes: Annotated[list[Pieces], Meta(max_length=MAX_MAP)] = field(default_factory=list)
 
 
 class RemoteLeave(Remote, tag="REMOTE_LEAVE"):

@@ -20,6 +20,7 @@ All are of segment 0, beside the scheduler's `task`. Talks to the ring. Knows no
 - A slot holds an episode if it has `turns`; it has no `prompt_ids` and no `tokens` then.
 - Another program may have written it: what breaks a rule is a BadTensor with the rule, and costs the sample (fate M).
 - A sample's reward is the sum of its turns' rewards and what the whole was worth: whoever commits a reward adds them.
+- An episode of another host is checked whole before anything of it is written, also against the run's limits.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.agents.tree import Trajectory
+from busrl.agents.tree import Limits, Trajectory
+from busrl.config import Topology
 from busrl.errors import BadTensor, NoSuchTensor, SlotTooSmall
+from busrl.gateway import Refused, read_tensor, tensor
+from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Ring, seq_of
+from busrl.states import Finish
 
 Array = npt.NDArray[Any]
 SEQUENCE, BEGIN, END, FINISH, CALL, WAITED, GENERATED, FLAGS = COLUMNS = range(8)
@@ -49,6 +54,9 @@ TYPES: dict[str, tuple[npt.DTypeLike, int]] = {  # with the number of dimensions
     "versions": (np.uint32, 1), "turn_rewards": (np.float32, 1), "reward": (np.float64, 1), "messages": (np.uint8, 1),
     "context": (np.uint64, 1),
 }
+NEEDED = ("ids", "seqs", "turns", "logprobs", "versions")
+LEAST_MESSAGES = 2  # bytes: [] where agents.transcript_bytes leaves no room
+FOR_PEOPLE = ("context", "messages")  # it is trained without them too
 
 
 # -- writing -----
@@ -59,31 +67,39 @@ def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward:
     """Write what an episode read and wrote into the slot that we own by `word`; the caller commits. `reward`: what it
     returned, a number or named parts of it; `context`: the numbers of CONTEXT. SlotTooSmall where there is no room, but
     for the messages."""
-    for name in ("ids", "seqs", "turns", "logprobs", "versions"):
-        ring.put(slot, word, name, np.ascontiguousarray(getattr(episode, name), TYPES[name][0]), 0)
+    arrays = {name: np.ascontiguousarray(getattr(episode, name), TYPES[name][0]) for name in NEEDED}
     if episode.turn_rewards is not None:
-        ring.put(slot, word, "turn_rewards", np.asarray(episode.turn_rewards, np.float32), 0)
+        arrays["turn_rewards"] = np.asarray(episode.turn_rewards, np.float32)
     if reward is not None:
         values = list(reward.values()) if isinstance(reward, Mapping) else []
         whole = sum(values) if isinstance(reward, Mapping) else reward
-        ring.put(slot, word, "reward", np.array([whole, *values], np.float64), 0)
-    ring.put(slot, word, "text", np.frombuffer(episode.text.encode(errors="replace") or b"\0", np.uint8), 0)
-    # For people and reward functions: the episode is trained without them too.
+        arrays["reward"] = np.array([whole, *values], np.float64)
+    if context:
+        arrays["context"] = np.array(context, np.uint64)
+    if messages:
+        arrays["messages"] = np.frombuffer(messages, np.uint8)
+    write_pieces(ring, slot, word, arrays, episode.text)
+
+
+def write_pieces(ring: Ring, slot: int, word: int, arrays: Mapping[str, Array], text: str) -> None:
+    """The same of tensors by their names."""
+    for name in (one for one in arrays if one not in FOR_PEOPLE):
+        ring.put(slot, word, name, arrays[name], 0)
+    ring.put(slot, word, "text", np.frombuffer(text.encode(errors="replace") or b"\0", np.uint8), 0)
     with contextlib.suppress(SlotTooSmall):
-        if context:
-            ring.put(slot, word, "context", np.array(context, np.uint64), 0)
-        if messages:
-            ring.put(slot, word, "messages", np.frombuffer(messages, np.uint8), 0)
+        for name in (one for one in FOR_PEOPLE if one in arrays):
+            ring.put(slot, word, name, arrays[name], 0)
 
 
-def commit_episode(ring: Ring, slot: int, word: int, episode: Trajectory) -> m.DataGenerated | None:
-    """Commit what `write_episode` wrote. Version and step, of which the sample's age counts, are those of its admission
-    or of its oldest trained token. Returns the doorbell; None if the slot has moved."""
+def commit_episode(
+    ring: Ring, slot: int, word: int, episode: Trajectory | StoredEpisode, made_by: int
+) -> m.DataGenerated | None:
+    """Commit what was written. Version and step, of which the sample's age counts, are those of its admission or of its
+    oldest trained token, whose weights step `made_by` made. Returns the doorbell; None if the slot has moved."""
     line = ring.line(slot)
     version, step = int(line["version"]), int(line["step"])
-    trained = episode.versions[trained_of(episode.turns)]
-    if len(trained) and (oldest := int(trained.min())) < version:
-        version, step = oldest, min(step, episode.step)
+    if (oldest := oldest_of(episode)) is not None and oldest < version:
+        version, step = oldest, min(step, made_by)
     last = episode.turns[int(np.argmax(episode.turns[:, CALL]))]
     ring.set(
         slot, word, version=version, step=step, finish=int(last[FINISH]), response_tokens=len(episode.logprobs),
@@ -94,6 +110,12 @@ def commit_episode(ring: Ring, slot: int, word: int, episode: Trajectory) -> m.D
         return None
     return m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=int(line["uid"]), version=int(episode.versions[-1]),
                            status="generated")
+
+
+def oldest_of(episode: Trajectory | StoredEpisode) -> int | None:
+    """The oldest version of a trained token; None if none is trained."""
+    trained = episode.versions[trained_of(episode.turns)]
+    return int(trained.min()) if len(trained) else None
 
 
 # -- reading -----
@@ -127,8 +149,8 @@ def read_episode(ring: Ring, slot: int) -> StoredEpisode | None:
         turns = _read(ring, slot, "turns")
     except NoSuchTensor:
         return None
-    ids, seqs, logprobs, versions = (_read(ring, slot, name) for name in ("ids", "seqs", "logprobs", "versions"))
-    found = StoredEpisode(ids, seqs, turns, logprobs, versions, _optional(ring, slot, "turn_rewards"))
+    arrays = {name: turns if name == "turns" else _read(ring, slot, name) for name in NEEDED}
+    found = StoredEpisode(**arrays, turn_rewards=_optional(ring, slot, "turn_rewards"))
     if text := fault_of(found):
         raise BadTensor(f"slot {slot}: {text}")
     return found
@@ -198,7 +220,7 @@ def messages_of(ring: Ring, slot: int) -> list[list[dict[str, Any]]]:
     try:
         found = _optional(ring, slot, "messages")
         return [] if found is None else msgspec.json.decode(found.tobytes(), type=list[list[dict[str, Any]]])
-    except (BadTensor, msgspec.DecodeError):
+    except (BadTensor, msgspec.DecodeError, RecursionError):  # the last: of brackets in brackets
         return []
 
 
@@ -245,6 +267,81 @@ def context_of(ring: Ring, slot: int) -> Counter[str]:
         if found is not None:
             return Counter(dict(zip(CONTEXT, map(int, found))))
     return Counter()
+
+
+# -- from another host -----
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an episode of another host may be. `vocabulary` 0: not known."""
+
+    limits: Limits
+    transcript_bytes: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, topology: Topology, vocabulary: int) -> Bounds | None:
+        """None in a run whose samples are answers of one call."""
+        own = topology.agents
+        limits = Limits(*topology.episode_limits, own.max_turns, own.max_sequences)
+        return cls(limits, own.transcript_bytes, vocabulary) if topology.has_callers else None
+
+
+def pieces_of(ring: Ring, slot: int) -> dict[str, g.Tensor]:
+    """The tensors of the episode in a slot that we hold, as they travel; whoever gets them checks them."""
+    found = {name: ring.get(slot, name, 0) for name in NEEDED}
+    for name in TYPES.keys() - found.keys():
+        with contextlib.suppress(NoSuchTensor):
+            found[name] = ring.get(slot, name, 0)
+    return {name: tensor(array) for name, array in found.items()}
+
+
+def received(pieces: Mapping[str, g.Tensor], bounds: Bounds, newest: int) -> tuple[StoredEpisode, dict[str, Array]]:
+    """An episode that another host sent, and all its tensors; `Refused` if it breaks a rule. `newest`: the version."""
+    if unknown := sorted(pieces.keys() - TYPES.keys()):
+        raise Refused(f"tensor {unknown[0]!r}: an episode has {', '.join(TYPES)}")
+    if missing := [name for name in NEEDED if name not in pieces]:
+        raise Refused(f"tensor {missing[0]} is missing: an episode has {', '.join(NEEDED)}")
+    arrays = {name: read_tensor(pieces[name], name, *TYPES[name]) for name in TYPES if name in pieces}
+    episode = StoredEpisode(**{name: arrays[name] for name in NEEDED}, turn_rewards=arrays.get("turn_rewards"))
+    if text := fault_of(episode) or _over(episode, bounds, newest) or _fault_of_pieces(arrays, bounds):
+        raise Refused(text)
+    return episode, arrays
+
+
+def _over(episode: StoredEpisode, bounds: Bounds, newest: int) -> str:
+    """Which bound of the run a sound episode is beyond; "" if none."""
+    limits, turns = bounds.limits, episode.turns
+    for what, value, most in (
+        ("ids in its longest sequence", int(episode.seqs.max()), limits.context),
+        ("sampled ids", len(episode.logprobs), limits.sampled), ("ids", len(episode.ids), limits.tokens),
+        ("turns", len(turns), limits.turns), ("sequences", len(episode.seqs), limits.sequences),
+    ):
+        if value > most:
+            return f"{value} {what}: [agents] allows {most}"
+    low, high = int(episode.ids.min()), int(episode.ids.max())
+    if low < 0 or (bounds.vocabulary and high >= bounds.vocabulary):
+        return f"ids from {low} to {high}: the model knows {bounds.vocabulary or 'none below 0'}"
+    if int(episode.versions.max()) > newest:
+        return f"versions has {int(episode.versions.max())}: the newest version that was published is {newest}"
+    if not np.isin(turns[:, FINISH], (Finish.EOS, Finish.LENGTH)).all():
+        return f"turns end by {_some(turns[:, FINISH])}: {Finish.EOS:d} (by itself) or {Finish.LENGTH:d} (a limit)"
+    if int(turns[:, [WAITED, GENERATED]].min()) < 0:
+        return "a turn has a time below 0"
+    return ""
+
+
+def _fault_of_pieces(arrays: Mapping[str, Array], bounds: Bounds) -> str:
+    """What is wrong with the tensors that an episode need not have; "" if nothing."""
+    reward, context, messages = (arrays.get(name) for name in ("reward", "context", "messages"))
+    if reward is not None and (not len(reward) or not np.isfinite(reward).all()):
+        return f"the reward is {_some(reward)}: must be finite numbers, at least one"
+    if context is not None and len(context) != len(CONTEXT):
+        return f"context has {len(context)} numbers: must be {len(CONTEXT)}"
+    if messages is not None and not 1 <= len(messages) <= max(LEAST_MESSAGES, bounds.transcript_bytes):
+        return f"messages has {len(messages)} bytes: agents.transcript_bytes allows {bounds.transcript_bytes}"
+    return ""
 
 
 def _read(ring: Ring, slot: int, name: str) -> Array:

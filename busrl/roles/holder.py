@@ -199,8 +199,7 @@ class EpisodeHolder(Actor):
         """Send the scheduler how many episodes this process holds."""
         if (now := time.monotonic()) >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
-            most = self.topology.agents.episodes
-            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=self.room, rows=most))
+            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=self.room, rows=self.rows))
 
     # -- samples -----
 
@@ -208,6 +207,11 @@ class EpisodeHolder(Actor):
     def room(self) -> int:
         """How many samples more it may hold."""
         return self.topology.agents.episodes - len(self.claims)
+
+    @property
+    def rows(self) -> int:
+        """How many samples this process works on at a time."""
+        return self.topology.agents.episodes
 
     def take(self, most: int) -> list[Claim]:
         """Samples that nobody holds, best first."""
@@ -278,7 +282,7 @@ class EpisodeHolder(Actor):
 
     def commit(self, claim: Claim, made: Trajectory) -> None:
         """What was written of it is its sample."""
-        message = commit_episode(self.ring, claim.slot, claim.word, made)
+        message = commit_episode(self.ring, claim.slot, claim.word, made, made.step)
         del self.claims[claim.slot]
         if message is not None:
             self.bell.add(lambda: message)

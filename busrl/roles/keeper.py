@@ -28,6 +28,7 @@ from busrl.ring.locks import taken_back
 from busrl.roles import host_log, version_pin
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import SegmentCuts
+from busrl.roles.episodes import Bounds
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.scheduling.admission import Lines
 from busrl.states import POISON_DEATHS, Fate
@@ -57,7 +58,10 @@ class Keeper(Actor):
         self.tally = Tally(files.read_map(self.paths.gateway).get("workers"))
         vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
         cuts = SegmentCuts.of(self.topology)
-        self.samples = ledger = RingLedger(self.ring, self._announce, cuts, self.topology.max_prompt_tokens, vocabulary)
+        own = self.topology
+        self.samples = ledger = RingLedger(
+            self.ring, self._announce, cuts, own.max_prompt_tokens, vocabulary, Bounds.of(own, vocabulary)
+        )
         self.ledger = ledger if self.calls is None else BothLedgers(ledger, CallLedger(self.calls, ledger))
         self.desk = desk_of(self.topology, self.ledger, self.tally, claimed_from(self.paths.run_json).hex())
         self.desk.is_paused = lambda: self.paused

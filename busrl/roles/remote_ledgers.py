@@ -39,8 +39,26 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
-from busrl.roles.answers import SegmentCuts, claim_queued, read_generated, read_task, read_text, write_parts
-from busrl.roles.episodes import last_call, turn_rewards_of
+from busrl.roles.answers import (
+    ANY_ATTEMPT,
+    SegmentCuts,
+    claim_queued,
+    read_generated,
+    read_task,
+    read_text,
+    write_parts,
+)
+from busrl.roles.episodes import (
+    Array,
+    Bounds,
+    StoredEpisode,
+    commit_episode,
+    last_call,
+    oldest_of,
+    received,
+    turn_rewards_of,
+    write_pieces,
+)
 from busrl.scheduling.admission import Lines, Unbegun
 from busrl.states import Fate, HeaderWord
 from busrl.watching import Tally
@@ -59,9 +77,10 @@ class RingLedger:
     """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
 
     def __init__(
-        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int
+        self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
+        episodes: Bounds | None = None,
     ) -> None:
-        self.ring, self.announce, self.cuts = ring, announce, cuts
+        self.ring, self.announce, self.cuts, self.episodes = ring, announce, cuts, episodes
         self.prompt_tokens, self.vocabulary = prompt_tokens, vocabulary
         self.steps = VersionSteps()
         self._stand_ins: dict[int, Ring] = {}
@@ -111,6 +130,8 @@ class RingLedger:
         stand_in = self.stand_in(index)
         if role == "reward":
             taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+        elif self.episodes is not None:  # attempts accuse no episode (`busrl.roles.holder`)
+            taken = stand_in.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
         elif role == HOST and self.cuts.plan.most > 1:
             taken, _ = claim_queued(stand_in, Unbegun(), limit, idle, self.cuts.cls)
         else:
@@ -177,25 +198,51 @@ class RingLedger:
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
     ) -> None:
         stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
-        whole = self._whole(limits, answer)
+        whole, episode = self._whole(limits, answer), self._received(answer, limits)
         with _as_refusals():
             if judged is not None:
                 write_parts(stand_in, slot, word, judged.parts)
                 stand_in.set(slot, word, reward=judged.reward, reward_parts=JUDGED)
-            if answer.prompt_ids is not None:
-                stand_in.put(slot, word, "prompt_ids", answer.prompt_ids)
-            message = self.cuts.commit(
-                stand_in, slot, word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
-                version=limits.version, step=limits.step, earlier=self._earlier(claim), told=answer.step,
-                prompt_tokens=len(
-                    self.ring.get(slot, "prompt_ids") if answer.prompt_ids is None else answer.prompt_ids
-                ),
-            )
+            if episode is None:
+                message = self._write(stand_in, claim, answer, limits, whole)
+            else:
+                message = self._write_episode(stand_in, claim, answer, *episode)
         if message is None:
             raise ClaimGone
-        stand_in.add(tokens=len(answer.token_ids), samples=int(whole))
+        stand_in.add(tokens=len(answer.token_ids if episode is None else episode[0].logprobs), samples=int(whole))
         if judged is None or not self._judge(self.ring.line(slot), slot):
             self.announce(message)
+
+    def _write(
+        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, whole: bool
+    ) -> m.DataGenerated | None:
+        """An answer of one call, committed; None if the slot has moved."""
+        slot, prompt = claim.slot, answer.prompt_ids
+        if prompt is not None:
+            stand_in.put(slot, claim.word, "prompt_ids", prompt)
+        return self.cuts.commit(
+            stand_in, slot, claim.word, answer, answer.text if whole else None, self.steps, uid=claim.uid,
+            version=limits.version, step=limits.step, earlier=self._earlier(claim), told=answer.step,
+            prompt_tokens=len(self.ring.get(slot, "prompt_ids") if prompt is None else prompt),
+        )
+
+    def _received(self, answer: RemoteAnswer, limits: AnswerLimits) -> tuple[StoredEpisode, dict[str, Array]] | None:
+        """The episode that it is, checked whole; None in a run of answers of one call."""
+        if self.episodes is None and answer.episode is None:
+            return None
+        if self.episodes is None or answer.episode is None:
+            rule = "episodes, each with its tensors" if self.episodes is not None else "answers of one call"
+            raise Refused(f"the samples of this run are {rule}")
+        return received(answer.episode, self.episodes, limits.newest)
+
+    def _write_episode(
+        self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: StoredEpisode, arrays: dict[str, Array]
+    ) -> m.DataGenerated | None:
+        """An episode, committed; None if the slot has moved."""
+        oldest = oldest_of(episode)
+        step = 0 if oldest is None else self.steps.step_of(oldest, answer.step)
+        write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
+        return commit_episode(stand_in, claim.slot, claim.word, episode, step)
 
     def finish_judged(self, lines: Lines) -> None:
         """Answers that came with their reward, between whose two commits an earlier keeper died."""

@@ -7,8 +7,10 @@ nothing of engines, weights or groups.
 - A local slot is the record of a claim: its line holds the task's slot, seq and uid at home. So this process remembers
   nothing that its next life needs, and an engine's death is settled on this host.
 - An answer stays in its slot, TRAINING, until home has said what became of it; sent again it counts once.
-- Many answers go in one message, and the same message asks for as many new tasks. Where this host has rewards, its
-  answers go with theirs.
+- Many answers go in one message, and the same message asks for as many new tasks. Where this host has rewards, or
+  agents whose episodes judge themselves, its answers go with theirs.
+- An episode goes home as the tensors of its slot, by name; home checks them.
+- What clients of a server here no longer ask for goes back to home, which may give it to others.
 - What home has given to others is dropped here: at once if no engine has it, else when the engine lets go.
 - Local fates say only that a sample is here; home's alone count.
 """
@@ -27,6 +29,7 @@ import numpy as np
 from busrl.bus import Endpoint, tcp_pair
 from busrl.config import HostSource
 from busrl.config.hosts import SILENT, ahead_of
+from busrl.config.schema import AGENT, SERVE
 from busrl.errors import BusNotReady, DiskFull, MessageTooLarge, SharedMemoryFull
 from busrl.gateway import FATES, HOST
 from busrl.protocol import gateway as g
@@ -34,6 +37,7 @@ from busrl.protocol import messages as m
 from busrl.ring import UID_NONE, Fates, State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
+from busrl.roles.episodes import pieces_of
 from busrl.roles.host_log import HostErrors
 from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 
@@ -41,8 +45,9 @@ log = logging.getLogger("busrl")
 ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER", "GATEWAY_SETTLED")
 CLAIM_S, RESEND_S, PRESENT_S, LOOK_S = 0.25, 2.0, 1.0, 0.05
 TENSORS = ("tokens", "logprobs", "versions", "prompt_ids")
-BESIDE = 512  # bytes of an answer in a message beside its tensors and its text
-ROWS_COUNT_S = 4.0  # for which an engine that told of its rows is taken to be there
+BESIDE, OF_TENSOR = 512, 64  # bytes of an answer in a message beside its tensors and its text; of an episode's tensor
+ROWS_COUNT_S = 4.0  # for which an engine, or who plays episodes, is taken to be there after it told of its rows
+UNASKED_S = 5.0  # for which samples that no client of a server asks for stay here
 COLLECT_AT_ONCE = 256
 REMEMBERED = 8192
 DROPS = {fate: word for word, fate in FATES[HOST].items()}
@@ -77,10 +82,12 @@ class Answer:
     parts: dict[str, float]
     tensors: dict[str, bytes]
     step: int  # of the oldest weights that drew it
+    episode: dict[str, g.Tensor]  # instead of the tensors
 
     @property
     def size(self) -> int:
-        return BESIDE + 4 * len(self.text) + sum(map(len, self.tensors.values()))
+        own = sum(OF_TENSOR + len(one.data) for one in self.episode.values())
+        return BESIDE + 4 * len(self.text) + sum(map(len, self.tensors.values())) + own
 
 
 class Satellite(Actor):
@@ -106,8 +113,12 @@ class Satellite(Actor):
         """What is remembered between passes; the tasks that are here are those of the ring."""
         # Above those of an earlier life of this process, whose copies the keeper tells by their smaller numbers.
         self.joined, self.request = False, time.monotonic_ns() // 1000  # of this boot, as its ring
-        self.judges = any(one.role == "reward" for one in self.topology.processes())
-        self.rows: dict[str, tuple[int, float]] = {}  # of the engines here: how many, and when they said so
+        here = {one.role for one in self.topology.processes()}
+        self.plays = self.topology.has_callers
+        self.judges = "reward" in here or (self.plays and self.topology.reward.kind == AGENT)
+        self.on_demand = SERVE in here and AGENT not in here  # samples leave the queue as clients ask for them
+        self._asked_at = time.monotonic()  # when there was last no sample here that nobody asks for
+        self.rows: dict[str, tuple[int, float]] = {}  # of who works on tasks: how many, and when they said so
         self.wanted = 0  # tasks that are to be here and not ended
         self.waiting: dict[str, g.Task] = {}
         self.over: dict[str, None] = {}  # claims that have ended, oldest first: a late copy of one is no task
@@ -135,6 +146,8 @@ class Satellite(Actor):
         did = self._dispatch() + self._collect()
         if (now := time.monotonic()) >= self._next_look:
             self._next_look = now + LOOK_S
+            if self.on_demand:
+                self._let_go_of_unasked(now)
             did += self._report_dropped()
         self._tell()
         self.ring_bells(self.bell)
@@ -151,6 +164,8 @@ class Satellite(Actor):
 
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):
+            if self.on_demand and message.rows > self.rows.get(message.worker_id, (0, 0.0))[0]:
+                self._next_claim = 0.0  # a client waits
             self.rows[message.worker_id] = (message.rows, time.monotonic())
         else:
             self.rung = True
@@ -328,13 +343,14 @@ class Satellite(Actor):
     def _read_all(self, ready: list[Held]) -> list[Answer]:
         held = [(one.slot, one.word) for one in ready]
         lines = self.ring.lines([one.slot for one in ready])
-        columns = {name: self._columns(held, name) for name in TENSORS}
+        columns = {} if self.plays else {name: self._columns(held, name) for name in TENSORS}
         texts = map(text_of, read_copies(self.ring, held, "text"))
         return [
             Answer(
                 one, text, int(line["finish"]), float(line["reward"]),
                 read_parts(self.ring, one.slot) if self.judges else {},
                 {name: column[at] for name, column in columns.items()}, int(line["step"]),
+                pieces_of(self.ring, one.slot) if self.plays else {},
             )
             for at, (one, text, line) in enumerate(zip(ready, texts, lines))
         ]
@@ -344,6 +360,16 @@ class Satellite(Actor):
         if name == "prompt_ids" or all(segments_of(word) == 1 for _, word in held):
             return read_copies(self.ring, held, name)
         return [read_generated(self.ring, slot, name, segments_of(word)).tobytes() for slot, word in held]
+
+    def _let_go_of_unasked(self, now: float) -> None:
+        """Samples above those that clients here want leave the queue, and so go back to home."""
+        excess = sum(not one.ended for one in self.held.values()) - self.wanted
+        if excess <= 0:
+            self._asked_at = now
+        elif now - self._asked_at > UNASKED_S:
+            lines = self.ring.lines()
+            for slot in (lines["state"] == State.QUEUED).nonzero()[0][:excess].tolist():
+                self.ring.drop(slot, int(lines["word"][slot]), Fate.OLD)
 
     def _report_dropped(self) -> int:
         """Tell home of samples that engines, rewards or the keeper of this host gave up."""
@@ -402,7 +428,7 @@ class Satellite(Actor):
         hears = any(one.activity != SILENT for one in relays)
         # Without a relay nobody here knows how old its weights are.
         rows = sum(count for count, at in self.rows.values() if now - at < ROWS_COUNT_S) if hears else 0
-        self.wanted = rows + ahead_of(self.topology, rows) if rows else 0
+        self.wanted = rows + (0 if self.on_demand else ahead_of(self.topology, rows)) if rows else 0
         living = self._living()
         self._ask(g.RemoteClaim(life=life, capacity=len(living) + self._room(), holding=living))
 
@@ -442,8 +468,10 @@ class Satellite(Actor):
                 self._send_answers(pack, capacity if claim else 0)
 
     def _send_answers(self, pack: list[Answer], capacity: int) -> None:
-        lengths = {name: [len(answer.tensors[name]) // 4 for answer in pack] for name in ("tokens", "prompt_ids")}
-        columns = [_joined([answer.tensors[name] for answer in pack], name) for name in TENSORS]
+        lengths = {
+            name: [len(answer.tensors.get(name, b"")) // 4 for answer in pack] for name in ("tokens", "prompt_ids")
+        }
+        columns = [_joined([answer.tensors.get(name, b"") for answer in pack], name) for name in TENSORS]
         try:
             self._ask(g.RemoteBatch(
                 life=self.source.life, tasks=[answer.one.task for answer in pack], lengths=lengths["tokens"],
@@ -453,6 +481,7 @@ class Satellite(Actor):
                 parts=[answer.parts for answer in pack] if any(answer.parts for answer in pack) else [],
                 tokens=columns[0], logprobs=columns[1], versions=columns[2], prompt_ids=columns[3],
                 steps=[answer.step for answer in pack],
+                episodes=[answer.episode for answer in pack] if self.plays else [],
             ))
         except MessageTooLarge as problem:  # it is alone: a pack of several is half as large as it may be
             one = pack[0].one

@@ -6,7 +6,8 @@ of engines, groups or advantages.
 States of an episode: claimed -> committed | dropped | given back | lost. It is a lease of `limits.lease_s`, renewed
 by every request with its key and by every open call; a silent one is lost, and its sample given back.
 
-- A sample is claimed when a client asks for it, and not before: what nobody plays stays QUEUED for others.
+- A sample is claimed when a client asks for it, and not before: what nobody plays stays QUEUED for others. On another
+  host it is fetched from home then, so clients' wishes are told at once.
 - A key ends with its claim: late calls are refused, and nothing of them is kept.
 - `/end` may be asked again: it gets the first answer.
 """
@@ -17,7 +18,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from busrl.roles.holder import Claim, EpisodeHolder, run_key
 from busrl.states import SampleClass
 
 ANSWERS_KEPT = 10_000
+MISSED_S = 3.0  # longer than the pause between two words to whoever fetches samples
 LOST = "lost"  # the outcome of a lease that its client has not ended
 
 
@@ -57,6 +59,8 @@ class Serve(EpisodeHolder):
         self.by_episode: dict[Episode, Lease] = {}
         self.answers: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key, and what `/end` was answered
         self.again: Counter[int] = Counter()  # by uid
+        self.wanted = 0  # samples that clients wait for
+        self.missed, self.missed_until = 0, 0.0  # that one went away without, who may ask again
         self.key = run_key(self.paths.serve_key)
 
     @contextlib.asynccontextmanager
@@ -83,13 +87,35 @@ class Serve(EpisodeHolder):
 
     async def claim(self, body: ClaimBody) -> list[dict[str, Any]]:
         """Up to `n` episodes, waiting for the first at most `wait_s`."""
-        end = time.monotonic() + body.wait_s
-        while True:
-            made = [lease for claim in self.take(body.n) if (lease := self._lease(claim)) is not None]
-            left = end - time.monotonic()
-            if made or left <= 0 or self.stopping:
-                return made
-            await self.next_pass(left)
+        end, made = time.monotonic() + body.wait_s, self._take_leases(body.n)
+        if not made:
+            with self._waiting(body.n):
+                while not made and (left := end - time.monotonic()) > 0 and not self.stopping:
+                    await self.next_pass(left)
+                    made = self._take_leases(body.n)
+        self.missed, self.missed_until = 0 if made else body.n, time.monotonic() + MISSED_S
+        return made
+
+    def _take_leases(self, most: int) -> list[dict[str, Any]]:
+        return [lease for claim in self.take(most) if (lease := self._lease(claim)) is not None]
+
+    @contextlib.contextmanager
+    def _waiting(self, wanted: int) -> Iterator[None]:
+        """A client waits for samples, which is told at once."""
+        self.wanted, self._next_request = self.wanted + wanted, 0.0
+        self.news.set()
+        try:
+            yield
+        finally:
+            self.wanted -= wanted
+
+    @property
+    def rows(self) -> int:
+        """On another host what clients have or want: more would lie there while nobody plays it."""
+        if not self.topology.here:
+            return super().rows
+        missed = self.missed if time.monotonic() < self.missed_until else 0
+        return len(self.claims) + min(self.room, max(self.wanted, missed))
 
     def end(self, name: str, body: EndBody) -> dict[str, Any]:
         """Commit, drop or give back; the same answer to those that ask again."""

@@ -51,7 +51,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "names": "", "declare": "", "learner": "declare", "prompts": "declare",
         "schema": "learner names prompts declare", "pretrained": "schema", "reader": "names schema declare",
         "memory": "pretrained schema", "rules": "learner reader schema declare", "engine_rules": "learner rules schema",
-        "rates": "pretrained rules schema", "reward_rules": "pretrained reader rules schema declare",
+        "rates": "pretrained rules schema", "host_rules": "rules schema",
+        "reward_rules": "pretrained reader rules schema declare",
         "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens schema declare",
         "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
@@ -59,7 +60,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "json_schema": "declare reader schema",
         "explain": "derive hosts machine memory pretrained prompts rates reader rules schema trial",
         "inflight": "derive load reader rules schema",
-        "load": "derive engine_rules named_files pretrained prompts rates reader reward_rules rules schema sources",
+        "load": "derive engine_rules host_rules named_files pretrained prompts rates reader reward_rules rules schema "
+                "sources",
     },
     "data": {
         "figures": "", "prompts": "", "chat": "prompts", "sources": "prompts", "trace": "prompts",

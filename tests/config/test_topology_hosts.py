@@ -59,7 +59,7 @@ def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hos
     ('hosts.start=["true", "busrl host -"]', "{host} is nowhere in it"),
     ('hosts.start=["true", "{name}", "{host}"]', "{name} is not filled in, {host} is"),
     ('hosts.start=["no-such-program", "{host}"]', "no-such-program is not an executable program"),
-    ('process.validator.hosts=["a"]', "only busrl's own rollouts and rewards run on other hosts yet"),
+    ('process.validator.hosts=["a"]', "only busrl's own rollouts, rewards, agents and servers run on other hosts yet"),
     ('process.reward.hosts=["a", "b", "c"]', "c has none"),
     ('process.reward.hosts=["a"]', "nobody judges what is generated on b"),
 ])
@@ -79,6 +79,51 @@ def test_rewards_may_be_where_rollouts_are_and_segments_too(over_hosts: Callable
     assert of_host(home, "b").derived.slots == of_host(over_hosts(), "b").derived.slots, "rewards run no sequences"
     said = explain.report(materialise(home))
     assert "on a, by `busrl host` there: 1 x rollout (torch), 3 x reward, which judge what is generated there\n" in said
+
+
+AGENTS, BOTH = QUICKSTART.with_name("agents.toml"), ['process.agent.hosts=["a"]', 'process.rollout.hosts=["a"]']
+
+
+@pytest.fixture
+def with_agents(tmp_path: Path) -> Callable[..., Topology]:
+    keys.init(tmp_path / "keys")
+    own = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
+    return lambda *settings: load(AGENTS, [*own, *settings])
+
+
+def test_a_host_with_agents_has_a_ring_of_calls_and_slots_for_its_episodes(
+    with_agents: Callable[..., Topology]
+) -> None:
+    home = with_agents(*BOTH, "process.agent.count=2", "agents.episodes=40", "generation.max_batch=16")
+    assert "agent/0" not in names(home) and home.reward.kind == "agent"
+    away = of_host(home, "a")
+    assert names(away) == ["bus", "keeper", "relay", "satellite", "rollout/0", "agent/0", "agent/1"]
+    assert away.derived.slots == 2 * (2 * 40 + 8) and away.derived.call_slots == 16 + 4 + 16
+    assert away.derived.call_slot_bytes == home.derived.call_slot_bytes > 0
+    assert "1 x rollout (torch), 2 x agent\n" in explain.report(materialise(home))
+
+
+@pytest.mark.parametrize("settings, said", [
+    (['process.agent.hosts=["a"]'], "a has no rollout"),
+    (['process.rollout.hosts=["a"]'], "a has nobody who plays episodes"),
+    (['process.agent.hosts=["a", "b"]', 'process.rollout.hosts=["a"]'], "b has no rollout"),
+    (['process.agent.hosts=["a"]', 'process.rollout.hosts=["a", "b"]'], "b has nobody who plays episodes"),
+])
+def test_engines_and_episodes_go_together_on_each_host(
+    settings: list[str], said: str, with_agents: Callable[..., Topology]
+) -> None:
+    with pytest.raises(TopologyError) as refused:
+        with_agents(*settings)
+    found = [one for one in refused.value.problems if "model calls do not travel between hosts" in one.rule]
+    assert any(said in one.rule for one in found) and all(one.remedy for one in found)
+    assert all(".hosts" in one.place or ".hosts" in str(one) for one in found)
+
+
+def test_groups_of_atropos_are_posted_at_home(over_hosts: Callable[..., Topology], tmp_path: Path) -> None:
+    own = ['bus.endpoint="tcp://127.0.0.1:5600"', f'bus.keys="{tmp_path}/keys"']
+    with pytest.raises(TopologyError) as refused:
+        load(QUICKSTART.with_name("atropos.toml"), [*own, 'process.atropos.hosts=["a"]'])
+    assert any("only busrl's own rollouts, rewards, agents" in one.rule for one in refused.value.problems)
 
 
 def test_check_names_each_host_what_it_needs_and_who_has_no_key(over_hosts: Callable[..., Topology]) -> None:

@@ -16,6 +16,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring
 from busrl.roles.answers import SegmentCuts
+from busrl.roles.episodes import Bounds
 from busrl.roles.remote_ledgers import RingLedger
 from busrl.scheduling.segments import SegmentPlan
 from busrl.watching import Tally
@@ -27,13 +28,13 @@ CUTS = SegmentCuts(SegmentPlan(3, 3, 8))
 class Keeper:
     """One life of a keeper; `bells` are the doorbells that it rang."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, episodes: Bounds | None = None) -> None:
         self.ring = Ring.attach(str(folder / "ring"))
         self.ring.register("keeper", "keeper")
         self.fates = [Fates(str(folder / name), create=True, capacity=1 << 16) for name in ("f.bin", "v.bin")]
         self.ring.bind_fates(*self.fates)
         self.bells: list[m.Message] = []
-        self.ledger = RingLedger(self.ring, self.bells.append, CUTS, 16, 0)
+        self.ledger = RingLedger(self.ring, self.bells.append, CUTS, 16, 0, episodes)
         self.desk = Desk(self.ledger, Tally(), 0.0, **settings(LEASE_S))
         self.now = 0.0
 

@@ -175,7 +175,7 @@ def test_a_reward_worker_gets_the_last_call_of_an_episode_and_its_turns_rewards_
     episode = tree.trajectory()
     assert episode is not None
     write_episode(keeper.ring, slot, word, episode, None)
-    assert commit_episode(keeper.ring, slot, word, episode) is not None
+    assert commit_episode(keeper.ring, slot, word, episode, episode.step) is not None
     keeper.ask("judge", g.RemoteJoin(life=1, role="reward"))
     [task] = keeper.claim("judge")
     assert task.completion == "last" and task.tensors["tokens"] == tensor(np.array([3], np.int32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,9 +29,9 @@ ROWS = 4
 class Away(Satellite):
     """A satellite on a ring of its own, whose messages reach the keeper at once and are answered at once."""
 
-    def __init__(self, folder: Path, keeper: Keeper) -> None:
+    def __init__(self, folder: Path, keeper: Keeper, config: Path = QUICKSTART, here: str = "", *more: str) -> None:
         self.keeper, self.answers = keeper, list[m.Message]()
-        self.topology = load(QUICKSTART, [f"generation.max_batch={ROWS}", "groups.size=2"])
+        self.topology = replace(load(config, [f"generation.max_batch={ROWS}", "groups.size=2", *more]), here=here)
         self.ring = Ring.create(str(folder / "away"), slots=16, slot_bytes=4096, processes=8, uuid=bytes(16))
         self.ring.register("satellite", "satellite")
         self.fates, self.validate_fates = (
@@ -41,7 +42,8 @@ class Away(Satellite):
         self.home = SimpleNamespace(heartbeat=lambda *said: None, send=lambda message: None)  # type: ignore[assignment]
         self.paths = RunPaths.of(folder)
         self.begin()
-        self.joined, self.judges, self.request = True, False, 0
+        self.joined, self.request = True, 0
+        self.judges = self.plays
         keeper.ask("gpu-0", g.RemoteJoin(life=1, role="host"))
 
     def claim(self, wanted: int) -> int:

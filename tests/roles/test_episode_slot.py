@@ -63,7 +63,7 @@ def rewarded(ring: Ring, episode: Trajectory, **more: Any) -> int:
     write_episode(ring, slot, word, episode, more.get("reward"), more.get("messages", b""), more.get("context", ()))
     for name, array in more.get("lies", {}).items():
         ring.put(slot, word, name, array, 0)
-    assert commit_episode(ring, slot, word, episode) is not None
+    assert commit_episode(ring, slot, word, episode, episode.step) is not None
     ((slot, word),) = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
     ring.commit_rewards([(slot, word)], [1.5])
     return slot
@@ -219,7 +219,7 @@ def test_an_episode_without_a_tensor_that_it_needs_is_dropped_by_its_name(ring: 
     episode = three_turns()
     for name in ("ids", "turns", "logprobs", "versions"):
         ring.put(slot, word, name, getattr(episode, name), 0)
-    commit_episode(ring, slot, word, episode)
+    commit_episode(ring, slot, word, episode, episode.step)
     ((slot, word),) = ring.take(State.GENERATED, State.REWARDING, cls=None, limit=1)
     ring.commit_rewards([(slot, word)], [0.0])
     found = claim(ring, slot)

@@ -80,11 +80,12 @@ def _ip(*words: str) -> None:
 
 
 class Home(Run):
-    """A run whose rollouts are on the hosts `names`; at home there are none."""
+    """A run whose rollouts are on the hosts `names`; at home there are none, but where `placed` says that the
+    configuration names hosts itself."""
 
     def __init__(
         self, folder: Path, *settings: str, names: tuple[str, ...] = ("gpu-0",), steps: int = 20,
-        cable: Cable | None = None,
+        cable: Cable | None = None, config: Path | None = None, placed: bool = False,
     ) -> None:
         address = cable.home if cable else f"127.0.0.1:{free_ports()}"
         self.endpoint, self.keys = f"tcp://{address}", folder / "keys"
@@ -95,7 +96,7 @@ class Home(Run):
         listed = ", ".join(f'"{name}"' for name in names)
         super().__init__(
             folder / "run", f'bus.endpoint="{self.endpoint}"', f'bus.keys="{self.keys}"',
-            f"process.rollout.hosts=[{listed}]", *settings, steps=steps,
+            *([] if placed else [f"process.rollout.hosts=[{listed}]"]), *settings, steps=steps, config=config,
         )
 
 
