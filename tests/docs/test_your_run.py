@@ -20,6 +20,8 @@ from busrl.files import read_map
 from busrl.ledger.trainlog import step_lines
 from busrl.paths import SHM, RunPaths
 
+pytestmark = pytest.mark.long  # a whole run
+
 PAGE = (Path(__file__).parents[2] / "docs" / "your-run.md").read_text()
 # Only what makes a run of a tiny model short; no key that the page is about.
 SHORT = ["learner.trigger.n_min=2", "generation.max_new_tokens=8", "validation.samples=4", "limits.idle_groups=0"]
@@ -98,7 +100,6 @@ def followed(
             (SHM / paths.ring_name).unlink()
 
 
-@pytest.mark.long
 def test_every_command_of_the_page_works_and_its_run_goes_on(followed: tuple[Follower, dict[str, str]]) -> None:
     someone, told = followed
     text = "\n".join(told.values())

@@ -249,7 +249,7 @@ class Talk:
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 5]), st.sampled_from([4, 9, 2048]), st.booleans())
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3", "lfm2", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_every_answer_of_a_random_tree_of_turns_is_that_of_a_plain_forward_pass(
     model_folder: Folder, kind: str, seed: int, rows: int, budget: int, updates: bool
 ) -> None:

@@ -16,6 +16,8 @@ from busrl.monitor.status import status
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Fates
 
+pytestmark = pytest.mark.long  # whole starts of `busrl launch`
+
 
 @pytest.mark.parametrize(
     ("file", "text", "said"),

@@ -12,6 +12,8 @@ import pytest
 from busrl.monitor.status import status
 from busrl.paths import RunPaths
 
+pytestmark = pytest.mark.long  # whole starts of `busrl launch`
+
 MODES = {"keeper": "well", "rollout/0": "well", "learner": "learner"}
 REMEDY = "what checkpoint and log hold counts as trained, all other samples are generated again"
 

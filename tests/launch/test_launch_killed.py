@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from busrl.ring import Fates, Ring, State
+
+pytestmark = pytest.mark.long  # whole starts of `busrl launch`
 
 MODES = {"keeper": "well", "rollout/0": "well", "learner": "learner"}
 

@@ -16,6 +16,8 @@ from busrl import guardian as orphans
 from busrl.guardian import MARK, born, end_group, end_left_behind, end_marked, mark, mark_of
 from busrl.ring import OfdLock
 
+pytestmark = pytest.mark.long  # whole starts of `busrl launch`
+
 LEAVERS = ["leaves_a_child", "leaves_a_session"]
 
 
