@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from busrl.bus import Endpoint, tcp_pair
@@ -86,7 +87,9 @@ class Answer:
 class Satellite(Actor):
     role = "satellite"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.DataGenerated, m.RewardComputed)
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (
+        m.TaskRequest, m.DataGenerated, m.RewardComputed, m.ProbeDrawn,
+    )
 
     def setup(self) -> None:
         self.source = HostSource.read(self.paths.host_source)
@@ -152,6 +155,9 @@ class Satellite(Actor):
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.TaskRequest):
             self.rows[message.worker_id] = (message.rows, time.monotonic())
+        elif isinstance(message, m.ProbeDrawn):
+            name = f"{self.source.name}/{message.worker_id}"[: m.MAX_NAME]
+            self.home.send(msgspec.structs.replace(message, worker_id=name))
         else:
             self.rung = True
 

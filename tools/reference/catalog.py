@@ -45,6 +45,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.DataGenerated: Route("rollout (keeper for a remote one)", "reward"),
     m.CallCancel: Route("a caller (agents)", "the worker named in the topic", Reach.ONE),
     m.CallTokens: Route("rollout", "the caller named in the topic", Reach.ONE),
+    m.ProbeDrawn: Route("rollout", "learner"),
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
     m.LearnerStateUpdate: Route("learner", "scheduler, validator, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
@@ -141,6 +142,9 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "CONTROL": "id verb key value who proof",
         "CONTROL_DONE": "id ok text waits",
         "HEARTBEAT": "control",
+    },
+    "1.8": {
+        "PROBE_DRAWN": "worker_id version lengths prompt_lengths prompt_ids tokens logprobs versions temperatures",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
