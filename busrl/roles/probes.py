@@ -38,8 +38,9 @@ def comparable(topology: Topology) -> bool:
 
 
 def due(every: int, version: int) -> bool:
-    """Whether a version is compared. The samples of the first step stand for version 0."""
-    return every > 0 and version > 0 and version % every == 0
+    """Whether a version is compared: two after each other, so that what is left of the first shows in the second. The
+    samples of the first step stand for version 0."""
+    return every > 0 and version > 0 and version % every in (0, every - 1)
 
 
 def workers(topology: Topology) -> set[str]:
@@ -60,6 +61,9 @@ class Prober:
         self._cut = not (topology.openai.endpoint == "chat" and any(
             one.role == "rollout" and one.engine == "openai" for one in topology.process
         ))
+        # Where keys of old weights may stay, a prompt loses its first token: what is kept on purpose begins otherwise.
+        keeps = topology.generation.on_update == "keep" or topology.prefix_keep_s > 0
+        self._first = 1 if self._cut and keeps else 0
         self._prompts: dict[bytes, Request] = {}
         self._version, self._wanted = 0, False  # whether this version is to be asked for
         self._waiting: list[Request] = []
@@ -70,7 +74,7 @@ class Prober:
     def see(self, requests: Iterable[Request]) -> None:
         """What the run asks of this engine: its first prompts are those of the probe."""
         for request in requests if len(self._prompts) < PROMPTS and self._every else ():
-            ids = request.prompt_ids[:PROMPT_TOKENS] if self._cut else request.prompt_ids
+            ids = request.prompt_ids[self._first :][:PROMPT_TOKENS] if self._cut else request.prompt_ids
             if 0 < len(ids) <= PROMPT_TOKENS and request.temperature > 0 and len(self._prompts) < PROMPTS:
                 self._prompts.setdefault(ids.tobytes(), replace(request, prompt_ids=ids.copy()))
 

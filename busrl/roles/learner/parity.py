@@ -6,12 +6,14 @@ what it finds is a text for a warning, or an error.
 
 - Compared are tokens with the weights that drew them, while the learner has these: a step waits for the engines that
   answered the version before, `learner.parity.wait_s` at most.
-- A cause is named if it predicts the engine's numbers: under it a quarter of the difference is left, at most.
+- A cause is named if it predicts the engine's numbers: under it a quarter of the difference is left, at most. Fewer
+  bits predict none; they are named by the size of the differences, if nothing else explains them.
 - Nothing but log-probabilities is looked at: what changes none of them (a sampler that draws others) is not found.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,12 +34,13 @@ from busrl.roles.learner.step import TrainingStep, to_sample
 from busrl.training import earlier
 from busrl.training.batch import Sample, first_fault
 
+log = logging.getLogger("busrl")
 Rows = Sequence[npt.NDArray[np.float32]]  # of each sample the log-probabilities of its tokens; NaN: nothing is said
 
 # -- what explains a difference ------------------------
 
 CLEARLY = 0.25  # of the difference may be left where a cause explains it
-ALIKE = 0.7  # the same for number types: another order of the same roundings leaves some of it
+FACTOR = 3.0  # by which the differences of two ways to round to one type may be larger; float16 has 8 times less
 LARGEST, HALVINGS = 8.0, 24  # temperatures are sought between 1/8 and 8 times the one asked for
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -48,7 +51,6 @@ class Alternative(NamedTuple):
     cause: str
     text: str
     rows: Rows
-    clearly: float = CLEARLY
 
 
 class Explained(NamedTuple):
@@ -72,9 +74,18 @@ def explain(theirs: Rows, gap: float, alternatives: Iterable[Alternative]) -> Ex
     best = Explained("", "", gap)
     for one in alternatives:
         left = gap_of(theirs, one.rows)
-        if left <= one.clearly * gap and left < best.left:
+        if left <= CLEARLY * gap and left < best.left:
             best = Explained(one.cause, one.text, left)
     return best
+
+
+def looks_rounded(theirs: Rows, ours: Rows, rounded: Rows) -> bool:
+    """Whether their differences from ours are like those of our own numbers in fewer bits: as large, on either side.
+    (Not the same: kernels round in another order.)"""
+    size, gap = gap_of(rounded, ours), gap_of(theirs, ours)
+    one, other = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
+    leaning = abs(float(np.nanmean(one - other)))
+    return size / FACTOR <= gap <= size * FACTOR and leaning <= gap / 2
 
 
 def shifted(ours: Rows, by: int) -> list[npt.NDArray[np.float32]]:
@@ -232,6 +243,7 @@ class Parity:
         self._judged = -1  # the newest version of which something was found
         self._earlier = earlier.Earlier()
         self._copies = self.config.copy
+        self._named: dict[str, tuple[int, Explained]] = {}  # of a worker that differs: since which version, and why
         self._gaps: dict[str, float] = {}  # since the last step
 
     # -- when --------------------------------------------------------------------------------------------------------
@@ -346,10 +358,16 @@ class Parity:
         if worker:
             self._gaps[worker] = gap
         if gap <= limit:
+            self._named.pop(worker, None)
             return None
         self._judged = version
         self._copies = True  # from now on: what is in the weights or in a cache shows at the next version
-        found = explain(theirs, gap, self._alternatives(samples, theirs, ours, masked))
+        found = self._explained(samples, theirs, ours, masked)
+        if found.cause:
+            self._named[worker] = (version, found)
+        elif worker in self._named:  # what has gone wrong once is further away at each version
+            since, found = self._named[worker]
+            found = found._replace(text=f"{found.text} (at version {since})")
         tokens = sum(int((~np.isnan(row)).sum()) for row in ours)
         said = [float(np.nanmean(np.concatenate(rows))) for rows in (theirs, ours)]
         return Verdict(
@@ -389,13 +407,26 @@ class Parity:
     def _score(self, samples: Sequence[Sample]) -> Rows:
         return self._training.trainer.score(samples)
 
-    def _alternatives(
+    def _explained(
         self, samples: list[Sample], theirs: Rows, ours: Rows, masked: list[npt.NDArray[np.bool_]]
-    ) -> Iterator[Alternative]:
-        """What may have happened, the simplest first. One that cannot be computed here is passed over."""
+    ) -> Explained:
+        """Rounding comes last: a small difference of another kind may look like it."""
         def hidden(rows: Rows) -> list[npt.NDArray[np.float32]]:
             return [np.where(mask, np.nan, row).astype(np.float32) for row, mask in zip(rows, masked)]
 
+        gap = gap_of(theirs, ours)
+        found = explain(theirs, gap, self._alternatives(samples, theirs, ours, hidden))
+        nothing_before = not any(one.policy_versions.any() for one in samples)
+        if not found.cause and self._float32 and (nothing_before or self._earlier.version is not None):
+            for dtype, rows in self._in_types(samples):
+                if looks_rounded(theirs, ours, hidden(rows)):
+                    return Explained("dtype", f"products in {dtype}, by their size", gap)
+        return found
+
+    def _alternatives(
+        self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]
+    ) -> Iterator[Alternative]:
+        """What may have happened, the simplest first. One that cannot be computed here is passed over."""
         def at(factor: float) -> Rows:
             return hidden(self._score([replace(one, temperature=one.temperature * factor) for one in samples]))
 
@@ -405,17 +436,18 @@ class Parity:
         text = f"temperature {factor * samples[0].temperature:.3g} where {samples[0].temperature:.3g} was asked for"
         yield Alternative("temperature", text, at(factor))
         yield from self._of_earlier(samples, hidden)
-        if self._float32:
-            yield from self._of_types(samples, hidden)
 
-    def _of_types(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
+    def _in_types(self, samples: list[Sample]) -> Iterator[tuple[str, Rows]]:
+        if self._training.team is not None:
+            return
         for dtype in (torch.bfloat16, torch.float16):
             try:
                 with earlier.in_type(self._training.trainer.model, dtype):
-                    rows = hidden(self._score(samples))
-            except Exception:  # a kernel that does not know the type, or no memory for it
+                    rows = self._score(samples)
+            except Exception as problem:  # a kernel that does not know the type, or no memory for it
+                log.info("parity: no log-probabilities in %s: %s", dtype, problem)
                 continue
-            yield Alternative("dtype", f"{str(dtype).removeprefix('torch.')}", rows, ALIKE)
+            yield str(dtype).removeprefix("torch."), rows
 
     def _of_earlier(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
         """The weights before in the place of the present ones: of all layers, of one, or under a cached prompt."""
@@ -423,7 +455,8 @@ class Parity:
         if before.version is None or self._training.team is not None:
             return
         with before.in_place(model):
-            yield Alternative("version tag", f"version {before.version}", hidden(self._score(samples)))
+            rows = hidden(self._score(samples))
+        yield Alternative("version tag", f"version {before.version}", rows)
         for part, names in before.parts().items():
             with before.in_place(model, names):
                 rows = hidden(self._score(samples))
@@ -438,6 +471,6 @@ class Parity:
                     for one, count in zip(samples, cached)
                 ])
             except Exception as problem:  # a model whose cache is another one
-                del problem
+                log.info("parity: no log-probabilities over old keys: %s", problem)
                 continue
             yield Alternative("prefix cache", f"prompts that were cached under version {before.version}", rows)
