@@ -25,15 +25,21 @@ def asked_wrongly(engine):
     engine.submit = submits
 
 
-def rounded(engine):
-    """Products are computed in bfloat16."""
-    step = engine.step
+def rounded(topology, process):
+    """An engine in bfloat16, whose weights come in float32 as declared, and are rounded."""
+    declared = make_engine(topology, process)
+    engine = make_engine(dataclasses.replace(topology, model=dataclasses.replace(topology.model, dtype="bfloat16")))
+    target, own = declared.parameters(), engine.parameters()
 
-    def steps():
-        with torch.autocast("cpu", torch.bfloat16, enabled=engine.version >= SINCE):
-            return step()
+    def updates(receiver):
+        taken = receiver.fetch(target)
+        with torch.no_grad():
+            for name, value in target.items():
+                own[name].copy_(value)
+        return taken
 
-    engine.step = steps
+    engine._update = updates
+    return engine
 
 
 def told_wrongly(engine, tell):
@@ -76,12 +82,12 @@ def cached_for_ever(engine):
 
 
 def planted(topology, process=""):
+    if FAULT == "dtype":
+        return rounded(topology, process)
     engine = make_engine(topology, process)
     assert isinstance(engine, TorchEngine)
     if FAULT == "temperature":
         asked_wrongly(engine)
-    elif FAULT == "dtype":
-        rounded(engine)
     elif FAULT == "shift":
         told_wrongly(engine, lambda one: dataclasses.replace(one, logprobs=np.roll(one.logprobs, 1)))
     elif FAULT == "version tag":

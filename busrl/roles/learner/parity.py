@@ -41,7 +41,7 @@ Rows = Sequence[npt.NDArray[np.float32]]  # of each sample the log-probabilities
 
 CLEARLY = 0.25  # of the difference may be left where a cause explains it
 FACTOR = 3.0  # by which the differences of two ways to round to one type may be larger; float16 has 8 times less
-LARGEST, HALVINGS = 8.0, 24  # temperatures are sought between 1/8 and 8 times the one asked for
+LARGEST, HALVINGS = 8.0, 16  # temperatures are sought between 1/8 and 8 times the one asked for
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -368,11 +368,11 @@ class Parity:
         elif worker in self._named:  # what has gone wrong once is further away at each version
             since, found = self._named[worker]
             found = found._replace(text=f"{found.text} (at version {since})")
-        tokens = sum(int((~np.isnan(row)).sum()) for row in ours)
-        said = [float(np.nanmean(np.concatenate(rows))) for rows in (theirs, ours)]
+        compared = ~np.concatenate(masked)
+        said = [float(np.concatenate(rows)[compared].mean()) for rows in (theirs, ours)]
         return Verdict(
             found.cause or UNKNOWN, gap,
-            f"{name}: over {tokens} tokens of these very weights the engine's log-probabilities (mean {said[0]:.3g}) "
+            f"{name}: over {compared.sum()} tokens of these very weights the engine's log-probabilities (mean {said[0]:.3g}) "
             f"and the learner's (mean {said[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} can be rounding. "
             + self._because(found),
         )
