@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
-from busrl.config.schema import ENGINES
 from busrl.engines import Finished, Request
 from busrl.engines.tokens import NO_IDS
 from busrl.protocol import messages as m
@@ -44,10 +43,10 @@ def due(every: int, version: int) -> bool:
 
 
 def workers(topology: Topology) -> set[str]:
-    """The processes that answer, by the names that they have on the bus."""
+    """The processes that may answer, by the names that they have on the bus."""
     return {
         one.name.replace("/", "-") for one in topology.processes()
-        if one.role == "rollout" and one.spec.serves == "all" and not one.spec.command and ENGINES.get(one.spec.engine)
+        if one.role == "rollout" and one.spec.serves == "all"
     }
 
 

@@ -63,10 +63,10 @@ class Earlier:
 
 
 @contextlib.contextmanager
-def in_type(model: Any, dtype: torch.dtype) -> Iterator[None]:
+def in_type(model: Any, dtype: str) -> Iterator[None]:
     """The model with its parameters in another number type."""
     every = list(model.parameters())
-    with pointed(every, (one.data.to(dtype) for one in every)):
+    with pointed(every, (one.data.to(getattr(torch, dtype)) for one in every)):
         yield
 
 

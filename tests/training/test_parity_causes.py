@@ -70,7 +70,7 @@ def cached(pair: Pair, count: int) -> Rows:
 
 
 def in_bfloat16(pair: Pair) -> Rows:
-    with earlier.in_type(pair.trainer.model, torch.bfloat16):
+    with earlier.in_type(pair.trainer.model, "bfloat16"):
         return pair.score()
 
 

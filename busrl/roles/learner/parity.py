@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from busrl.config import Topology
 from busrl.config.schema import ENGINES, RESTARTS
@@ -217,7 +216,7 @@ class Parity:
     - Of the tokens that are trained, only those that the weights at hand sampled are compared; where these may stand
       over keys of older weights, only answers that began with the weights at hand; without any of them, only a
       difference that no arithmetic explains is reported.
-    - Nothing ends a run for engines of other kinds than busrl's own before they answered a probe, or for scripted ones.
+    - The first step ends no run for engines of other kinds than busrl's own, and nothing does for scripted ones.
     """
 
     def __init__(self, topology: Topology, training: TrainingStep) -> None:
@@ -350,7 +349,8 @@ class Parity:
         theirs = [sample.behaviour_logprobs for sample in samples]
         if (wrong := self._impossible(samples, version, worker)) is not None:
             self._judged = version
-            return Verdict(wrong.cause, math.inf, f"{name}: {wrong.text}; {REMEDIES[wrong.cause]}")
+            text = f"{name}: {wrong.text}. Probable cause: {wrong.cause}; {REMEDIES[wrong.cause]}"
+            return Verdict(wrong.cause, math.inf, text)
         masked = [np.isnan(row) & (not worker) for row in theirs]
         scored = self._score(samples)
         ours = [np.where(hidden, np.nan, row).astype(np.float32) for row, hidden in zip(scored, masked)]
@@ -372,8 +372,9 @@ class Parity:
         said = [float(np.concatenate(rows)[compared].mean()) for rows in (theirs, ours)]
         return Verdict(
             found.cause or UNKNOWN, gap,
-            f"{name}: over {compared.sum()} tokens of these very weights the engine's log-probabilities (mean {said[0]:.3g}) "
-            f"and the learner's (mean {said[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} can be rounding. "
+            f"{name}: over {compared.sum()} tokens of these very weights the engine's log-probabilities (mean "
+            f"{said[0]:.3g}) and the learner's (mean {said[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} "
+            "can be rounding. "
             + self._because(found),
         )
 
@@ -440,14 +441,14 @@ class Parity:
     def _in_types(self, samples: list[Sample]) -> Iterator[tuple[str, Rows]]:
         if self._training.team is not None:
             return
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in ("bfloat16", "float16"):
             try:
                 with earlier.in_type(self._training.trainer.model, dtype):
                     rows = self._score(samples)
             except Exception as problem:  # a kernel that does not know the type, or no memory for it
                 log.info("parity: no log-probabilities in %s: %s", dtype, problem)
                 continue
-            yield str(dtype).removeprefix("torch."), rows
+            yield dtype, rows
 
     def _of_earlier(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
         """The weights before in the place of the present ones: of all layers, of one, or under a cached prompt."""
