@@ -289,7 +289,7 @@ def _of(t: Topology, work: Work) -> dict[str, int]:
     found, size = learner_sum(_config(t), work, known), Widths.of(_config(t), known).parameters
     if work.kind == "cpu":
         found = {name: value * work.ranks for name, value in found.items()}
-        found["published"] = _published(t, size)
+        found["published"], found[COPY] = _published(t, size), _copy(t, work, size)
     found["teacher model"] = _teacher(t, work.kind)
     return {name: value for name, value in found.items() if value}
 
@@ -297,6 +297,15 @@ def _of(t: Topology, work: Work) -> dict[str, int]:
 def _published(t: Topology, parameters: int) -> int:
     """Bytes of host memory with the versions that are published."""
     return int(t.weights.copies * parameters * pretrained.BYTES_OF[t.model.dtype])
+
+
+COPY = "copy for learner.parity"
+
+
+def _copy(t: Topology, work: Work, parameters: int) -> int:
+    """Bytes of host memory with the weights of the version before; of an adapter too little to count."""
+    kept = t.learner.parity.copy and t.learner.parity.every > 0 and t.ranks == 1 and not t.lora.on
+    return parameters * work.width if kept else 0
 
 
 def of_host(t: Topology) -> dict[str, int]:
@@ -313,7 +322,8 @@ def of_host(t: Topology) -> dict[str, int]:
         return {"parts of the model, gradients and optimiser of all ranks": kept} | (
             {"published": published} if published else {})
     largest = max(("the model while it is read", read), ("published", published), key=lambda part: part[1])
-    return dict([largest]) if largest[1] else {}
+    copied = _copy(t, work, known)
+    return (dict([largest]) if largest[1] else {}) | ({COPY: copied} if copied else {})
 
 
 def _teacher(t: Topology, kind: str) -> int:

@@ -37,6 +37,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0)]
 Key = Annotated[str, Meta(max_length=MAX_KEY)]
+Counts = Annotated[list[Count], Meta(max_length=MAX_MAP)]
 Names = Annotated[list[Name], Meta(max_length=MAX_MAP)]
 Numbers = Annotated[dict[Key, float], Meta(max_length=MAX_MAP)]
 
@@ -98,6 +99,22 @@ class CallTokens(Message, tag="CALL_TOKENS"):
     seq: Count
     at: Count
     ids: Annotated[list[Count], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+
+
+# rollout -> learner
+class ProbeDrawn(Message, tag="PROBE_DRAWN"):
+    """What an engine drew for fixed prompts under the weights of `version`, one answer behind the other; arrays are
+    little-endian bytes."""
+
+    worker_id: Name
+    version: Count
+    lengths: Counts
+    prompt_lengths: Counts
+    prompt_ids: bytes
+    tokens: bytes
+    logprobs: bytes
+    versions: bytes
+    temperatures: Annotated[list[float], Meta(max_length=MAX_MAP)]
 
 
 # reward -> learner

@@ -32,6 +32,7 @@ from busrl.ring import Ring, State
 from busrl.roles import version_pin
 from busrl.roles.actor import WAVE_TICK_S, Actor, WorkDeadline
 from busrl.roles.intake import CallIntake, Intake, SampleIntake
+from busrl.roles.probes import Prober
 from busrl.states import Finish, HeaderWord
 from busrl.weights.base import Receiver
 from busrl.weights.factory import TransportSettings, make_receiver
@@ -182,6 +183,7 @@ class Rollout(Actor):
         self.limits = self.topology.derived.limits
         self.engine: Engine = make_engine(self.topology, self.name)
         self.intake: Intake = self._make_intake()
+        self.prober = Prober(self.topology, self.intake.only_validates)
         if self.intake.waves is not None:
             self.tick_s = WAVE_TICK_S
         weights = TransportSettings.of(self.topology, self.paths)
@@ -260,6 +262,8 @@ class Rollout(Actor):
         # An engine that restarts numbers the tokens of each piece of an answer from 0: its answers come whole.
         for message, to in self.intake.bells(self.engine if self.restart is None else None):
             self.bus.send(message, to)
+        if (probe := self.prober.message(self.worker_id)) is not None:
+            self.bus.send(probe)
 
     def idle(self, timeout_s: float) -> None:
         self._ring_bells()
@@ -322,6 +326,7 @@ class Rollout(Actor):
         self.intake.fetched(seconds)
         self.intake.steps.add(self.intake.version, step)
         self.ring.set_version_seen(self.intake.version)
+        self.prober.loaded(self.intake.version)
         if not wait:
             self.pace.row.weights_s += seconds
             self.pace.row.updates += 1
@@ -371,7 +376,11 @@ class Rollout(Actor):
         draining = self.restart is not None and self.restart.draining
         if room <= 0 or draining or self.paused or self._left_behind():
             return False
-        requests = self.intake.take(room)
+        requests = self.prober.take(room)
+        if len(requests) < room and not self.prober.waits:
+            own = self.intake.take(room - len(requests))
+            self.prober.see(own)
+            requests += own
         if requests:
             if self.restart is not None:
                 self.restart.submitted(requests)
@@ -390,7 +399,10 @@ class Rollout(Actor):
             whole.append(self.intake.commit(answer))
 
         for answer in ended:
-            self.write_or_wait("generation", partial(commit, answer))
+            if answer.key < 0:
+                self.prober.ended(answer)
+            else:
+                self.write_or_wait("generation", partial(commit, answer))
         return sum(whole)
 
     def _left_behind(self) -> bool:

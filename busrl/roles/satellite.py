@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from busrl.bus import Endpoint, tcp_pair
@@ -93,7 +94,9 @@ class Answer:
 class Satellite(Actor):
     role = "satellite"
     singleton = True
-    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.TaskRequest, m.DataGenerated, m.RewardComputed)
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (
+        m.TaskRequest, m.DataGenerated, m.RewardComputed, m.ProbeDrawn,
+    )
 
     def setup(self) -> None:
         self.source = HostSource.read(self.paths.host_source)
@@ -167,6 +170,9 @@ class Satellite(Actor):
             if self.on_demand and message.rows > self.rows.get(message.worker_id, (0, 0.0))[0]:
                 self._next_claim = 0.0  # a client waits
             self.rows[message.worker_id] = (message.rows, time.monotonic())
+        elif isinstance(message, m.ProbeDrawn):
+            name = f"{self.source.name}/{message.worker_id}"[: m.MAX_NAME]
+            self.home.send(msgspec.structs.replace(message, worker_id=name))
         else:
             self.rung = True
 

@@ -122,8 +122,8 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "roles.learner": {
         "alarms": "", "control": "", "groups": "", "history": "", "idling": "", "metrics": "idling",
-        "publish": "", "step": "",
-        "loop": "alarms control groups history idling metrics publish step",
+        "publish": "", "step": "", "parity": "step",
+        "loop": "alarms control groups history idling metrics parity publish step",
     },
     "scheduling": {
         "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",
@@ -140,6 +140,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "sinks": {"feed": "", "known": ""},
     "training": {
+        "earlier": "packing batch",
         "head": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
         "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
         "custom": "optimizers", "optimizers": "sharded", "forward": "batch head model packing",

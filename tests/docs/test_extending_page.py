@@ -96,12 +96,12 @@ def test_an_engine_is_a_module_a_maker_and_its_name_in_the_schema(copy: Path) ->
         "from busrl.config import load\n"
         "from busrl.config.schema import has_model\n"
         "from busrl.engines import make_engine\n"
-        "from busrl.roles.learner.alarms import LogprobCheck\n"
+        "from busrl.roles.learner.parity import Parity\n"
         "from tools.reference.topology_page import text\n"
         f"path = {str(ROOT / 'configs' / 'quickstart.toml')!r}\n"
         "t = load(path, ['process.rollout.engine=echo'])\n"
         "rollout = next(one for one in t.process if one.role == 'rollout')\n"
-        "assert has_model(rollout) and LogprobCheck(t).limit == t.learner.mismatch_limit\n"
+        "assert has_model(rollout) and Parity(t, None).mismatch_limit == t.learner.mismatch_limit\n"
         "print(make_engine(t, 'rollout/0'), '|', text().split('engine = ')[1].splitlines()[0])\n"
     )
     made, _, page = run(copy, code).partition(" | ")

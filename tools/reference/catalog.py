@@ -45,6 +45,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     m.DataGenerated: Route("rollout (keeper for a remote one)", "reward"),
     m.CallCancel: Route("a caller (agents)", "the worker named in the topic", Reach.ONE),
     m.CallTokens: Route("rollout", "the caller named in the topic", Reach.ONE),
+    m.ProbeDrawn: Route("rollout", "learner"),
     m.RewardComputed: Route("reward (keeper for a remote one)", "monitors (the learner is woken by the ring)"),
     m.LearnerStateUpdate: Route("learner", "scheduler, validator, launch, monitors"),
     m.WeightsPublished: Route("learner", "monitors (engines look at the ring's header)"),
@@ -144,6 +145,7 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     },
     "1.8": {
         "REMOTE_BATCH": "episodes",
+        "PROBE_DRAWN": "worker_id version lengths prompt_lengths prompt_ids tokens logprobs versions temperatures",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

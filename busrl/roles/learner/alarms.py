@@ -1,14 +1,13 @@
-"""Warnings and ends of a run, from the numbers that training brings anyway.
+"""Warnings from the numbers that training brings anyway.
 
-Used by the learner: `LogprobCheck` compares engines with the learner, `LengthSkew` the answers that are trained with
-those that were drawn, `Alarms` watches the newest steps. Knows nothing of the ring and of the bus: what it finds is a
-text for a warning, or an error.
+Used by the learner: `LengthSkew` compares the answers that are trained with those that were drawn, `Alarms` watches the
+newest steps. Knows nothing of the ring and of the bus: what it finds is a text for a warning.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -16,105 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config import Topology
-from busrl.config.schema import ENGINES, RESTARTS
-from busrl.errors import CannotTrain
-from busrl.ledger.wal import SampleRecord
 from busrl.states import Fate
 
 Ints = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
-
-# -- the log-probabilities of engines and learner ------------------------------
-
-SAMPLES, TOKENS = 64, 64  # at most and at least, of the first comparison
-EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where 16 bits (or experts) are involved
-UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
-
-Score = Callable[[Sequence[SampleRecord]], Sequence[npt.NDArray[np.float32]]]
-
-
-class LogprobCheck:
-    """Whether engines and learner have the same model, by their log-probabilities of the same tokens.
-
-    - Compared are tokens that the weights at hand sampled: those of older weights differ, and should. Where such tokens
-      may stand over keys of older weights, only answers that began with the weights at hand count; without any of
-      them, only a difference that no arithmetic explains is reported.
-    - Before the first step is committed such a difference (`learner.mismatch_limit`) ends the run: nothing has been
-      trained or logged by then. Afterwards a difference above `tolerance` is a warning.
-    - Nothing is concluded about engines of other kinds than busrl's own, or about scripted ones.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        entries = [entry for entry in topology.process if entry.role == "rollout"]
-        known = all(bool(ENGINES.get(entry.engine)) and entry.count and not entry.command for entry in entries)
-        self.limit = topology.learner.mismatch_limit if known else 0.0
-        self.tolerance = tolerance(topology)
-        self._silent = topology.scripted or bool(topology.lora.dropout)
-        self._mixed = mixed(topology)
-        self._engines = ", ".join(sorted({entry.engine for entry in entries}))
-        self._remedy = f"give every engine the model of {topology.model.path}"
-        if "openai" in self._engines:
-            self._remedy += (
-                f": does {topology.openai.base_url} serve {topology.openai.model or 'it'}, with log-probabilities "
-                "after temperature (vLLM: --logprobs-mode processed_logprobs)?"
-            )
-
-    def first(self, records: Sequence[SampleRecord], version: int, score: Score) -> None:
-        """Before a step of the present weights, `version`, is committed: CannotTrain if its engines cannot run this
-        model. Once enough tokens were compared the check is over."""
-        if not self.limit:
-            return
-        drawn = [(record, record.version_array() == version) for record in records]
-        compared = [(record, own) for record, own in drawn if own.any()][:SAMPLES]
-        if sum(int(own.sum()) for _, own in compared) < TOKENS:
-            return
-        theirs = np.concatenate([record.logprob_array()[own] for record, own in compared])
-        ours = np.concatenate([row[own] for row, (_, own) in zip(score([record for record, _ in compared]), compared)])
-        gap = float(np.abs(theirs - ours).mean())
-        if not gap <= self.limit:
-            raise CannotTrain(
-                f"engine {self._engines}, version {version}: over {len(ours)} tokens of these very weights the "
-                f"engine's log-probabilities (mean {theirs.mean():.3g}) and the learner's (mean {ours.mean():.3g}) "
-                f"differ by {gap:.3g} on average, more than learner.mismatch_limit = {self.limit:g}, which no "
-                f"arithmetic explains; nothing was trained. {self._remedy[0].upper()}{self._remedy[1:]}"
-            )
-        self.limit = 0.0
-
-    def warning(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
-        """The warning for the step after `step`, whose weights were those of `version`; mostly "".
-
-        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them.
-        """
-        found, limit = mismatch, self.tolerance
-        if self._mixed and step:
-            found, limit = (begun, self.tolerance) if begun is not None else (mismatch, UNEXPLAINED)
-        if found is None or self._silent or found <= limit:
-            return ""
-        return (
-            f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
-            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
-            f"{self._remedy}"
-        )
-
-
-def tolerance(topology: Topology) -> float:
-    """The mean difference that rounding can make. The number type of a server is not known here."""
-    served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
-    return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
-
-
-def mixed(topology: Topology) -> bool:
-    """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
-
-    Not before the first update: the first step can always be judged.
-    """
-    if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
-        return False
-    how = topology.generation.on_update
-    keeps = any(entry.role == "rollout" and entry.engine not in ("vllm", "openai") for entry in topology.process)
-    return how == "keep" or (how == "auto" and keeps)
-
 
 # -- lengths of drawn, ended and trained answers ------------------------------
 

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
@@ -31,7 +31,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
-from busrl.roles.learner.alarms import Alarms, LengthSkew, LogprobCheck
+from busrl.roles.learner.alarms import Alarms, LengthSkew
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import (
     Claimed,
@@ -48,6 +48,7 @@ from busrl.roles.learner.groups import (
 from busrl.roles.learner.history import History
 from busrl.roles.learner.idling import QUARTERS, Idling
 from busrl.roles.learner.metrics import StepMetrics
+from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
 from busrl.scheduling.admission import Waves
@@ -71,6 +72,7 @@ class Learner(Actor):
     role = "learner"
     singleton = True
     tick_s = 0.02
+    subscribe: ClassVar[tuple[type[m.Message], ...]] = (m.ProbeDrawn,)
 
     def setup(self) -> None:
         self.config, self.work_s = self.topology.learner, self.topology.limits.work_s
@@ -94,7 +96,7 @@ class Learner(Actor):
         self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved)
         self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
-        self.logprob_check, self.alarms = LogprobCheck(self.topology), Alarms(self.config.ess_alarm)
+        self.parity, self.alarms = Parity(self.topology, self.training), Alarms(self.config.ess_alarm)
         self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan)
         self.clock = PausedClock()
@@ -195,6 +197,7 @@ class Learner(Actor):
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._commit_checkpoint()
+        self._look_at_probes()
         # `idle` waits from this count: a reward that is committed from here on ends its wait at once.
         self.looked = self.ring.transitions(State.REWARDED)
         self._free_trained()
@@ -215,6 +218,9 @@ class Learner(Actor):
                     return True  # a slot moved: look again before anything else
                 moved = True
             elif isinstance(action, Fire):
+                if self.parity.holds(self._present_version()):
+                    self.waits("parity")
+                    return moved
                 self._step(action, view)
                 moved = True
             else:
@@ -236,6 +242,17 @@ class Learner(Actor):
     def _is_over(self) -> bool:
         run = self.topology.run
         return self._solved or self.history.step >= run.max_steps or 0 < run.max_groups <= self.history.groups
+
+    def handle(self, message: m.Message) -> None:
+        if isinstance(message, m.ProbeDrawn):
+            self.parity.take(message)
+
+    def _look_at_probes(self) -> None:
+        for verdict in self.parity.look(self._present_version()):
+            self._differs(verdict)
+
+    def _differs(self, verdict: Verdict) -> None:
+        self.warn("learner", verdict.text, kind=f"parity {verdict.cause}")
 
     def idle(self, timeout_s: float) -> None:
         """Sleep until a reward is committed, or the time is over."""
@@ -364,7 +381,9 @@ class Learner(Actor):
             record = self._record(action, groups)
             trained_version = self._present_version()
             if trained_version is not None:
-                self.logprob_check.first(record.samples, trained_version, self.training.score)
+                if verdict := self.parity.first(record.samples, trained_version, self.history.step):
+                    self._differs(verdict)
+                self.parity.before_update(trained_version)
             if not self._commit(record):
                 return
             excerpts = self._end_slots(groups)
@@ -375,7 +394,7 @@ class Learner(Actor):
             published_s = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
             more = {
                 "groups_total": self.history.groups, "queue": max(0, int(view.usable.sum()) - len(groups)),
-                **self._lengths(groups, view), **self.control.numbers(),
+                **self._lengths(groups, view), **self.control.numbers(), **self.parity.numbers(),
             }
             row = self.metrics.step(record, stats, excerpts, self.publisher.version, published_s, more)
             self.control.step(record, stats, row)
@@ -419,7 +438,7 @@ class Learner(Actor):
         self.idling.add_rewards([sample.reward for sample in record.samples])
         self.idling.end_streak()
         if trained_version is not None and (
-            text := self.logprob_check.warning(step - 1, trained_version, found.mismatch, found.mismatch_begun)
+            text := self.parity.trained(step - 1, trained_version, found.mismatch, found.mismatch_begun)
         ):
             self.warn("learner", text, kind="mismatch")
         for text in self.own_metrics.failures:

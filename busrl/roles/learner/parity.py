@@ -1,0 +1,477 @@
+"""The parity gate: engines and learner give the same tokens the same log-probabilities, or the difference is named.
+
+Used by the learner, which feeds it the probes that engines answer (`roles/probes.py`), the samples of its first step
+and the mismatch that training measures. Talks to the trainer, which scores. Knows nothing of the ring and of the bus:
+what it finds is a text for a warning, or an error.
+
+- Compared are tokens with the weights that drew them, while the learner has these: a step waits for the engines that
+  answered the version before, `learner.parity.wait_s` at most.
+- A cause is named if it predicts the engine's numbers: under it a quarter of the difference is left, at most. Fewer
+  bits predict none; they are named by the size of the differences, if nothing else explains them.
+- Nothing but log-probabilities is looked at: what changes none of them (a sampler that draws others) is not found.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config import Topology
+from busrl.config.schema import ENGINES, RESTARTS
+from busrl.errors import CannotTrain
+from busrl.ledger.wal import SampleRecord
+from busrl.protocol import messages as m
+from busrl.roles import probes
+from busrl.roles.learner.step import TrainingStep, to_sample
+from busrl.training import earlier
+from busrl.training.batch import Sample, first_fault
+
+log = logging.getLogger("busrl")
+Rows = Sequence[npt.NDArray[np.float32]]  # of each sample the log-probabilities of its tokens; NaN: nothing is said
+
+# -- what explains a difference ------------------------
+
+CLEARLY = 0.25  # of the difference may be left where a cause explains it
+FACTOR = 3.0  # by which the differences of two ways to round to one type may be larger; float16 has 8 times less
+LARGEST, HALVINGS = 8.0, 16  # temperatures are sought between 1/8 and 8 times the one asked for
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class Alternative(NamedTuple):
+    """What the learner would have said if `cause` were so; `text` completes "they are those of ..."."""
+
+    cause: str
+    text: str
+    rows: Rows
+
+
+class Explained(NamedTuple):
+    """The cause that predicts best ("" = none does), and what is left of the difference under it."""
+
+    cause: str
+    text: str
+    left: float
+
+
+def gap_of(theirs: Rows, ours: Rows) -> float:
+    """Mean size of the differences; infinite if one is not finite, or if there is nothing to compare."""
+    one, other = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
+    said = ~np.isnan(other)
+    differences = np.abs(one[said] - other[said])
+    return float(differences.mean()) if len(differences) and np.isfinite(differences).all() else math.inf
+
+
+def explain(theirs: Rows, gap: float, alternatives: Iterable[Alternative]) -> Explained:
+    """The alternative that leaves least of `gap`, if little enough. Of those that predict alike, the first."""
+    best = Explained("", "", gap)
+    for one in alternatives:
+        left = gap_of(theirs, one.rows)
+        if left <= CLEARLY * gap and left < best.left:
+            best = Explained(one.cause, one.text, left)
+    return best
+
+
+def looks_rounded(theirs: Rows, ours: Rows, rounded: Rows) -> bool:
+    """Whether their differences from ours are like those of our own numbers in fewer bits: as large, on either side.
+    (Not the same: kernels round in another order.)"""
+    size, gap = gap_of(rounded, ours), gap_of(theirs, ours)
+    one, other = np.concatenate(theirs).astype(np.float64), np.concatenate(ours).astype(np.float64)
+    leaning = abs(float(np.nanmean(one - other)))
+    return size / FACTOR <= gap <= size * FACTOR and leaning <= gap / 2
+
+
+def shifted(ours: Rows, by: int) -> list[npt.NDArray[np.float32]]:
+    """Each token with the number of the one `by` places before it."""
+    found = []
+    for row in ours:
+        moved = np.full(len(row), np.nan, np.float32)
+        if by > 0:
+            moved[by:] = row[:-by]
+        else:
+            moved[:by] = row[-by:]
+        found.append(moved)
+    return found
+
+
+def fitted(theirs: Rows, score_at: Callable[[float], Rows]) -> float:
+    """The factor on the temperature under which the squared differences are smallest."""
+    wanted = np.concatenate(theirs).astype(np.float64)
+
+    def error(power: float) -> float:
+        return float(np.nansum(np.square(wanted - np.concatenate(score_at(math.exp(power))))))
+
+    grid = np.linspace(-math.log(LARGEST), math.log(LARGEST), 13).tolist()
+    middle = min(range(1, len(grid) - 1), key=lambda i: error(grid[i]))
+    low, high = grid[middle - 1], grid[middle + 1]
+    left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    at_left, at_right = error(left), error(right)
+    for _ in range(HALVINGS):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - GOLDEN * (high - low)
+            at_left = error(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + GOLDEN * (high - low)
+            at_right = error(right)
+    return math.exp((low + high) / 2)
+
+
+# -- limits --------------------------------------------
+
+SAMPLES, TOKENS = 64, 64  # at most and at least, of the comparison before the first step
+FEWEST = 8  # tokens of a probe that are enough
+EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where 16 bits (or experts) are involved
+UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
+
+
+def tolerance(topology: Topology) -> float:
+    """The mean difference that rounding can make. The number type of a server is not known here."""
+    served = any(entry.role == "rollout" and entry.engine == "openai" for entry in topology.process)
+    return EXACT if topology.model.dtype == "float32" and not served else ROUNDED
+
+
+def mixed(topology: Topology) -> bool:
+    """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
+
+    Not before the first update: the first step can always be judged. Nor of probes, which are begun anew.
+    """
+    if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
+        return False
+    how = topology.generation.on_update
+    keeps = any(entry.role == "rollout" and entry.engine not in ("vllm", "openai") for entry in topology.process)
+    return how == "keep" or (how == "auto" and keeps)
+
+
+# -- the gate ------------------------------------------
+
+REMEDIES = {
+    "temperature": "let the engine tell log-probabilities after temperature (vLLM: --logprobs-mode processed_logprobs)",
+    "shift": "each token has to come with its own log-probability",
+    "version tag": "new weights do not reach it when it says so, or it counts versions by itself",
+    "layer": "the engine did not load all of an update: compare its names of parameters with those of the learner",
+    "prefix cache": "the engine has to drop what it cached when it loads weights (vLLM: /reset_prefix_cache)",
+    "dtype": "model.dtype has to be the number type that the engine computes in",
+    "tokenizer": "give it the tokenizer of the model folder",
+    "values": "the engine computes something that is no number",
+}
+UNKNOWN = "unknown"
+
+
+class Verdict(NamedTuple):
+    """What differs: of which process, since when it counts, and why. `text` is for people."""
+
+    cause: str
+    gap: float
+    text: str
+
+
+DTYPES = ("<i4", "<i4", "<f4", "<u4")
+
+
+@dataclass
+class Answered:
+    """A probe as an engine answered it under the weights of `version`."""
+
+    worker: str
+    version: int
+    samples: list[Sample]
+
+    @classmethod
+    def of(cls, message: m.ProbeDrawn) -> Answered | None:
+        """None if its parts do not fit together: it is from the bus."""
+        parts = [
+            np.frombuffer(raw[: len(raw) // 4 * 4], dtype)
+            for raw, dtype in zip((message.prompt_ids, message.tokens, message.logprobs, message.versions), DTYPES)
+        ]
+        ends = [np.cumsum(lengths, dtype=np.int64) for lengths in (message.prompt_lengths, *[message.lengths] * 3)]
+        if {len(one) for one in ends} != {len(message.temperatures)} or not message.temperatures:
+            return None
+        if any(len(part) != end[-1] for part, end in zip(parts, ends)):
+            return None
+        rows = [np.split(part, end[:-1]) for part, end in zip(parts, ends)]
+        made = [
+            Sample(i, i, 0, prompt, tokens, logprobs, versions, temperature=temperature)
+            for i, (prompt, tokens, logprobs, versions, temperature) in enumerate(zip(*rows, message.temperatures))
+        ]
+        return None if any(sample.fault() for sample in made) else cls(message.worker_id, message.version, made)
+
+    @property
+    def tokens(self) -> int:
+        return sum(sample.generated for sample in self.samples)
+
+
+class Parity:
+    """Compares; says what differs, and ends a run that may not go on.
+
+    - Before the first step is committed a difference above `learner.mismatch_limit` ends the run: nothing has been
+      trained or logged by then. Afterwards one above `learner.parity.end` does, if that is set.
+    - Of the tokens that are trained, only those that the weights at hand sampled are compared; where these may stand
+      over keys of older weights, only answers that began with the weights at hand; without any of them, only a
+      difference that no arithmetic explains is reported.
+    - The first step ends no run for engines of other kinds than busrl's own, and nothing does for scripted ones.
+    """
+
+    def __init__(self, topology: Topology, training: TrainingStep) -> None:
+        self.config, self._training = topology.learner.parity, training
+        entries = [entry for entry in topology.process if entry.role == "rollout"]
+        known = all(bool(ENGINES.get(entry.engine)) and entry.count and not entry.command for entry in entries)
+        self.mismatch_limit = topology.learner.mismatch_limit if known else 0.0
+        self.tolerance = self.config.limit or tolerance(topology)
+        self._silent, self._mixed = not probes.comparable(topology), mixed(topology)
+        self._temperature = topology.generation.temperature
+        self._float32 = topology.model.dtype == "float32"
+        self._engines = ", ".join(sorted({entry.engine for entry in entries}))
+        self._remedy = f"give every engine the model of {topology.model.path}"
+        if "openai" in self._engines:
+            self._remedy += (
+                f": does {topology.openai.base_url} serve {topology.openai.model or 'it'}, with log-probabilities "
+                "after temperature (vLLM: --logprobs-mode processed_logprobs)?"
+            )
+        self._answers: list[Answered] = []
+        self._awaited = set() if self._silent else probes.workers(topology)  # those that are worth waiting for
+        self._had: set[str] = set()  # have answered `_version`
+        self._version, self._since = -1, 0.0  # the newest version seen, and since when
+        self._judged = -1  # the newest version of which something was found
+        self._earlier = earlier.Earlier()
+        self._copies = self.config.copy
+        self._named: dict[str, tuple[int, Explained]] = {}  # of a worker that differs: since which version, and why
+        self._gaps: dict[str, float] = {}  # since the last step
+
+    # -- when --------------------------------------------------------------------------------------------------------
+
+    def take(self, message: m.ProbeDrawn) -> None:
+        """An engine has answered; it is looked at by `look`."""
+        if not self._silent and (answer := Answered.of(message)) is not None and len(self._answers) < SAMPLES:
+            self._answers.append(answer)
+
+    def holds(self, version: int | None) -> bool:
+        """Whether the weights have to stay for the moment: engines are about to answer under them."""
+        if self._silent or version is None or not probes.due(self.config.every, version):
+            return False
+        self._at(version)
+        missing = self._awaited - self._had
+        if not missing:
+            return False
+        if time.monotonic() < self._since + self.config.wait_s:
+            return True
+        self._awaited -= missing  # until they answer again
+        return False
+
+    def _at(self, version: int) -> None:
+        if version != self._version:
+            self._version, self._since, self._had = version, time.monotonic(), set()
+
+    def before_update(self, version: int | None) -> None:
+        """The weights, which are of `version`, are about to change: keep a copy if the next version is compared."""
+        alone = self._training.team is None  # the parts of a model are with their ranks
+        if self._copies and alone and version is not None and probes.due(self.config.every, version + 1):
+            self._earlier.keep(self._training.trainer.model, version)
+
+    # -- what --------------------------------------------------------------------------------------------------------
+
+    def look(self, version: int | None) -> Iterator[Verdict]:
+        """What the answers show that have come since the last call, `version` being that of the present weights.
+        CannotTrain above `learner.parity.end`."""
+        answers, self._answers = self._answers, []
+        if version is not None:
+            self._at(version)
+        for answer in answers:
+            self._awaited.add(answer.worker)
+            if version is None or answer.version < version or answer.tokens < FEWEST:
+                continue  # too late: these weights are gone
+            if answer.version == version:
+                self._had.add(answer.worker)
+            verdict = self._judge(answer.samples, answer.version, answer.worker, self.tolerance)
+            if verdict is not None:
+                yield verdict
+                if self.config.end and verdict.gap > self.config.end:
+                    raise CannotTrain(f"{verdict.text} (above learner.parity.end = {self.config.end:g})")
+
+    def numbers(self) -> dict[str, float | int | None]:
+        """For metrics.jsonl: the largest difference since the last step, and of how many engines."""
+        found = {"parity": max(self._gaps.values(), default=None), "parity_engines": len(self._gaps)}
+        self._gaps.clear()
+        return found
+
+    def first(self, records: Sequence[SampleRecord], version: int, step: int) -> Verdict | None:
+        """Before a step of the present weights, `version`, is committed: CannotTrain if its engines cannot run this
+        model. Once enough tokens were compared the check is over."""
+        if not self.mismatch_limit:
+            return None
+        drawn = [(record, record.version_array() == version) for record in records]
+        compared = [(to_sample(record), own) for record, own in drawn if own.any()][:SAMPLES]
+        if sum(int(own.sum()) for _, own in compared) < TOKENS:
+            return None
+        limit, self.mismatch_limit = self.mismatch_limit, 0.0
+        own_only = [
+            replace(sample, behaviour_logprobs=np.where(own, sample.behaviour_logprobs, np.nan).astype(np.float32))
+            for sample, own in compared
+        ]
+        within = UNEXPLAINED if self._silent or (self._mixed and step) else self.tolerance
+        verdict = self._judge(own_only, version, "", min(within, limit))
+        if verdict is not None and not verdict.gap <= limit:
+            raise CannotTrain(
+                f"{verdict.text}. That is more than learner.mismatch_limit = {limit:g}, which no arithmetic explains; "
+                "nothing was trained"
+            )
+        return verdict
+
+    def trained(self, step: int, version: int, mismatch: float | None, begun: float | None = None) -> str:
+        """The warning for the step after `step`, whose weights were those of `version`; mostly "".
+
+        `mismatch` is over all tokens of these weights, `begun` over those of answers that began with them. Nothing is
+        said again of a version that was judged.
+        """
+        found, limit = mismatch, self.tolerance
+        if self._mixed and step:
+            found, limit = (begun, limit) if begun is not None else (mismatch, UNEXPLAINED)
+        if found is None or self._silent or found <= limit or self._judged == version:
+            return ""
+        return (
+            f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
+            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
+            f"{self._remedy}"
+        )
+
+    # -- why ---------------------------------------------------------------------------------------------------------
+
+    def _judge(self, samples: list[Sample], version: int, worker: str, limit: float) -> Verdict | None:
+        """None if they agree. Log-probabilities that are NaN on purpose are those of other versions (`first`)."""
+        name = f"engine {self._engines}{f' of {worker}' if worker else ''}, version {version}"
+        theirs = [sample.behaviour_logprobs for sample in samples]
+        if (wrong := self._impossible(samples, version, worker)) is not None:
+            self._judged = version
+            text = f"{name}: {wrong.text}. Probable cause: {wrong.cause}; {REMEDIES[wrong.cause]}"
+            return Verdict(wrong.cause, math.inf, text)
+        masked = [np.isnan(row) & (not worker) for row in theirs]
+        scored = self._score(samples)
+        ours = [np.where(hidden, np.nan, row).astype(np.float32) for row, hidden in zip(scored, masked)]
+        gap = gap_of(theirs, ours)
+        if worker:
+            self._gaps[worker] = gap
+        if gap <= limit:
+            self._named.pop(worker, None)
+            return None
+        self._judged = version
+        self._copies = True  # from now on: what is in the weights or in a cache shows at the next version
+        found = self._explained(samples, theirs, ours, masked)
+        if found.cause:
+            self._named[worker] = (version, found)
+        elif worker in self._named:  # what has gone wrong once is further away at each version
+            since, found = self._named[worker]
+            found = found._replace(text=f"{found.text} (at version {since})")
+        compared = ~np.concatenate(masked)
+        said = [float(np.concatenate(rows)[compared].mean()) for rows in (theirs, ours)]
+        return Verdict(
+            found.cause or UNKNOWN, gap,
+            f"{name}: over {compared.sum()} tokens of these very weights the engine's log-probabilities (mean "
+            f"{said[0]:.3g}) and the learner's (mean {said[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} "
+            "can be rounding. "
+            + self._because(found),
+        )
+
+    def _impossible(self, samples: list[Sample], version: int, worker: str) -> Explained | None:
+        """What needs no score: numbers that cannot be."""
+        fault = first_fault([replace(one, behaviour_logprobs=np.zeros_like(one.behaviour_logprobs)) for one in samples],
+                            self._training.vocabulary)
+        if fault is not None:
+            return Explained("tokenizer", fault[1], math.inf)
+        if not worker:
+            return None
+        if version > self._version >= 0:
+            return Explained("version tag", f"the newest version is {self._version}", math.inf)
+        tags = sorted({int(tag) for sample in samples for tag in np.unique(sample.policy_versions)} - {version})
+        if tags:
+            return Explained("version tag", f"it had that version and tagged its tokens with {tags[0]}", math.inf)
+        values = np.concatenate([sample.behaviour_logprobs for sample in samples])
+        if not (np.isfinite(values) & (values <= 0)).all():
+            return Explained("values", "a log-probability is above 0 or not a finite number", math.inf)
+        return None
+
+    def _because(self, found: Explained) -> str:
+        if found.cause:
+            return f"Probable cause: {found.cause}: they are those of {found.text}; {REMEDIES[found.cause]}"
+        if self._earlier.version is None and self._training.team is None:
+            later = "weights and caches are looked at from the next version on (learner.parity.copy = true: at once)"
+        else:
+            later = "neither temperature, shift, number type, the weights before nor a stale cache explains it"
+        return f"{self._remedy[0].upper()}{self._remedy[1:]}; {later}"
+
+    def _score(self, samples: Sequence[Sample]) -> Rows:
+        return self._training.trainer.score(samples)
+
+    def _explained(
+        self, samples: list[Sample], theirs: Rows, ours: Rows, masked: list[npt.NDArray[np.bool_]]
+    ) -> Explained:
+        """Rounding comes last: a small difference of another kind may look like it."""
+        def hidden(rows: Rows) -> list[npt.NDArray[np.float32]]:
+            return [np.where(mask, np.nan, row).astype(np.float32) for row, mask in zip(rows, masked)]
+
+        gap = gap_of(theirs, ours)
+        found = explain(theirs, gap, self._alternatives(samples, theirs, ours, hidden))
+        nothing_before = not any(one.policy_versions.any() for one in samples)
+        if not found.cause and self._float32 and (nothing_before or self._earlier.version is not None):
+            for dtype, rows in self._in_types(samples):
+                if looks_rounded(theirs, ours, hidden(rows)):
+                    return Explained("dtype", f"products in {dtype}, by their size", gap)
+        return found
+
+    def _alternatives(
+        self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]
+    ) -> Iterator[Alternative]:
+        """What may have happened, the simplest first. One that cannot be computed here is passed over."""
+        def at(factor: float) -> Rows:
+            return hidden(self._score([replace(one, temperature=one.temperature * factor) for one in samples]))
+
+        for by in (1, -1):
+            yield Alternative("shift", f"the token {'before' if by > 0 else 'after'} each", shifted(ours, by))
+        factor = fitted(theirs, at)
+        text = f"temperature {factor * samples[0].temperature:.3g} where {samples[0].temperature:.3g} was asked for"
+        yield Alternative("temperature", text, at(factor))
+        yield from self._of_earlier(samples, hidden)
+
+    def _in_types(self, samples: list[Sample]) -> Iterator[tuple[str, Rows]]:
+        if self._training.team is not None:
+            return
+        for dtype in ("bfloat16", "float16"):
+            try:
+                with earlier.in_type(self._training.trainer.model, dtype):
+                    rows = self._score(samples)
+            except Exception as problem:  # a kernel that does not know the type, or no memory for it
+                log.info("parity: no log-probabilities in %s: %s", dtype, problem)
+                continue
+            yield dtype, rows
+
+    def _of_earlier(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
+        """The weights before in the place of the present ones: of all layers, of one, or under a cached prompt."""
+        before, model = self._earlier, self._training.trainer.model
+        if before.version is None or self._training.team is not None:
+            return
+        with before.in_place(model):
+            rows = hidden(self._score(samples))
+        yield Alternative("version tag", f"version {before.version}", rows)
+        for part, names in before.parts().items():
+            with before.in_place(model, names):
+                rows = hidden(self._score(samples))
+            yield Alternative("layer", f"{part} of version {before.version}, all else of this one", rows)
+        for block in probes.BLOCKS:
+            cached = [(len(one.prompt_ids) - 1) // block * block for one in samples]
+            if not any(cached) or any(one.turns is not None for one in samples):
+                continue
+            try:
+                rows = hidden([
+                    earlier.over_old_keys(model, before, one, count) if count else self._score([one])[0]
+                    for one, count in zip(samples, cached)
+                ])
+            except Exception as problem:  # a model whose cache is another one
+                log.info("parity: no log-probabilities over old keys: %s", problem)
+                continue
+            yield Alternative("prefix cache", f"prompts that were cached under version {before.version}", rows)

@@ -1,0 +1,132 @@
+"""Probes of parity: short answers of an engine to fixed prompts, begun anew under a version, for the learner to score.
+
+Used by the rollout role, beside its intake; the learner (`roles/learner/parity.py`) asks here which versions are due.
+Makes requests for the engine and a message for the learner. Knows nothing of slots and of what the learner finds.
+
+- The prompts are the first ones that this process was given: fixed for its life, of whatever kind the run has. So the
+  same prompts meet an engine's caches at each version.
+- An answer during which the version changed says nothing, and is not told.
+- A probe that is lost costs a comparison, nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from busrl.config import Topology
+from busrl.engines import Finished, Request
+from busrl.engines.tokens import NO_IDS
+from busrl.protocol import messages as m
+from busrl.states import Finish
+
+PROMPTS, TOKENS, PROMPT_TOKENS = 4, 16, 256  # at most: prompts, tokens of an answer and of a prompt
+BLOCKS = (1, 16)  # tokens that caches of prompts go by
+UID = 1 << 62  # of the random numbers of a probe; no sample has it
+
+
+def comparable(topology: Topology) -> bool:
+    """Whether engines can agree with the learner at all: with a model, without chance in its forward, and with the
+    weights of the version."""
+    return not (topology.scripted or topology.lora.dropout or topology.experiments.forced_age)
+
+
+def due(every: int, version: int) -> bool:
+    """Whether a version is compared: two after each other, so that what is left of the first shows in the second. The
+    samples of the first step stand for version 0."""
+    return every > 0 and version > 0 and version % every in (0, every - 1)
+
+
+def workers(topology: Topology) -> set[str]:
+    """The processes that may answer, by the names that they have on the bus."""
+    return {
+        one.name.replace("/", "-") for one in topology.processes()
+        if one.role == "rollout" and one.spec.serves == "all"
+    }
+
+
+class Prober:
+    """Of one rollout process: the probes that are to be asked, run, or are answered."""
+
+    def __init__(self, topology: Topology, only_validates: bool) -> None:
+        on = comparable(topology) and not only_validates
+        self._every = topology.learner.parity.every if on else 0
+        # By chat a prompt is a chat: it cannot be cut.
+        self._cut = not (topology.openai.endpoint == "chat" and any(
+            one.role == "rollout" and one.engine == "openai" for one in topology.process
+        ))
+        # Where keys of old weights may stay, a prompt loses its first token: what is kept on purpose begins otherwise.
+        keeps = topology.generation.on_update == "keep" or topology.prefix_keep_s > 0
+        self._first = 1 if self._cut and keeps else 0
+        self._prompts: dict[bytes, Request] = {}
+        self._version, self._wanted = 0, False  # whether this version is to be asked for
+        self._waiting: list[Request] = []
+        self._running: dict[int, tuple[int, Request]] = {}  # by key, which no slot has: below 0; with the version
+        self._done: list[tuple[Request, Finished]] = []
+        self._keys = itertools.count(-1, -1)
+
+    def see(self, requests: Iterable[Request]) -> None:
+        """What the run asks of this engine: its first prompts are those of the probe."""
+        for request in requests if len(self._prompts) < PROMPTS and self._every else ():
+            ids = request.prompt_ids[self._first :][:PROMPT_TOKENS] if self._cut else request.prompt_ids
+            if 0 < len(ids) <= PROMPT_TOKENS and request.temperature > 0 and len(self._prompts) < PROMPTS:
+                self._prompts.setdefault(ids.tobytes(), replace(request, prompt_ids=ids.copy()))
+
+    def loaded(self, version: int) -> None:
+        """The engine has the weights of another version."""
+        self._version, self._wanted = version, due(self._every, version)
+        self._waiting, self._done = [], []
+
+    @property
+    def waits(self) -> bool:
+        """Whether a probe needs a row of the engine, before anything else gets one."""
+        if self._wanted and self._prompts:
+            self._wanted, own = False, list(self._prompts.values())
+            self._waiting = [
+                replace(
+                    own[i % len(own)], key=next(self._keys), uid=UID + i, segment=0, prefix_ids=NO_IDS,
+                    max_new_tokens=TOKENS, top_p=1.0, stop_ids=(),
+                )
+                for i in range(PROMPTS)
+            ]
+        return bool(self._waiting)
+
+    def take(self, room: int) -> list[Request]:
+        """At most `room` requests to submit."""
+        taken = self._waiting[:room] if self.waits else []
+        self._waiting = self._waiting[len(taken) :]
+        self._running.update((one.key, (self._version, one)) for one in taken)
+        return taken
+
+    def ended(self, answer: Finished) -> None:
+        """One of its own has ended."""
+        version, request = self._running.pop(answer.key)
+        whole = answer.finish != Finish.ABORTED and not answer.refused and len(answer.token_ids) > 0
+        if whole and version == self._version:
+            self._done.append((request, answer))
+
+    def message(self, worker: str) -> m.ProbeDrawn | None:
+        """What to tell the learner, once all have ended."""
+        under_way = any(version == self._version for version, _ in self._running.values())
+        if not self._done or self._waiting or under_way:
+            return None
+        done, self._done = self._done, []
+        return m.ProbeDrawn(
+            worker_id=worker, version=self._version,
+            lengths=[len(two.token_ids) for _, two in done],
+            prompt_lengths=[len(one.prompt_ids) for one, _ in done],
+            prompt_ids=_bytes("<i4", (one.prompt_ids for one, _ in done)),
+            tokens=_bytes("<i4", (two.token_ids for _, two in done)),
+            logprobs=_bytes("<f4", (two.logprobs for _, two in done)),
+            versions=_bytes("<u4", (two.versions for _, two in done)),
+            temperatures=[one.temperature for one, _ in done],
+        )
+
+
+def _bytes(dtype: str, parts: Iterable[npt.NDArray[Any]]) -> bytes:
+    return np.concatenate(list(parts)).astype(dtype).tobytes()

@@ -1,0 +1,116 @@
+"""Probes in a rollout process: which requests are asked under a version, and when the learner is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from busrl.config import load
+from busrl.engines import Finished, Request
+from busrl.engines.tokens import NO_IDS
+from busrl.roles.learner.parity import Answered
+from busrl.roles.probes import PROMPT_TOKENS, PROMPTS, TOKENS, Prober
+from busrl.states import Finish
+
+QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+
+
+def prober(*settings: str, only_validates: bool = False) -> Prober:
+    return Prober(load(QUICK, ["learner.parity.every=1", *settings]), only_validates)
+
+
+def request(*ids: int, temperature: float = 1.0) -> Request:
+    return Request(
+        key=7, uid=3, segment=2, prompt_ids=np.array(ids, np.int32), prefix_ids=np.array([9], np.int32),
+        max_new_tokens=64, temperature=temperature, top_p=0.9, seed=5, stop_ids=(4,),
+    )
+
+
+def answered(one: Request, version: int, count: int = 3, finish: int = Finish.LENGTH) -> Finished:
+    return Finished(one.key, np.arange(count, dtype=np.int32), np.full(count, -0.5, np.float32),
+                    np.full(count, version, np.uint32), finish)
+
+
+def test_the_first_prompts_of_a_process_are_asked_again_at_each_version_whole_and_anew() -> None:
+    own = prober()
+    own.see([request(1, 2), request(1, 2), request(3, 4, 5, temperature=0.7)])
+    assert not own.waits
+    own.loaded(1)
+    asked = own.take(8)
+    assert len(asked) == PROMPTS and not own.waits and own.take(8) == []
+    assert [one.prompt_ids.tolist() for one in asked] == [[1, 2], [3, 4, 5]] * 2
+    assert all(one.key < 0 and one.max_new_tokens == TOKENS and one.top_p == 1.0 for one in asked)
+    assert all(one.segment == 0 and one.prefix_ids is NO_IDS and not one.stop_ids for one in asked)
+    own.see([request(6)])
+    own.loaded(2)
+    later = own.take(8)
+    assert {one.key for one in later}.isdisjoint(one.key for one in asked)
+    assert [one.uid for one in later] == [one.uid for one in asked]  # the same random numbers
+
+
+def test_the_learner_is_told_once_all_of_a_version_have_ended() -> None:
+    own = prober()
+    own.see([request(1, 2), request(3)])
+    own.loaded(1)
+    first, *rest = own.take(1) + own.take(8)
+    own.ended(answered(first, 1))
+    assert own.message("rollout-0") is None
+    for one in rest:
+        own.ended(answered(one, 1, count=2))
+    found = own.message("rollout-0")
+    assert found is not None and own.message("rollout-0") is None
+    told = Answered.of(found)
+    assert told is not None and (told.worker, told.version, told.tokens) == ("rollout-0", 1, 9)
+    assert [one.prompt_ids.tolist() for one in told.samples] == [[1, 2], [3], [1, 2], [3]]
+    assert told.samples[0].token_ids.tolist() == [0, 1, 2] and told.samples[0].policy_versions.tolist() == [1, 1, 1]
+
+
+def test_an_answer_over_a_change_of_version_or_one_that_was_cut_is_not_told() -> None:
+    own = prober()
+    own.see([request(1, 2)])
+    own.loaded(1)
+    before = own.take(8)
+    own.loaded(2)
+    after = own.take(8)
+    for one in before:
+        own.ended(answered(one, 1))
+    for one in after[1:]:
+        own.ended(answered(one, 2, finish=Finish.ABORTED))
+    assert own.message("rollout-0") is None
+    own.ended(answered(after[0], 2))
+    found = own.message("rollout-0")
+    assert found is not None and found.version == 2 and found.lengths == [3]
+
+
+def test_nothing_is_asked_where_nothing_can_be_compared() -> None:
+    for own in (prober("learner.parity.every=0"), prober(only_validates=True)):
+        own.see([request(1, 2)])
+        own.loaded(1)
+        assert not own.waits and own.take(8) == []
+    greedy = prober()
+    greedy.see([request(1, 2, temperature=0.0)])
+    greedy.loaded(1)
+    assert not greedy.waits
+
+
+def prompts_of(own: Prober, *given: int) -> Any:
+    own.see([request(*given)])
+    own.loaded(1)
+    return [one.prompt_ids.tolist() for one in own.take(1)]
+
+
+def test_a_long_prompt_is_cut_and_where_old_keys_stay_on_purpose_it_begins_otherwise() -> None:
+    assert prompts_of(prober(), *range(2 * PROMPT_TOKENS)) == [list(range(PROMPT_TOKENS))]
+    assert prompts_of(prober("generation.on_update=keep"), 1, 2, 3) == [[2, 3]]
+    assert prompts_of(prober("generation.on_update=keep"), 1) == []
+
+
+def test_by_chat_a_prompt_is_asked_as_it_is_or_not_at_all() -> None:
+    topology = load(QUICK, ["learner.parity.every=1"])
+    entries = tuple(replace(one, engine="openai") if one.role == "rollout" else one for one in topology.process)
+    topology = replace(topology, process=entries, openai=replace(topology.openai, endpoint="chat"))
+    assert prompts_of(Prober(topology, False), 1, 2, 3) == [[1, 2, 3]]
+    assert prompts_of(Prober(topology, False), *range(PROMPT_TOKENS + 1)) == []
