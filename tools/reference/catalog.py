@@ -142,6 +142,10 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "CONTROL_DONE": "id ok text waits",
         "HEARTBEAT": "control",
     },
+    "1.8": {
+        "REMOTE_CLAIM": "digest",
+        "GATEWAY_TASKS": "differs",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 
