@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from busrl.algorithms import catalog, selection
+from busrl.config import schema
 from busrl.config.declare import FUNCTION, items
 from busrl.config.learner import Learner, Value
 from busrl.config.reader import show
@@ -481,10 +482,8 @@ def _processes(t: Topology) -> Iterator[Finding]:
 OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
     ("bus.endpoint", lambda t: t.bus.endpoint != "ipc", "other hosts reach the bus over TCP",
      'set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys with `busrl keys`'),
-    ("weights.transport", lambda t: t.weights.transport == "shm",
-     "other hosts get what lies in shared memory, and nothing else yet", 'set weights.transport = "shm"'),
-    ("weights.sparse.enabled", lambda t: not t.weights.sparse.enabled, "other hosts get whole versions",
-     "set weights.sparse.enabled = false"),
+    ("weights.transport", lambda t: t.weights.transport in ("shm", *schema.FOLDERS),
+     "other hosts get what lies in shared memory or in folders", 'set weights.transport = "shm"'),
     ("segments.rounds", lambda t: not t.segments.waves, "a round of segments needs every answer at home after each",
      'set segments.rounds = "answers"'),
     ("segments.loss", lambda t: not t.segments.on or t.segments.loss != "last_segment",

@@ -32,9 +32,11 @@ from busrl.config import load  # noqa: E402
 from busrl.gateway import HOST  # noqa: E402
 from busrl.launch.rundir import OpenRun, open_run, remove_runtime_dir, unlink_segments  # noqa: E402
 from busrl.protocol import gateway as g  # noqa: E402
-from busrl.roles.satellite import ANSWERS, CLAIM_S, PRESENT_S  # noqa: E402
+from busrl.roles.satellite import ANSWERS, CLAIM_S, NAME_AFTER, PRESENT_S  # noqa: E402
 
 LIMIT_S, MEMORY_S = 240.0, 2.0
+SILENT_S, NAMES_S = 8.0, 15.0  # the first below a lease
+SPARE = 1024  # slots that validation would have
 SILENT, DIGEST, NAMES = "silent", "digest", "names"
 
 
@@ -47,7 +49,7 @@ class Beats:
         self.home.ready(LIMIT_S)
         self.claims, self.life, self.request = claims, time.time_ns() // 1000, 0
         self.held: dict[str, int] = {}
-        self.joined, self.lost, self.differed = False, 0, 0
+        self.joined, self.lost, self.differed, self.differing, self.answered = False, 0, 0, 0, 0
         self._next_claim = self._next_presence = 0.0
 
     def turn(self, way: str) -> None:
@@ -68,11 +70,12 @@ class Beats:
     def _claim(self, way: str) -> None:
         if not self.joined:
             self._ask(g.RemoteJoin(life=self.life, role=HOST))
-        elif way == DIGEST and len(self.held) == self.claims:
+        elif way == NAMES or self.differing >= NAME_AFTER:
+            self.differing = 0
+            self._ask(g.RemoteClaim(life=self.life, capacity=self.claims, holding=list(self.held)))
+        else:
             digest = sum(self.held.values()) % g.DIGESTS
             self._ask(g.RemoteClaim(life=self.life, capacity=self.claims, digest=digest))
-        else:
-            self._ask(g.RemoteClaim(life=self.life, capacity=self.claims, holding=list(self.held)))
 
     def _heard(self, message: Any) -> None:
         if isinstance(message, g.GatewayWelcome):
@@ -80,6 +83,8 @@ class Beats:
         elif isinstance(message, g.GatewayTasks):
             self.held |= {task.task: g.digest_of(task.task) for task in message.tasks}
             self.differed += message.differs
+            self.differing = self.differing + 1 if message.differs else 0
+            self.answered = max(self.answered, message.req)
         elif isinstance(message, g.GatewayAnswer):
             self.lost += len(message.lost)
 
@@ -100,9 +105,10 @@ class Home:
         listed = ", ".join(f'"{name}"' for name in self.names)
         topology = load(ROOT / "configs" / "quickstart.toml", [
             f'bus.endpoint="{self.endpoint}"', f'bus.keys="{folder / "keys"}"', f"process.rollout.hosts=[{listed}]",
-            f"ring.slots={hosts * claims}", f"ring.processes={max(64, 2 * hosts)}", "run.seed=0",
+            f"ring.slots={hosts * claims + SPARE}", f"ring.processes={max(64, 2 * hosts)}", "limits.lease_s=60",
         ])
         self.run: OpenRun = open_run(folder / "home", topology)
+        self.run.ring.register("scheduler", "scheduler")
         for uid in range(hosts * claims):
             assert self.run.ring.dispatch(
                 uid=uid, group=uid // 8, admission=0, member=uid % 8, group_size=8, cls=0, task=b'{"prompt": "1"}',
@@ -156,12 +162,15 @@ def measured(home: Home, hosts: list[Beats], way: str, seconds: float) -> dict[s
 
 
 def all_hold(home: Home, hosts: list[Beats], claims: int) -> None:
-    end = time.monotonic() + LIMIT_S
-    while any(len(host.held) < claims for host in hosts):
+    """Until every host has its tasks and nothing that was asked for waits at home."""
+    end, asked = time.monotonic() + LIMIT_S, dict[str, int]()
+    while len(asked) < len(hosts) or any(one.answered < asked[one.home.name] for one in hosts):
         if time.monotonic() > end or any(child.poll() is not None for child in home.children.values()):
             raise RuntimeError(f"hosts hold {sorted(len(host.held) for host in hosts)} of {claims} tasks each")
         for host in hosts:
             host.turn(DIGEST)
+            if len(host.held) == claims:
+                asked.setdefault(host.home.name, host.request)
         time.sleep(0.005)
 
 
@@ -181,7 +190,7 @@ def main() -> None:
             hosts = [Beats(name, home.endpoint, one, options.claims) for name, one in zip(home.names, clients)]
             all_hold(home, hosts, options.claims)
             rows = [measured(home, hosts, DIGEST, 5.0)]
-            for way, seconds in ((SILENT, 15.0), (DIGEST, options.seconds), (NAMES, 15.0)):
+            for way, seconds in ((SILENT, SILENT_S), (DIGEST, options.seconds), (NAMES, NAMES_S)):
                 rows.append(measured(home, hosts, way, seconds))
         finally:
             home.close()
