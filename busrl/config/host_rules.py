@@ -12,17 +12,15 @@ import re
 from collections.abc import Iterator
 
 from busrl.config.rules import PLACEHOLDER, Check, Finding
-from busrl.config.schema import AGENT, SERVE, Process, Topology
+from busrl.config.schema import AGENT, FOLDERS, SERVE, Process, Topology
 from busrl.states import CALLER_ROLES, HOST_NAME
 
 MAY_BE_AWAY = ("rollout", "reward", AGENT, SERVE)
 OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
     ("bus.endpoint", lambda t: t.bus.endpoint != "ipc", "other hosts reach the bus over TCP",
      'set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys with `busrl keys`'),
-    ("weights.transport", lambda t: t.weights.transport == "shm",
-     "other hosts get what lies in shared memory, and nothing else yet", 'set weights.transport = "shm"'),
-    ("weights.sparse.enabled", lambda t: not t.weights.sparse.enabled, "other hosts get whole versions",
-     "set weights.sparse.enabled = false"),
+    ("weights.transport", lambda t: t.weights.transport in ("shm", *FOLDERS),
+     "other hosts get what lies in shared memory or in folders", 'set weights.transport = "shm"'),
     ("segments.rounds", lambda t: not t.segments.waves, "a round of segments needs every answer at home after each",
      'set segments.rounds = "answers"'),
     ("segments.loss", lambda t: not t.segments.on or t.segments.loss != "last_segment",

@@ -8,6 +8,7 @@ again until they are answered, and every answer repeats the number of its reques
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -17,6 +18,7 @@ from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Message,
 TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
 Counts = Annotated[list[Count], Meta(max_length=MAX_MAP)]
+DIGESTS = 1 << 64
 Parts = Annotated[dict[Name, float], Meta(max_length=64)]
 MOST_PIECES = 16  # tensors of an episode; those that there are have names in docs/ring-layout.md
 
@@ -58,10 +60,14 @@ class RemoteJoin(Remote, tag="REMOTE_JOIN"):
 class RemoteClaim(Remote, tag="REMOTE_CLAIM"):
     """The worker wants to hold `capacity` tasks. `holding` names all that it knows of: their leases are renewed, and
     those that it holds by the ledger and did not name are sent again. Answered by GATEWAY_TASKS.
+
+    In the place of the names it may give their `digest`: blake2b of 8 bytes of each name, little-endian, added up
+    modulo 2^64. That of what it holds by the ledger renews all of those leases. Any other renews and claims nothing.
     """
 
     capacity: Count = 1
     holding: TaskIds = field(default_factory=list)
+    digest: Count | None = None
 
 
 class RemoteExtend(Remote, tag="REMOTE_EXTEND"):
@@ -139,6 +145,11 @@ class RemoteLeave(Remote, tag="REMOTE_LEAVE"):
     reason: Text = ""
 
 
+def digest_of(task: str) -> int:
+    """What the name of a claim adds to a digest."""
+    return int.from_bytes(hashlib.blake2b(task.encode(), digest_size=8).digest(), "little")
+
+
 # keeper -> remote actor
 class GatewayWelcome(Message, tag="GATEWAY_WELCOME"):
     """The worker has joined, as entry `index` of the process table. A claim lasts `lease_s` unless it is extended."""
@@ -192,11 +203,14 @@ class Task(Struct):
 
 
 class GatewayTasks(Message, tag="GATEWAY_TASKS"):
-    """Tasks that the worker holds now and did not name; none is an answer too. Long lists come in several messages."""
+    """Tasks that the worker holds now and did not name; none is an answer too. Long lists come in several messages.
+    With `differs` the digest of REMOTE_CLAIM was another: if it is not by messages on their way, name the tasks.
+    """
 
     life: Count
     req: Count = 0
     tasks: Annotated[list[Task], Meta(max_length=MAX_MAP)] = field(default_factory=list)
+    differs: bool = False
 
 
 class GatewayAnswer(Message, tag="GATEWAY_ANSWER"):

@@ -1,7 +1,7 @@
 """The relay: at home it answers what other hosts ask for; on another host it keeps ring and weights up to date.
 
-At home it talks to the ring (reading), the segment of weights and the hosts' relays. On a host it writes the
-words of the local ring's header that engines go by, and the local segment, from which it answers other hosts. Knows
+At home it talks to the ring (reading), the segment or folders of weights and the hosts' relays. On a host it writes the
+words of the local ring's header that engines go by, and a segment or folders, from which it answers other hosts. Knows
 nothing of samples.
 
 - Words before weights, steps before versions: an engine may wait for weights, and a sample look too old, never too new.
@@ -19,6 +19,7 @@ import math
 import time
 import zlib
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,7 +37,9 @@ from busrl.protocol import hosts as h
 from busrl.roles import host_log
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
+from busrl.weights.factory import TransportSettings
 from busrl.weights.relay import Chain, Pieces, SegmentCopy, Snapshot, Sources
+from busrl.weights.relay_folders import FolderCopy, FolderSnapshot
 
 log = logging.getLogger("busrl")
 LOOK_S = 0.02
@@ -53,6 +56,7 @@ PATIENCE_S = 1.0  # for which a host waits for a version that others ask it for 
 SHOWN = (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION, HeaderWord.GENERATION_PAUSE)
 FAREWELL_S = 2.0  # in which hosts that were heard of lately are told that the run is over
 LATELY_S = 10.0
+Copy = SegmentCopy | FolderCopy
 
 
 class Relay(Actor):
@@ -84,7 +88,7 @@ class Home:
         place = relay_endpoint(own.endpoint)
         self.keys = keys.directory_of(own.keys)
         self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
-        self.weights = Snapshot(actor.paths.weights_file, self.topology.hosts.piece_mb << 20)
+        self.weights = _source(actor, self.topology.hosts.piece_mb << 20)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
         self.starts = host_log.Starts(actor.paths)
@@ -205,6 +209,14 @@ class Home:
                 self.link.answer(asked, h.State(state=state))
 
 
+def _source(actor: Relay, piece: int) -> Snapshot:
+    """Where the learner publishes."""
+    settings = TransportSettings.of(actor.topology, actor.paths)
+    if settings.folders:
+        return FolderSnapshot(Path(settings.folders), piece)
+    return Snapshot(Path(settings.segment), piece)
+
+
 def _is_place(text: str) -> bool:
     with contextlib.suppress(BadEndpoint):
         check_endpoint(text, keys=True)
@@ -223,7 +235,7 @@ class Away:
         self.source = HostSource.read(actor.paths.host_source)
         home = relay_endpoint(self.source.endpoint)
         self.link = Asking(home, self.source.client, self.source.name)
-        self.weights = SegmentCopy(actor.paths.weights_file)
+        self.weights = _copy(actor)
         self.sharing = self._open_sharing(home)
         self.links = Links(self.source)
         self.fetch: Fetch | None = None
@@ -375,6 +387,14 @@ class Away:
         self.fetch = None
 
 
+def _copy(actor: Relay) -> Copy:
+    """Where engines of this host find versions."""
+    settings = TransportSettings.of(actor.topology, actor.paths)
+    if settings.folders:
+        return FolderCopy(Path(settings.folders), settings.kept)
+    return SegmentCopy(Path(settings.segment))
+
+
 class Links:
     """Connections to home and other hosts for pieces of weights, apart from that for the state: nothing waits behind
     them. One is kept for the next version."""
@@ -428,7 +448,7 @@ class Fetch:
         self.head, self.sources = head, sources
         self._turn()
 
-    def advance(self, copy: SegmentCopy, now: float) -> str:
+    def advance(self, copy: Copy, now: float) -> str:
         """Take what came, and ask for more; why the host that gave it was left, or empty."""
         if self.sources is None or self.link is None:
             return ""
@@ -449,7 +469,7 @@ class Fetch:
             self._numbers.add(self.link.post(asked))
         return why
 
-    def _take(self, copy: SegmentCopy, sources: Sources, now: float) -> str:
+    def _take(self, copy: Copy, sources: Sources, now: float) -> str:
         """Write the pieces that came; why no more can be had here, or empty."""
         assert self.link is not None
         for reply, data in self.link.here():
@@ -479,7 +499,7 @@ class Fetch:
 class Sharing:
     """Answers other hosts, whose keys home names, from what is here of a version: all of it, or what has come yet."""
 
-    def __init__(self, address: str, pair: Pair, copy: SegmentCopy) -> None:
+    def __init__(self, address: str, pair: Pair, copy: Copy) -> None:
         self.listed: dict[str, str] = {}
         place = f"tcp://{address}:*"
         self.link = Answering(CurveListener(place, Admission(pair, lambda: self.listed), (place,)))

@@ -11,6 +11,8 @@ nothing of engines, weights or groups.
   agents whose episodes judge themselves, its answers go with theirs.
 - An episode goes home as the tensors of its slot, by name; home checks them.
 - What clients of a server here no longer ask for goes back to home, which may give it to others.
+- Home hears what is held here as a digest. Only where its own differs twice running, and so not by messages on their
+  way alone, all claims are named: that renews what both have, and finds what home or this host has lost.
 - What home has given to others is dropped here: at once if no engine has it, else when the engine lets go.
 - Local fates say only that a sample is here; home's alone count.
 """
@@ -45,6 +47,7 @@ from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
 log = logging.getLogger("busrl")
 ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER", "GATEWAY_SETTLED")
 CLAIM_S, RESEND_S, PRESENT_S, LOOK_S = 0.25, 2.0, 1.0, 0.05
+NAME_AFTER = 2  # digests that differ
 TENSORS = ("tokens", "logprobs", "versions", "prompt_ids")
 BESIDE, OF_TENSOR = 512, 64  # bytes of an answer in a message beside its tensors and its text; of an episode's tensor
 ROWS_COUNT_S = 4.0  # for which an engine, or who plays episodes, is taken to be there after it told of its rows
@@ -65,6 +68,10 @@ class Held:
     failed: g.RemoteFail | None = None
     sent_at: float = 0.0
     lost: bool = False  # home has given it to others
+    digest: int = 0
+
+    def __post_init__(self) -> None:
+        self.digest = g.digest_of(self.task)
 
     @property
     def ended(self) -> bool:
@@ -128,6 +135,8 @@ class Satellite(Actor):
         self.bell, self.rung = Doorbell(), True
         self.errors, self._heard_at = HostErrors(self.paths), 0.0
         self._next_claim = self._next_presence = self._next_look = self._next_collect = 0.0
+        self.differing = NAME_AFTER  # digests in a row that were not home's
+        self.digested = 0  # the number of the request with the newest, until it is answered
         self.held: dict[str, Held] = {}
         self.lost: dict[str, Held] = {}  # of these, those that home has given to others
         self.uids = np.full(self.ring.n_slots, UID_NONE, np.uint64)  # of each slot with a task that has not ended
@@ -198,8 +207,10 @@ class Satellite(Actor):
         if getattr(message, "life", 0) not in (self.source.life, 0):
             return  # to an earlier life of this name
         if isinstance(message, g.GatewayWelcome):
-            self.joined, self._next_claim = True, 0.0
+            self.joined, self._next_claim, self.differing = True, 0.0, NAME_AFTER
         elif isinstance(message, g.GatewayTasks):
+            if message.req == self.digested:
+                self.digested, self.differing = 0, self.differing + 1 if message.differs else 0
             for task in message.tasks:
                 if task.task not in self.held and task.task not in self.over:
                     self.held[task.task] = Held(task.task, task.uid)
@@ -412,9 +423,8 @@ class Satellite(Actor):
         if now >= self._next_presence:
             self._next_presence = now + PRESENT_S
             self.home.heartbeat(HOST, f"host, holds {len(self.held)}")
-            if self.joined and (holding := self._living()):
-                self._ask(g.RemoteExtend(life=self.source.life, holding=holding))  # its answer names what is lost
-            if self.joined:
+            if self.joined and self.differing >= NAME_AFTER:
+                self._name_all()
                 self._send([one for one in self.held.values() if one.ended and now - one.sent_at > RESEND_S])
             if now - self._heard_at < 2 * PRESENT_S:  # while home is away its errors wait
                 for error in self.errors.new():
@@ -423,8 +433,15 @@ class Satellite(Actor):
             self._next_claim = now + CLAIM_S
             self._claim(now)
 
+    def _name_all(self) -> None:
+        """The answers say what home has given to others, and bring what is not here."""
+        life, living = self.source.life, self._living()
+        self.digested = self.differing = 0
+        self._ask(g.RemoteExtend(life=life, holding=living))
+        self._ask(g.RemoteClaim(life=life, capacity=0, holding=living))
+
     def _claim(self, now: float) -> None:
-        """Ask for as many tasks as the engines here will want soon; to name those that are held renews their leases."""
+        """Ask for as many tasks as the engines here will want soon; the digest of those that are held renews them."""
         life = self.source.life
         if not self.joined:
             self.home.send(m.Hello(role=HOST, pid=os.getpid(), host=os.uname().nodename))
@@ -435,8 +452,11 @@ class Satellite(Actor):
         # Without a relay nobody here knows how old its weights are.
         rows = sum(count for count, at in self.rows.values() if now - at < ROWS_COUNT_S) if hears else 0
         self.wanted = rows + (0 if self.on_demand else ahead_of(self.topology, rows)) if rows else 0
-        living = self._living()
-        self._ask(g.RemoteClaim(life=life, capacity=len(living) + self._room(), holding=living))
+        # Home settles an answer before it reads what is sent after it.
+        digest = sum(one.digest for one in self.held.values() if not (one.lost or one.ended)) % g.DIGESTS
+        capacity = len(self.held) - len(self.lost) + self._room()
+        self.digested = self.request + 1
+        self._ask(g.RemoteClaim(life=life, capacity=capacity, digest=digest))
 
     def _room(self) -> int:
         """Tasks more that this host could use."""

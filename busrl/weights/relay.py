@@ -4,7 +4,8 @@
 would at home (`weights.shm`). `Chain` says who fetches from whom, `Sources` when a host turns to another, `Pieces` what
 is still to come. Talks to these two files only; knows nothing of sockets, models or torch.
 
-- A snapshot is copied once, under the reader's lock: the learner is held no longer than by an engine.
+- A snapshot is copied once, under the reader's lock: the learner is held no longer than by an engine. Sparse updates
+  are applied to the copy, so that hosts need no version that they follow.
 - A version is known by the digest of its bytes, a piece checked by its own: whoever gave it, no versions mix.
 - A version counts on the other host when its last piece is written, never before; a version at or below the one that is
   there is not begun, so engines never step back.
@@ -40,6 +41,7 @@ from busrl.weights.shm import (
     attach_segment,
     create_segment,
 )
+from busrl.weights.sparse import FrameError, apply_to_block, split, unpack
 from busrl.weights.tensors import Manifest
 
 HOME = ""  # among the hosts that a version is fetched from
@@ -109,14 +111,28 @@ class Snapshot(VersionReceiver):
             return None
         try:
             words = segment.buffer[k]
-            seq = int(words[SEQ])
-            if seq & 1 or int(words[LOGGED]):
+            seq, logged = int(words[SEQ]), int(words[LOGGED])
+            if seq & 1:
                 return None
             head = int(words[VERSION]), int(words[STEP]), int(words[CHECKSUM])
             made = Taken(*head, segment.manifest.to_json(), segment.data[k].copy())
-            return made if int(words[SEQ]) == seq else None
+            frames = segment.log[k][:logged].copy()
+            if int(words[SEQ]) != seq:
+                return None
         finally:
             segment.unlock(k)
+        return self._followed(made, segment.manifest, frames)
+
+    def _followed(self, made: Taken, manifest: Manifest, log: Bytes) -> Taken | None:
+        """With the sparse updates behind it: other hosts get all values. None if one of them is damaged."""
+        sums = [0] * len(manifest.entries)
+        try:
+            for frame in map(unpack, split(log)):
+                apply_to_block(frame, manifest, made.data, sums)
+                made = made._replace(version=frame.version, step=frame.step, checksum=frame.whole)
+        except FrameError:
+            return None
+        return made
 
 
 @dataclass

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -268,6 +268,23 @@ def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], s
     FrameError if a tensor then differs from the sender's: tensors and sums are useless, and a full version has to come.
     The caller has checked the tensors against the manifest.
     """
+    _apply(frame, manifest, sums, lambda entry, part: _put(named[entry.name], entry, part))
+
+
+def apply_to_block(frame: Frame, manifest: Manifest, block: Bytes, sums: list[int]) -> None:
+    """The same for all values of a version in one block, without torch."""
+    start: int = block.ctypes.data
+
+    def put_into(entry: Entry, part: TensorChange) -> int:
+        count = entry.nbytes // part.width
+        return put(start + entry.offset, count, part.width, part.indices, part.values)
+
+    _apply(frame, manifest, sums, put_into)
+
+
+def _apply(
+    frame: Frame, manifest: Manifest, sums: list[int], put_part: Callable[[Entry, TensorChange], int]
+) -> None:
     for part in frame.parts:
         if not part.entry < len(manifest.entries):
             raise FrameError(f"version {frame.version} changes tensor {part.entry} of {len(manifest.entries)}")
@@ -275,7 +292,7 @@ def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], s
         if part.width != width_of(entry):
             raise FrameError(f"version {frame.version}: {entry.name!r} has values of another size")
         try:
-            gained = _put(named[entry.name], entry, part)
+            gained = put_part(entry, part)
         except (IndexError, ValueError) as problem:
             raise FrameError(f"version {frame.version}: {entry.name!r}: {problem}") from None
         sums[part.entry] = (sums[part.entry] + gained) & MASK

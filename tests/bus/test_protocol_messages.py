@@ -50,7 +50,7 @@ GOLDEN: list[tuple[m.Message, dict]] = [
     ),
     (
         g.GatewayTasks(life=7, req=8, tasks=[g.Task("1.2.3", 1, 2, 3, "{}", completion="x", tensors={"tokens": IDS})]),
-        {"type": "GATEWAY_TASKS", "life": 7, "req": 8, "tasks": [TASK_MAP]},
+        {"type": "GATEWAY_TASKS", "life": 7, "req": 8, "tasks": [TASK_MAP], "differs": False},
     ),
     (
         g.GatewayAnswer(code="late", life=7, task="1.2.3", lost=["4.5.6"]),

@@ -50,7 +50,6 @@ def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hos
     ("bus.endpoint=ipc", "other hosts reach the bus over TCP"),
     ("bus.endpoint=tcp://127.0.0.1:65534", "and one more for other hosts"),
     ("weights.transport=broadcast", "other hosts get what lies in shared memory"),
-    ("weights.sparse.enabled=true", "other hosts get whole versions"),
     ("bus.max_message_bytes=5000", "comes in one message"),
     ("segments.loss=last_segment", "an answer of another host comes whole"),
     ("segments.rounds=segments", "a round of segments needs every answer at home"),

@@ -324,3 +324,44 @@ def test_no_request_whatever_is_in_it_raises_or_moves_a_slot_that_is_not_its_sen
         answers = desk.handle(kind(**fields), 0.0)
         assert all(codec.encode(answer) for answer in answers)
     assert task in [held.task for _, held in ledger.claims()] and all(slot != 0 for slot, _, _ in ledger.commits)
+
+
+def test_an_equal_digest_renews_all_leases_and_another_none(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    tasks = claim(desk, 3)
+    digest = sum(map(g.digest_of, tasks)) % g.DIGESTS
+    now, req = 0.0, 2
+    while now < 3 * LEASE_S:
+        now, req = now + 0.5, req + 1
+        [same] = ask(desk, g.RemoteClaim(life=1, req=req, capacity=3, digest=digest), now)
+        assert not same.tasks and not same.differs and desk.tick(now) == []
+    while len(desk.leases) == 3 and now < 5 * LEASE_S:
+        now, req = now + 0.5, req + 1
+        [other] = ask(desk, g.RemoteClaim(life=1, req=req, capacity=4, digest=digest + 1), now)
+        assert not other.tasks and other.differs, "who does not know what it holds gets nothing new"
+        desk.tick(now)
+    assert not desk.leases and [slot.attempt for slot in ledger.slots] == [1, 1, 1, 0]
+
+
+def test_a_copy_of_an_older_digest_renews_nothing(ledger: Ledger) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    [task] = claim(desk, 1, req=5)
+    assert ask(desk, g.RemoteClaim(life=1, req=4, capacity=1, digest=g.digest_of(task)), 1.0) == []
+    assert desk.leases[task].until == LEASE_S
+
+
+@pytest.mark.parametrize("end", ["settled", "expired", "handed back"])
+def test_the_digest_at_home_is_that_of_the_claims_that_are_left(ledger: Ledger, end: str) -> None:
+    desk = new_desk(ledger)
+    join(desk)
+    tasks = claim(desk, 2)
+    if end == "settled":
+        ask(desk, answer_to(tasks[0]))
+    elif end == "handed back":
+        ask(desk, g.RemoteFail(life=1, task=tasks[0]))
+    else:
+        desk.leases[tasks[0]].named_until = 0.0
+        desk.tick(0.0)
+    assert desk.workers["a"].digest == g.digest_of(tasks[1]) == new_desk(ledger).workers["a"].digest

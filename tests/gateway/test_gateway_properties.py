@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -83,9 +85,23 @@ class Worker:
 
 
 class Host(Worker):
-    """A host: its results come in one message, which is a claim too."""
+    """A host: its results come in one message, which is a claim too; it names its tasks where the digest differs."""
 
     role = "host"
+    differs = True
+
+    def speak(self) -> list[g.Remote]:
+        messages = super().speak()
+        if self.differs or not self.joined or not messages:
+            return messages
+        digest = sum(map(g.digest_of, self.held)) % g.DIGESTS
+        messages[-1] = msgspec.structs.replace(messages[-1], holding=[], digest=digest)  # type: ignore[type-var]
+        return messages
+
+    def hear(self, message: m.Message) -> None:
+        super().hear(message)
+        if isinstance(message, g.GatewayTasks) and message.life == self.life:
+            self.differs = message.differs
 
     def results(self, made: list[str]) -> list[g.Remote]:
         return [batch_of(made, life=self.life, capacity=CAPACITY)] if made else []
@@ -282,6 +298,40 @@ class Gateway(RuleBasedStateMachine):
 
 class GatewayOfHosts(Gateway):
     kind = Host
+
+
+def by_slot(task: str) -> int:
+    """A digest that does not know which claim of the slot it is."""
+    return int(task.partition(".")[0]) + 1
+
+
+@pytest.mark.parametrize("digest", [g.digest_of, by_slot])
+def test_a_task_that_never_arrived_is_found_by_a_digest_of_whole_names_and_by_no_other(
+    digest: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim of a silent host ends and its slot is given to the same host again, in a message that is lost."""
+    monkeypatch.setattr(g, "digest_of", digest)
+    ledger = Ledger([Slot(0)])
+    desk, host, now = new_desk(ledger), Host("a", 1), 0.0
+
+    def rounds(count: int) -> None:
+        nonlocal now
+        for _ in range(count):
+            for request in host.speak():
+                for answer in desk.handle(request, now):
+                    host.hear(answer)
+            now += 0.5
+            desk.tick(now)
+
+    rounds(4)
+    [old] = host.held
+    while not ledger.expired:
+        now += 0.5
+        desk.tick(now)
+    desk.handle(host._ask(g.RemoteClaim(life=1, capacity=1)), now)
+    rounds(4 * int(LEASE_S))
+    found = [old] != list(host.held)
+    assert found == (digest is not by_slot), "with the other digest the lease is renewed for ever, and nobody works"
 
 
 SHORT = settings(max_examples=80, stateful_step_count=60, suppress_health_check=list(HealthCheck))

@@ -14,12 +14,13 @@ import pytest
 from on_a_ring import Keeper
 
 from busrl.config import load
+from busrl.gateway import NoMemory
 from busrl.paths import RunPaths
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import read_parts, write_parts, write_segment, write_text
-from busrl.roles.satellite import Satellite
+from busrl.roles.satellite import NAME_AFTER, Satellite
 from busrl.states import Fate
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -30,7 +31,7 @@ class Away(Satellite):
     """A satellite on a ring of its own, whose messages reach the keeper at once and are answered at once."""
 
     def __init__(self, folder: Path, keeper: Keeper, config: Path = QUICKSTART, here: str = "", *more: str) -> None:
-        self.keeper, self.answers = keeper, list[m.Message]()
+        self.keeper, self.answers, self.asked = keeper, list[m.Message](), list[g.Remote]()
         self.topology = replace(load(config, [f"generation.max_batch={ROWS}", "groups.size=2", *more]), here=here)
         self.ring = Ring.create(str(folder / "away"), slots=16, slot_bytes=4096, processes=8, uuid=bytes(16))
         self.ring.register("satellite", "satellite")
@@ -53,7 +54,14 @@ class Away(Satellite):
         self._dispatch()
         return self.ring.stats().occupancy["QUEUED"]
 
+    def beat(self) -> None:
+        """As many rounds of its timers as it takes to be sure of what home has."""
+        for _ in range(NAME_AFTER + 1):
+            self._next_presence = self._next_claim = 0.0
+            self._tell()
+
     def _ask(self, message: g.Remote) -> None:
+        self.asked.append(message)
         self.request += 1
         message.req = self.request
         for answer in self.keeper.ask("gpu-0", message):
@@ -74,6 +82,10 @@ def generate(ring: Ring, segments: int = 1) -> int:
         ring.set(slot, word, finish=1)
         assert ring.commit_segment(slot, word, segment + 1 == segments)
     return int(ring.line(slot)["uid"])
+
+
+def no_memory(*args: object) -> None:
+    raise NoMemory("/dev/shm is full")
 
 
 @pytest.fixture
@@ -97,7 +109,7 @@ def away() -> Iterator[Away]:
 def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> None:
     assert away.claim(3) == 3
     assert len(away.keeper.pass_lease()) == 3
-    away._tell()
+    away.beat()
     assert away.ring.stats().occupancy["QUEUED"] == 0
     away._report_dropped()
     assert not away.held and away.claim(2) == 2
@@ -108,7 +120,7 @@ def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_i
     assert away.claim(2) == 2
     [(slot, word)] = away.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=1)
     away.keeper.pass_lease()
-    away._tell()
+    away.beat()
     assert [one.lost for one in away.held.values()].count(True) == 1 + 1
     away._report_dropped()
     assert away.claim(3) == 2 and len(away.keeper.desk.leases) == 3, "the third is the sample that the engine still has"
@@ -116,6 +128,42 @@ def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_i
     away._report_dropped()
     away._dispatch()
     assert len(away.held) == 3 and away.ring.stats().occupancy["QUEUED"] == 3
+
+
+def test_a_host_that_holds_what_home_says_names_nothing_and_keeps_its_leases(away: Away) -> None:
+    assert away.claim(3) == 3
+    away.beat()
+    away.asked.clear()
+    for _ in range(30):
+        away.keeper.now += 1.0
+        assert away.keeper.desk.tick(away.keeper.now) == []
+        away.beat()
+    assert {type(one) for one in away.asked} == {g.RemoteClaim}
+    assert all(one.digest is not None and not one.holding for one in away.asked)  # type: ignore[attr-defined]
+
+
+def test_a_task_that_was_lost_on_its_way_is_sent_again_after_a_digest_without_it(away: Away) -> None:
+    away.beat()
+    assert len(away.keeper.claim("gpu-0", capacity=2, req=1 << 40)) == 2, "the bus loses this answer"
+    away.request = 1 << 40
+    away.beat()
+    away._dispatch()
+    assert len(away.held) == 2 and away.ring.stats().occupancy["QUEUED"] == 2
+
+
+def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
+    """It is in no digest, so it is named."""
+    assert away.claim(2) == 2
+    generate(away.ring)
+    commit, away.keeper.ledger.commit_answer = away.keeper.ledger.commit_answer, no_memory  # type: ignore[method-assign]
+    assert away._collect() == 1 and len(away.held) == 2
+    for _ in range(30):
+        away.keeper.now += 1.0
+        assert away.keeper.desk.tick(away.keeper.now) == []
+        away.beat()
+    away.keeper.ledger.commit_answer = commit  # type: ignore[method-assign]
+    away._send([one for one in away.held.values() if one.ended])
+    assert len(away.held) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
 
 
 def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:

@@ -25,6 +25,9 @@ from busrl.config import HostSource, load
 from busrl.config.hosts import claimed_from, of_host
 from busrl.launch.rundir import OpenRun, open_host, open_run, remove_runtime_dir, unlink_segments
 from busrl.states import HeaderWord
+from busrl.weights.base import Sender
+from busrl.weights.factory import TransportSettings
+from busrl.weights.folders import FolderReceiver, FolderSender
 from busrl.weights.shm import ShmSender, VersionReceiver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,8 +59,16 @@ class Relays:
             own_keys = str(keys.client_file(folder / "keys", name))
             source = HostSource(endpoint, own_keys, name, ring, time.time_ns() // 1000)
             self.runs[name] = open_host(folder / name, of_host(topology, name), source)
-        self.sender = ShmSender(self.runs[HOME].paths.weights_file)
-        self._engines = {name: VersionReceiver(self.runs[name].paths.weights_file) for name in names}
+        settings_of = {name: TransportSettings.of(topology, run.paths) for name, run in self.runs.items()}
+        self.folders = {name: Path(one.folders) for name, one in settings_of.items() if one.folders}
+        self._engines: dict[str, VersionReceiver | FolderReceiver]
+        self.sender: Sender
+        if self.folders:
+            self.sender = FolderSender(self.folders[HOME], self._write, kind="checkpoint", kept=2)
+            self._engines = {name: FolderReceiver(self.folders[name], "seen", kind="folder") for name in names}
+        else:
+            self.sender = ShmSender(self.runs[HOME].paths.weights_file, threshold=settings_of[HOME].threshold)
+            self._engines = {name: VersionReceiver(self.runs[name].paths.weights_file) for name in names}
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._values = torch.empty(self.count)
 
@@ -95,9 +106,13 @@ class Relays:
         self.children[name].wait()
         self.start(name)
 
-    def publish(self, version: int) -> None:
-        """Weights whose every value is the version."""
-        self._values.fill_(float(version))
+    def _write(self, folder: Path, named: object) -> None:
+        for number in range(3):
+            (folder / f"part-{number}").write_bytes(self._values.numpy().tobytes())
+
+    def publish(self, version: int, values: slice = slice(None)) -> None:
+        """Weights whose every value is the version; with `values` only those are changed."""
+        self._values[values] = float(version)
         self.sender.publish(version, version, {"w": self._values})
         ring = self.runs[HOME].ring
         for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):

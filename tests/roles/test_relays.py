@@ -22,7 +22,8 @@ from busrl.errors import WeightsTimeout
 from busrl.monitor.sources import RunReader
 from busrl.monitor.text import host_lines, hosts
 from busrl.protocol import hosts as h
-from busrl.weights.shm import SEQ, WRITING, ShmReceiver, attach_segment
+from busrl.weights.folders import DRAFT, FolderReceiver, versions
+from busrl.weights.shm import LOGGED, SEQ, WRITING, ShmReceiver, attach_segment
 
 NAMES = ("a", "b", "c")
 
@@ -82,6 +83,56 @@ def test_versions_stay_whole_and_in_order_while_relays_are_killed_in_the_middle_
             relays.kill(victim)
             relays.until_all_have(version)
         assert not problems
+
+
+def folder_begun(relays: Relays, name: str, version: int) -> bool:
+    """Whether this host writes the folder of that version, or has it."""
+    drafts = relays.folders[name].glob(f"{DRAFT}v{version:012d}*")
+    return any(drafts) or relays.newest(name) >= version
+
+
+@pytest.mark.long
+def test_folders_stay_whole_and_in_order_while_relays_are_killed_in_the_middle_of_one(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    with Relays(tmp_path, NAMES, 4, "weights.transport=checkpoint_restart") as relays:
+        engines = {name: FolderReceiver(relays.folders[name], "rollout/0", kind="folder") for name in NAMES}
+        for version in range(1, 7):
+            relays.publish(version)
+            if version > 1:
+                relays.until("a host that writes it", partial(folder_begun, relays, chance.choice(NAMES), version))
+                relays.kill(chance.choice([HOME, *NAMES]))
+            relays.until_all_have(version)
+            for engine in engines.values():
+                taken, step, folder = engine.take()
+                assert taken == step == version
+                parts = sorted(folder.glob("part-*"))
+                assert len(parts) == 3
+                for part in parts:
+                    values = torch.frombuffer(bytearray(part.read_bytes()), dtype=torch.float32)
+                    assert len(values) == relays.count and bool((values == version).all())
+        for name in NAMES:
+            assert len(versions(relays.folders[name])) <= 2
+
+
+@pytest.mark.long
+def test_sparse_updates_reach_hosts_as_whole_versions_while_relays_are_killed(tmp_path: Path) -> None:
+    chance, wanted = random.Random(3), torch.empty(0)
+    with Relays(tmp_path, NAMES, 4, "weights.sparse.enabled=true") as relays:
+        receivers = {name: ShmReceiver(relays.runs[name].paths.weights_file) for name in NAMES}
+        for version in range(1, 9):
+            at = slice(None) if version == 1 else slice(version, None, 97)
+            relays.publish(version, at)
+            wanted = torch.full((relays.count,), 1.0) if version == 1 else wanted
+            wanted[at] = float(version)
+            if version % 2:
+                relays.kill(chance.choice([HOME, *NAMES]))
+            relays.until_all_have(version)
+            for receiver in receivers.values():
+                values = {"w": torch.empty(relays.count)}
+                assert receiver.fetch(values)[0] == version and torch.equal(values["w"], wanted)
+        segment = attach_segment(relays.runs[HOME].paths.weights_file)
+        assert segment is not None
+        assert segment.buffer[segment.newest() or 0][LOGGED], "nothing was sent sparsely"
 
 
 @pytest.mark.long

@@ -69,6 +69,25 @@ def test_rewards_on_hosts_judge_what_is_generated_there_whoever_dies(tmp_path: P
     assert all(json.loads(home.paths.gateway.read_text())["workers"][name]["rewarded"] for name in names)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("transport", [
+    ("weights.sparse.enabled=true",), ("weights.transport=lora_hotswap", "lora.rank=4"),
+    ("weights.transport=checkpoint_restart",),
+])
+def test_hosts_get_weights_of_sparse_updates_and_of_folders_whichever_relay_dies(
+    transport: tuple[str, ...], tmp_path: Path, quickstart: None
+) -> None:
+    home = Home(tmp_path, *transport, steps=8)
+    with running(home), running(host := Host(home)):
+        for step, run in ((2, host), (4, home)):
+            home.until_step(step)
+            run.kill("relay")
+        assert home.wait() == 0, home.tail()
+        assert host.wait(60) == 0, host.tail()
+    check_end(home, 0)
+    assert "MB in" in (host.paths.logs / "relay.log").read_text(), "the host had no weights of the learner's"
+
+
 def _segments(host: Host) -> int:
     """The most that an answer in the ring of a host has now."""
     with contextlib.closing(Ring.attach(host.paths.ring_name, read_only=True)) as ring:

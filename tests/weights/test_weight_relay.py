@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.errors import WeightsRefused
+from busrl.weights.folders import DRAFT, FolderReceiver, FolderSender, versions
 from busrl.weights.relay import Pieces, SegmentCopy, Snapshot, Taken
-from busrl.weights.shm import ShmReceiver, ShmSender
+from busrl.weights.relay_folders import FolderCopy, FolderSnapshot
+from busrl.weights.shm import LOGGED, ShmReceiver, ShmSender, attach_segment
 
 PIECE = 100
 
@@ -26,7 +29,7 @@ def pieces(source: Snapshot, taken: Taken) -> list[tuple[int, memoryview]]:
     return [(at, data) for at, data in found if data is not None]
 
 
-def begun(copy: SegmentCopy, taken: Taken) -> Pieces:
+def begun(copy: SegmentCopy | FolderCopy, taken: Taken) -> Pieces:
     made = Pieces(len(taken.data), PIECE, taken.digests)
     copy.begin(taken.version, taken.step, taken.checksum, taken.manifest, taken.digest, made)
     return made
@@ -127,3 +130,126 @@ def test_a_piece_lies_within_the_version_or_is_none(tmp_path: Path, at: int, siz
     assert (found is not None) == (at >= 0 and size > 0 and at + size <= len(taken.data))
     assert found is None or len(found) == size
     source.close()
+
+
+def test_a_version_of_sparse_updates_reaches_engines_of_another_host_whole(tmp_path: Path) -> None:
+    """Whichever versions the host left out: it needs none of those that an update follows."""
+    sender = ShmSender(tmp_path / "home", checksums=True, threshold=0.5, key_every=5)
+    source, copy = Snapshot(tmp_path / "home", PIECE), SegmentCopy(tmp_path / "away")
+    engine, values, found, sparse = ShmReceiver(tmp_path / "away"), tensors(1), tensors(0), 0
+    for version in range(1, 14):
+        values["a"].view(-1)[version] += version
+        values["b"][version % 5] = version
+        sender.publish(version, 2 * version, values)
+        if version % 3 == 0:
+            continue
+        segment = attach_segment(tmp_path / "home")
+        assert segment is not None
+        sparse += bool(segment.buffer[segment.newest() or 0][LOGGED])
+        taken = source.take()
+        assert taken is not None and (taken.version, taken.step) == (version, 2 * version)
+        begun(copy, taken)
+        for at, data in pieces(source, taken):
+            copy.write(at, data)
+        copy.done()
+        assert engine.fetch(found) == (version, 2 * version)
+        assert all(torch.equal(found[name], one) for name, one in values.items())
+    assert sparse >= 4
+
+
+def test_a_damaged_sparse_update_is_sent_to_nobody(tmp_path: Path) -> None:
+    sender, source = ShmSender(tmp_path / "home", threshold=0.5), Snapshot(tmp_path / "home", PIECE)
+    values = tensors(1)
+    sender.publish(1, 1, values)
+    values["a"][0, 0] = 7
+    sender.publish(2, 2, values)
+    segment = attach_segment(tmp_path / "home", writable=True)
+    assert segment is not None
+    k = segment.newest() or 0
+    assert segment.buffer[k][LOGGED]
+    segment.log[k][60] ^= 1
+    assert source.take() is None
+    sender.publish(3, 3, {name: one + 1 for name, one in values.items()})
+    taken = source.take()
+    assert taken is not None and taken.version == 3
+
+
+def written(folder: Path, named: object) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "empty").touch()
+    (folder / "values.bin").write_bytes(bytes(range(256)) * 3)
+    (folder / "deep" / "version.txt").write_text(folder.name)
+
+
+def sent(root: Path) -> FolderSender:
+    return FolderSender(root, written, kind="checkpoint", kept=2)
+
+
+def test_engines_on_the_other_host_take_the_folders_that_the_learner_wrote(tmp_path: Path) -> None:
+    sender, source = sent(tmp_path / "home"), FolderSnapshot(tmp_path / "home", PIECE)
+    copy, engine = FolderCopy(tmp_path / "away", kept=2), FolderReceiver(tmp_path / "away", "rollout/0", kind="folder")
+    assert source.take() is None and copy.newest() == -1
+    for version in (1, 2, 5):
+        sender.publish(version, version + 1, {})
+        taken = source.take()
+        assert taken is not None and taken.version == version
+        begun(copy, taken)
+        all_of_it = pieces(source, taken)
+        assert len(all_of_it) > 5
+        for at, data in reversed(all_of_it):
+            assert engine.newest()[0] < version, "not before it is whole"
+            copy.write(at, data)
+        copy.done()
+        assert engine.newest() == (version, version + 1)
+        _, _, folder = engine.take()
+        for file in ("deep/empty", "values.bin", "deep/version.txt", "busrl.json"):
+            assert (folder / file).read_bytes() == (tmp_path / "home" / folder.name / file).read_bytes()
+    assert [one.version for one in versions(tmp_path / "away")] == [2, 5]
+
+
+def test_a_folder_is_handed_on_while_it_comes_and_after_it_was_replaced(tmp_path: Path) -> None:
+    sender, source = sent(tmp_path / "home"), FolderSnapshot(tmp_path / "home", PIECE)
+    copy = FolderCopy(tmp_path / "away", 1)
+    sender.publish(1, 1, {})
+    one = source.take()
+    assert one is not None
+    here = begun(copy, one)
+    at, data = pieces(source, one)[2]
+    assert copy.holds(one.digest) and copy.piece(one.digest, at, len(data)) is None
+    assert here.came(at, data)
+    copy.write(at, data)
+    assert copy.piece(one.digest, at, len(data)) == bytes(data)
+    for at, data in pieces(source, one):
+        here.came(at, data)
+        copy.write(at, data)
+    copy.done()
+    sender.publish(2, 2, {})
+    two = source.take({1})
+    assert two is not None
+    begun(copy, two)
+    assert [copy.piece(one.digest, at, len(data)) for at, data in pieces(source, one)] == [
+        bytes(data) for _, data in pieces(source, one)
+    ]
+
+
+def test_of_a_folder_that_ends_in_the_middle_nothing_is_found(tmp_path: Path) -> None:
+    sender, source = sent(tmp_path / "home"), FolderSnapshot(tmp_path / "home", PIECE)
+    sender.publish(1, 1, {})
+    taken = source.take()
+    assert taken is not None
+    dead = FolderCopy(tmp_path / "away", 1)  # of a relay that is killed here
+    begun(dead, taken)
+    dead.write(*pieces(source, taken)[0])
+    copy = FolderCopy(tmp_path / "away", 1)
+    assert copy.newest() == -1 and list((tmp_path / "away").glob(f"{DRAFT}*"))
+    begun(copy, taken)
+    copy.abandon()
+    assert copy.newest() == -1 and not list((tmp_path / "away").glob(f"{DRAFT}*")) and not copy.holds(taken.digest)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../out", "", "."])
+def test_no_name_leads_out_of_a_folder(name: str, tmp_path: Path) -> None:
+    copy = FolderCopy(tmp_path / "away", 1)
+    with pytest.raises(WeightsRefused, match="names no files of a folder"):
+        copy.begin(1, 1, 0, json.dumps([[name, 3]]).encode(), 5, Pieces(3, 3, bytes(8)))
+    assert not (tmp_path / "away").exists()

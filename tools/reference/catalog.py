@@ -146,6 +146,8 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
     "1.8": {
         "REMOTE_BATCH": "episodes",
         "PROBE_DRAWN": "worker_id version lengths prompt_lengths prompt_ids tokens logprobs versions temperatures",
+        "REMOTE_CLAIM": "digest",
+        "GATEWAY_TASKS": "differs",
     },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone

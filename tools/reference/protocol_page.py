@@ -228,6 +228,9 @@ MEANINGS: Final[dict[str, str]] = {
     "task": "Name of a claim, `slot.seq.uid`: compare it, send it back, do not take it apart.",
     "REMOTE_CLAIM.capacity": "How many tasks the worker wants to hold in all.",
     "holding": "Every task that the worker holds and has no final answer for.",
+    "digest": "In the place of `holding`, of the same tasks; nil: `holding` counts. Blake2b of 8 bytes of each name, "
+              "little-endian, added up modulo 2^64.",
+    "differs": "The digest is not that of what the worker holds: nothing was renewed or claimed, name your tasks.",
     "REMOTE_JOIN.role": '`"rollout"` or `"reward"`.',
     "ring": "Of a worker that keeps claims over restarts: the ring of them (`claimed_from` of run.json); empty: any.",
     "REMOTE_GENERATED.tokens": "int32, one dimension, 1 to `max_new_tokens` ids.",
