@@ -257,7 +257,7 @@ MEANINGS: Final[dict[str, str]] = {
     "texts": "`text` of each answer.",
     "rewards": "The reward of each answer; empty where the host does not judge.",
     "steps": "The step of the oldest weights that drew each answer, as the host knows it.",
-    "episodes": "Of each answer its tensors by name, as the slot of an episode has them ([ring-layout.md](ring-layout.md)).",
+    "episodes": "Of each answer its tensors by name, as in the slot of an episode ([ring-layout.md](ring-layout.md)).",
     "REMOTE_BATCH.parts": "Named parts of each reward; may be empty.",
     "REMOTE_BATCH.prompt_ids": "int32: the prompts of all answers, one behind the other.",
     "REMOTE_BATCH.tokens": "int32: the ids of all answers, one behind the other.",
