@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     "busrl.cli.checkpoints": "the verb `export` is found by name, and `evaluate` measures what it resolves",
     "busrl.algorithms.distill": "formulas on a teacher's tokens, for losses of the user's too",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
+    "busrl.config.host_rules": "the rules about other hosts, as engine_rules and reward_rules have theirs",
     "busrl.engines.vllm.cpu_patches": "work-arounds for vLLM on CPUs, kept out of the worker that runs on GPUs",
 }
 

@@ -34,7 +34,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Lease, Any]:
     lease = Lease("7-1", SimpleNamespace(uid=7), episode, time.monotonic() + 60)  # type: ignore[arg-type]
     serve.__dict__.update(
         lease_s=20.0, leases={"7-1": lease}, by_episode={episode: lease}, answers={}, given_back=[],
-        _passed=asyncio.Event(), stopping="", warn=lambda *_, **__: None, take=lambda most: [],
+        _passed=asyncio.Event(), news=asyncio.Event(), wanted=0, stopping="", warn=lambda *_, **__: None,
+        take=lambda most: [],
     )
     serve.give_back = serve.given_back.append
     monkeypatch.setattr(EpisodeHolder, "work", lambda self: False)

@@ -24,7 +24,7 @@ async def episode(task, llm):
 '''
 JUDGE = '''
 def score(record, completion, token_ids, episode):
-    return len(episode["turns"]) + len(token_ids) % 5
+    return len(episode["turns"] if episode else ()) + len(token_ids) % 5
 '''
 BOTH = '''
 [[process]]
