@@ -35,22 +35,6 @@ class Controller:
     cooldown: int = key(10, "after a move nothing moves for so many steps", low=0, high=10000)
 
 
-@dataclass(frozen=True)
-class Parity:
-    """[learner.parity]: engines answer fixed prompts under new versions, and the learner scores them; see
-    docs/parity.md."""
-
-    every: int = key(10, "compare every so many versions; 0 = never (but for the samples of the first step)", low=0,
-                     high=1 << 20)
-    limit: float = key(0.0, "mean difference in nats above which a warning names the probable cause; 0 = by number "
-                            "type", low=0, high=100)
-    end: float = key(0.0, "the run ends if the mean difference is above this; 0 = never", low=0, high=100)
-    wait_s: float = key(2.0, "a step waits so long, after its version is out, for engines that have not answered",
-                        low=0, high=600)
-    copy: bool = key(False, "keep the weights of the version before in host memory, so that a layer that was left out, "
-                            "a stale cache or a wrong version is named at once; false = only after a first difference")
-
-
 ON_GPUS = ("flex_attention", "flash_attention_2", "flash_attention_3")
 ATTENTIONS = ("sdpa", "eager", *ON_GPUS)  # names of transformers
 
@@ -102,6 +86,22 @@ class Parallel:
                        choices=("none", "all"))
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
     collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """[learner.parity]: engines answer fixed prompts under new versions, and the learner scores them; see
+    docs/parity.md."""
+
+    every: int = key(10, "compare every so many versions; 0 = never (but for the samples of the first step)", low=0,
+                     high=1 << 20)
+    limit: float = key(0.0, "mean difference in nats above which a warning names the probable cause; 0 = by number "
+                            "type", low=0, high=100)
+    end: float = key(0.0, "the run ends if the mean difference is above this; 0 = never", low=0, high=100)
+    wait_s: float = key(2.0, "a step waits so long, after its version is out, for engines that have not answered",
+                        low=0, high=600)
+    copy: bool = key(False, "keep the weights of the version before in host memory, so that a layer that was left out, "
+                            "a stale cache or a wrong version is named at once; false = only after a first difference")
 
 
 @dataclass(frozen=True)
