@@ -157,7 +157,8 @@ INSIDE: dict[str, dict[str, str]] = {
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",
         "broadcast": "base sparse tensors", "shm": "base sparse tensors",
-        "factory": "base broadcast folders one_copy shm tensors", "relay": "base shm tensors",
+        "factory": "base broadcast folders one_copy shm tensors", "relay": "base shm sparse tensors",
+        "relay_folders": "folders relay",
     },
     "weights.broadcast": {
         "group": "", "receiver": "group", "sender": "group",

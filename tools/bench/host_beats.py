@@ -5,7 +5,8 @@
 Bus and keeper are real, with a real ring; a satellite is its two sockets and the messages of one that waits for its
 engines. CPU of bus and keeper, in percent of one core, is taken while all satellites are silent (what a ring of that
 size costs by itself), while they beat as satellites do (a digest 4 times a second), and while they name all claims
-each time, as before there was a digest. Memory is taken every 2 seconds of the second. Nobody generates or trains.
+each time, as before there was a digest. `asked` and `open`: requests that were sent, and those that had no answer yet
+at the end: where they are many, home had too little of the machine to read all. Nobody generates or trains.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Beats:
             self.differing = self.differing + 1 if message.differs else 0
             self.answered = max(self.answered, message.req)
         elif isinstance(message, g.GatewayAnswer):
+            self.answered = max(self.answered, message.req)
             self.lost += len(message.lost)
 
     def _ask(self, message: g.Remote) -> None:
@@ -144,6 +146,7 @@ class Home:
 def measured(home: Home, hosts: list[Beats], way: str, seconds: float) -> dict[str, Any]:
     """CPU and memory while all hosts beat in this way."""
     begun, before, memory = time.monotonic(), home.seconds(), [home.private_mb()]
+    asked = sum(one.request for one in hosts)
     while (passed := time.monotonic() - begun) < seconds:
         for host in hosts:
             host.turn(way)
@@ -153,7 +156,8 @@ def measured(home: Home, hosts: list[Beats], way: str, seconds: float) -> dict[s
     after, passed = home.seconds(), time.monotonic() - begun
     told = {
         "way": way, "seconds": passed, "load": os.getloadavg()[0], "lost": sum(one.lost for one in hosts),
-        "differed": sum(one.differed for one in hosts),
+        "differed": sum(one.differed for one in hosts), "asked": sum(one.request for one in hosts) - asked,
+        "open": sum(one.request - one.answered for one in hosts) if way != SILENT else 0,
         "percent": {name: 100 * (after[name] - before[name]) / passed for name in before},
         "private_mb": {name: [round(one[name], 1) for one in memory] for name in before},
     }
