@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from busrl import files
 from busrl.errors import DiskFull
 from busrl.files import PARTS, LineFile, LineFollower, bound, dropped, json_lines, parts, tail, whole_file
+from busrl.monitor.runfiles import RunFiles
+from busrl.paths import RunPaths
+from busrl.report.record import read
 
 
 def lines_of(path: Path) -> list[int]:
@@ -147,6 +150,21 @@ def test_sigkill_of_the_writer_at_any_moment_loses_no_line_that_is_kept(tmp_path
         assert seen[-1] == kept[-1]
         assert not list(tmp_path.glob("*.cut"))
     assert seen == sorted(set(seen)) and dropped(path)
+
+
+def test_a_report_of_a_run_whose_beginning_is_not_kept_says_so_and_tells_of_the_rest(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    writer = LineFile(paths.metrics, keep=4000)
+    for step in range(1, 301):
+        writer.append(b'{"step":%d,"reward":%f}' % (step, step / 300))
+    writer.close()
+    record = read(tmp_path)
+    steps = [row["step"] for row in record.steps]
+    assert steps == list(range(steps[0], 301)) and steps[0] > 1
+    (said,) = [fault for fault in record.faults if "log.keep_mb" in fault]
+    assert said.startswith("metrics.jsonl: its first ")
+    files_of_run = RunFiles(paths)
+    assert files_of_run.step_age_s() is not None and files_of_run._first_reward() == pytest.approx(steps[0] / 300)
 
 
 # -- files that other processes hold open: logs -----
