@@ -5,11 +5,14 @@ nothing of what the files hold.
 
 - A file written whole is either the old one or the new one, also after a power cut.
 - A file of lines never holds half a line before a whole one: what a killed writer left is cut before the next line.
+- A bounded file of lines has earlier parts, `NAME.<where it ends>`. Each is made by one rename; readers here take file
+  and parts as one, so nobody reads a line twice or misses one that is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import glob
 import json
@@ -29,7 +32,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TAIL_BYTES = 1 << 16  # of a file of lines, as `tail` reads it
 FOLLOWED_BYTES = 4 << 20  # the end of a long file of lines that is read at first
 PART_BYTES = 1 << 20
+COLLAPSE = 0x08  # FALLOC_FL_COLLAPSE_RANGE: a file without its beginning
 REPLACED = ".replaced-"  # a directory whose successor is about to have its name
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_error(path: Path, needed: int, exc: OSError) -> MachineError:
@@ -131,74 +136,220 @@ def as_map(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """The maps in a file of JSON lines, in order; other lines are skipped. `tail`: only of its last bytes."""
+# -- files of lines, and the parts that a bounded one has -----
+
+PARTS = 4  # that a bounded file of lines consists of at most, the one that is being written among them
+DIGITS = 15  # of the number behind the name of an earlier part
+CUT = ".cut"  # behind the name: the earlier part that is being made of a file which others append to
+TRIES = 20
+
+
+def parts(path: Path) -> list[tuple[int, Path]]:
+    """The earlier parts of a file of lines, the oldest first, each with the place where it ends: in bytes from the
+    file's very first one, dropped or not, so that a reader knows where it is whatever was renamed meanwhile."""
+    mark = f"{path.name}."
+    with contextlib.suppress(OSError):
+        names = (name.removeprefix(mark) for name in os.listdir(path.parent) if name.startswith(mark))
+        return sorted((int(n), path.with_name(mark + n)) for n in names if len(n) == DIGITS and n.isdecimal())
+    return []
+
+
+class Lines:
+    """What stands in a file of lines and its earlier parts, as they are now; close it. OSError.
+
+    `begin`, `base`, `end`: places of the first byte that is there, of the file that has the name, and of the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        for _ in range(TRIES):  # only while a part is made at just this moment
+            with contextlib.ExitStack() as opened:
+                if self._open(opened):
+                    self._opened = opened.pop_all()
+                    return
+        raise OSError(errno.EAGAIN, f"{path} does not come to rest")
+
+    def _open(self, opened: contextlib.ExitStack) -> bool:
+        """Open what is there; False if it changed meanwhile."""
+        path, self._parts = self._path, parts(self._path)
+        self._pieces: list[tuple[int, int, int]] = []  # begin, size, descriptor
+        self.base = self._parts[-1][0] if self._parts else 0
+        current = _descriptor(opened, path)
+        size, self.inode = 0, (0, 0)
+        if current is not None:
+            info = os.fstat(current)
+            size, self.inode = info.st_size, (info.st_dev, info.st_ino)
+        for end, one in self._parts:
+            if (part := _descriptor(opened, one)) is None:
+                return False
+            length = os.fstat(part).st_size
+            self._pieces.append((end - length, length, part))
+        draft = None if current is None else _descriptor(opened, path.with_name(path.name + CUT))
+        if draft is not None and current is not None and not _begins_with(current, draft):
+            length = os.fstat(draft).st_size  # cut off, and about to have its name
+            self._pieces.append((self.base, length, draft))
+            self.base += length
+        if current is not None:
+            self._pieces.append((self.base, size, current))
+        self.begin, self.end = self._pieces[0][0] if self._pieces else 0, self.base + size
+        return not self.changed()
+
+    def changed(self) -> bool:
+        """Whether the names are others by now, or the file was cut."""
+        try:
+            info = os.stat(self._path)
+            same = (info.st_dev, info.st_ino) == self.inode and info.st_size >= self.end - self.base
+        except OSError:
+            same = self.inode == (0, 0)
+        return not same or parts(self._path) != self._parts
+
+    def blocks(self, at: int = 0) -> Iterator[tuple[int, bytes]]:
+        """All from the place `at` on, each piece with its place."""
+        for begin, size, fd in self._pieces:
+            place = max(at, begin)
+            while place < begin + size:
+                block = os.pread(fd, min(PART_BYTES, begin + size - place), place - begin)
+                if not block:
+                    break
+                yield place, block
+                place += len(block)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _descriptor(opened: contextlib.ExitStack, path: Path) -> int | None:
+    """None if no file is there."""
     try:
-        with open(path, "rb") as file:
-            if 0 < tail < os.fstat(file.fileno()).st_size:
-                file.seek(-tail, os.SEEK_END)
-                file.readline()
-            for text in file:
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    value = msgspec.json.decode(text)
-                    if isinstance(value, dict):
-                        yield value
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return
+        return opened.enter_context(open(path, "rb", buffering=0)).fileno()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _begins_with(fd: int, part: int) -> bool:
+    """Whether a file begins with all that is in another."""
+    at = 0
+    while block := os.pread(part, PART_BYTES, at):
+        if os.pread(fd, len(block), at) != block:
+            return False
+        at += len(block)
+    return True
+
+
+def whole_file(path: Path, tail: int = 0) -> Iterator[bytes]:
+    """The lines of a file and its earlier parts, in order, with their ends; none if there is no file. `tail`: only
+    those that begin in its last bytes. OSError."""
+    with contextlib.closing(Lines(path)) as now:
+        at = max(now.begin, now.end - tail) if tail else now.begin
+        cut, rest = at > now.begin, b""
+        for _, block in now.blocks(at):
+            *found, rest = (rest + block).split(b"\n")
+            if cut and found:
+                del found[0]
+                cut = False
+            for line in found:
+                yield line + b"\n"
+        if rest and not cut:
+            yield rest
+
+
+def dropped(path: Path) -> int:
+    """Bytes at the beginning of a file of lines that are not kept any more."""
+    try:
+        with contextlib.closing(Lines(path)) as now:
+            return now.begin
+    except OSError:
+        return 0
+
+
+def last_change(path: Path) -> float | None:
+    """When a file of lines was last written to; None if there is none."""
+    for one in (path, *(one for _, one in reversed(parts(path)))):
+        with contextlib.suppress(OSError):
+            return one.stat().st_mtime
+    return None
+
+
+def json_lines(path: Path, tail: int = 0) -> Iterator[dict[str, Any]]:
+    """The maps in a file of JSON lines and its earlier parts, in order; other lines are skipped. `tail`: only of its
+    last bytes."""
+    with contextlib.suppress(IsADirectoryError):
+        for text in whole_file(path, tail):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                value = msgspec.json.decode(text)
+                if isinstance(value, dict):
+                    yield value
 
 
 class LineFollower:
-    """The complete lines of one file that were not given before; `skipped` is how many earlier ones were not read."""
+    """The complete lines of one file that were not given before, in whatever part of it they stand by now; `skipped` is
+    how many earlier ones were not read."""
 
     def __init__(self, path: Path, tail_bytes: int = FOLLOWED_BYTES) -> None:
         self._path, self._tail = path, tail_bytes
-        self._file = (0, 0)
-        self._at = 0
+        self._file: tuple[int, int] | None = None
+        self._at = self._base = 0
         self.skipped = 0
 
-    def new(self) -> list[bytes]:
-        """Lines that were completed since the last call; all again if the file was replaced."""
+    def new(self, rest: bool = False, most: int = 1 << 62) -> list[bytes]:
+        """Lines that were completed since the last call, with `rest` also one without an end; all of the file again if
+        another program replaced it. Of a long file a little more than `most` bytes."""
         try:
-            with open(self._path, "rb") as file:
-                info = os.fstat(file.fileno())
-                if (info.st_dev, info.st_ino) != self._file or info.st_size < self._at:
-                    self._file = (info.st_dev, info.st_ino)
-                    self._at = self._start(file, info.st_size)
-                if info.st_size == self._at:
+            with contextlib.closing(Lines(self._path)) as now:
+                at, skipped = self._place(now)
+                found, at = _read(now, at, most)
+                if now.changed():
                     return []
-                file.seek(self._at)
-                found = file.read(info.st_size - self._at)
         except OSError:
             return []
-        whole = found.rfind(b"\n") + 1
-        self._at += whole
-        return found[:whole].split(b"\n")[:-1]
+        whole = len(found) if rest and at == now.end else found.rfind(b"\n") + 1
+        self._file, self._base, self.skipped = now.inode, now.base, skipped
+        self._at = at - (len(found) - whole)
+        return found[:whole].removesuffix(b"\n").split(b"\n") if whole else []
 
-    def _start(self, file: Any, size: int) -> int:
-        """Where the first line begins that is read; the ones before it are only counted."""
-        self.skipped = 0
-        left = size - self._tail
-        if left <= 0:
-            return 0
-        at = 0
-        while left > 0 and (part := file.read(min(PART_BYTES, left))):
-            self.skipped += part.count(b"\n")
-            at, left = at + len(part), left - len(part)
-        rest = file.readline()  # the line that the cut is in
-        self.skipped += rest.endswith(b"\n")
-        return at + len(rest)
+    def _place(self, now: Lines) -> tuple[int, int]:
+        """Where to go on, and how many lines before it were left out."""
+        if self._file is None:
+            return self._start(now, now.begin)
+        at = self._at - max(0, self._base - now.base)  # earlier parts were removed
+        if (now.base <= self._base and now.inode != self._file) or at > now.end:
+            return self._start(now, now.base)
+        return max(at, now.begin), self.skipped
+
+    def _start(self, now: Lines, begin: int) -> tuple[int, int]:
+        least, skipped = now.end - self._tail, 0
+        if least <= begin:
+            return begin, 0
+        for place, block in now.blocks(begin):
+            end = block.find(b"\n", least - place) + 1 if least - place < len(block) else 0
+            skipped += block.count(b"\n", 0, end or len(block))
+            if end:
+                return place + end, skipped
+        return now.end, skipped
+
+
+def _read(now: Lines, at: int, most: int) -> tuple[bytes, int]:
+    """What stands from a place on, at least a line and `most` bytes of it; and where it ends."""
+    blocks, size = [], 0
+    for place, block in now.blocks(at):
+        blocks.append(block)
+        size, at = size + len(block), place + len(block)
+        if size >= most and b"\n" in block:
+            break
+    return b"".join(blocks), at
 
 
 class LineFile:
     """A file of lines that one process appends to; `sync=True` makes each line durable before `append` returns.
 
     A line goes to the end of the file that has the name now: other programs may empty, remove or rotate it.
-    `UserError` where the name is one of something else than a file.
+    `UserError` where the name is one of something else than a file. `keep`: bytes that file and earlier parts have
+    together at most (a longer line stays all the same); 0 = no bound.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, sync: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, sync: bool = False, keep: int = 0) -> None:
         self.path = Path(path)
-        self.sync = sync
+        self.sync, self._keep = sync, keep
         self.shortened = False  # whether lines of ours were taken away since
         self._torn = False
         self._fd = self._opened()
@@ -215,6 +366,8 @@ class LineFile:
                 before = _cut_half_line(self._fd)
             else:  # half a line from outside: ours must not become a part of it
                 data = b"\n" + data
+        elif before and 0 < self._keep // PARTS < before + len(data):
+            before = self._end = self._part(before)
         self._torn = True
         try:
             _append_all(self._fd, data)
@@ -234,8 +387,8 @@ class LineFile:
             raise write_error(self.path, 0, exc) from exc
 
     def size(self) -> int:
-        """Bytes of the file that the last line went to."""
-        return os.fstat(self._fd).st_size
+        """Bytes that were ever written, as the names of earlier parts tell."""
+        return max((end for end, _ in parts(self.path)), default=0) + os.fstat(self._fd).st_size
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -259,6 +412,16 @@ class LineFile:
             os.close(fd)
             raise write_error(self.path, 0, exc) from exc
         return fd
+
+    def _part(self, size: int) -> int:
+        """Make an earlier part of the file, by one rename, and begin another; the size of the file then. Where it
+        cannot be renamed it grows on."""
+        try:
+            _name_part(self.path, self.path, size, self._keep)
+        except OSError:
+            return size
+        self._follow()
+        return os.fstat(self._fd).st_size
 
     def _follow(self) -> None:
         """Go over to the file that has the name now. A directory that was moved took the file along."""
@@ -300,14 +463,81 @@ def _cut_half_line(fd: int) -> int:
 
 
 def tail(path: Path) -> list[bytes]:
-    """The last lines of a file that may be growing, the first of them perhaps cut; none if it is not there."""
+    """The last lines of a file that may be growing; none if it is not there."""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            return file.read(TAIL_BYTES).split(b"\n")
+        return [line.rstrip(b"\n") for line in whole_file(path, TAIL_BYTES)]
     except OSError:
         return []
+
+
+def _name_part(path: Path, made: Path, size: int, keep: int) -> None:
+    """Give the `size` bytes that stand in `made` the name of the newest earlier part, and drop the oldest: those that
+    with the file to come would be more than `keep`."""
+    earlier = parts(path)
+    end = (earlier[-1][0] if earlier else 0) + size
+    os.rename(made, path.with_name(f"{path.name}.{end:0{DIGITS}d}"))
+    room = keep - keep // PARTS - size
+    for _, one in reversed(earlier):
+        with contextlib.suppress(OSError):
+            room -= one.stat().st_size
+            if room < 0:
+                one.unlink()
+
+
+def bound(path: Path, keep: int) -> None:
+    """Bound a file that other processes append to, a log say: all but its last block becomes an earlier part once it
+    is too long. A disk that is full or cannot be written leaves it as it is.
+
+    - The file stays the same one, since programs hold it open whose descriptors nobody can exchange.
+    - Its beginning is cut off by the file system. Where that cannot do so (tmpfs, btrfs, NFS) the file is emptied:
+      bytes that are written in the microseconds after the last look at it are lost there.
+    - `Lines` sees the part that is being made as what it is, also after a SIGKILL; the next call ends what that left.
+    """
+    draft = path.with_name(path.name + CUT)
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        if draft.exists():
+            _end_cut(path, file.fileno(), draft, keep)
+        if keep and os.fstat(file.fileno()).st_size > keep // PARTS:
+            try:
+                size = _cut_beginning(file.fileno(), draft)
+                if size:
+                    _name_part(path, draft, size, keep)
+            except OSError:
+                _end_cut(path, file.fileno(), draft, keep)
+
+
+def _end_cut(path: Path, fd: int, draft: Path, keep: int) -> None:
+    """The draft that somebody left: a copy of what is still there, or the only one."""
+    with open(draft, "rb", buffering=0) as part:
+        size, copied = os.fstat(part.fileno()).st_size, _begins_with(fd, part.fileno())
+    if copied:
+        draft.unlink()
+    else:
+        _name_part(path, draft, size, keep)
+
+
+def _cut_beginning(fd: int, draft: Path) -> int:
+    """Move whole blocks from the beginning of a file to a draft; how many bytes."""
+    block = os.fstatvfs(fd).f_bsize
+    size = (os.fstat(fd).st_size - 1) // block * block  # the file system cuts no file down to nothing
+    if not size:
+        return 0
+    out = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _copy(fd, out, 0, size)
+        if _libc.fallocate(fd, COLLAPSE, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+            size = _copy(fd, out, size)
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(out)
+    return size
+
+
+def _copy(fd: int, out: int, at: int, end: int | None = None) -> int:
+    """Copy from the place `at` to `end`, or as far as the file goes; the place then."""
+    while block := os.pread(fd, PART_BYTES if end is None else min(PART_BYTES, end - at), at):
+        at = write_all(out, [block], at)
+    return at
 
 
 # -- sizes and checksums, which show whether a directory is truncated or was changed -----

@@ -165,15 +165,26 @@ def _set(add: Add, text: str) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
 
+CASES = {  # of init
+    "gsm8k": "word problems with a number as answer", "own": "your questions and answers (--data), as they are",
+    "chat": "the same for a chat model, with a system prompt", "agents": "episodes of several model calls",
+    "gpus": "gsm8k or --data on the GPUs of this host", "hosts": "the same, generated on other hosts too (--host)",
+}
+
+
 def _add_init(verbs: Verbs) -> None:
     text = "write a folder to begin with: prompts, a reward and a topology for your model"
     more = "Questions come from reasoning-gym (gsm_symbolic), or from a file of yours; nothing is downloaded."
     add = _verb(verbs, "init", "init:init", text, more)
-    add("name", choices=("gsm8k",), help="the task: word problems with a number as answer")
+    add("name", choices=CASES, metavar="CASE", help="; ".join(f"{name}: {text}" for name, text in CASES.items()))
     add("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model folder")
     add("--out", type=Path, metavar="FOLDER", help="where to write (default: a folder of the task's name)")
     text = "a JSONL or Parquet file, or a data set's folder, with question (or prompt, problem) and answer"
     add("--data", type=Path, metavar="FILE", help=text)
+    add("--gpus", type=int, default=8, metavar="N", help="of the case gpus: how many there are (default 8)")
+    add("--host", action="append", default=[], metavar="NAME", help="of the case hosts: who generates; may be repeated")
+    text = "of the case hosts: where this host's bus listens, as the others see it"
+    add("--endpoint", metavar="ENDPOINT", help=f"{text} (default: tcp://ITS_NAME:5600)")
 
 
 def _add_runs(verbs: Verbs) -> None:

@@ -1,4 +1,4 @@
-"""`busrl init NAME --model DIR`: a folder with prompts, a reward and a topology, ready for `busrl check` and `launch`.
+"""`busrl init CASE --model DIR`: a folder with prompts, a reward and a topology, ready for `busrl check` and `launch`.
 
 Talks to the converter of sources (`busrl.data.convert`), in a process of its own, and to the loader, which tries what
 was written. Knows nothing of runs.
@@ -9,9 +9,11 @@ was written. Knows nothing of runs.
 from __future__ import annotations
 
 import argparse
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,7 @@ TIMEOUT_S = 900.0
 MADE, HELD_OUT = 4_000, 200  # prompts
 ASK = "Think step by step, and end with the answer as a number."
 COLUMNS = ("question", "prompt", "problem")  # of a file with --data, the first that it has
-REWARD = '''\
+NUMBER_REWARD = '''\
 """1 where the last number of an answer is the right one, which is the last number of the record's answer."""
 
 import re
@@ -45,16 +47,41 @@ def score(record, completion, token_ids):
     given = last_number(completion)
     return {"right": float(given is not None and given == last_number(record["answer"]))}
 '''
+TEXT_REWARD = '''\
+"""What an answer is worth: change it to what you want. Here 1 where it ends with the record's answer, in any case."""
+
+
+def plain(text):
+    return " ".join(str(text).lower().split()).rstrip(".")
+
+
+def score(record, completion, token_ids):
+    return {"right": float(plain(completion).endswith(plain(record["answer"])))}
+'''
+AGENT = '''\
+"""An episode: as many calls of the model as it takes. What it returns is the reward; docs/agents.md tells of tools."""
+
+
+async def episode(task, llm):
+    """`task`: the line of the data. A second try is worth half as much."""
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for worth in (1.0, 0.5):
+        reply = await llm.chat(messages)
+        if str(task["answer"]) in (reply["content"] or ""):
+            return worth
+        messages += [reply, {"role": "user", "content": "That is not right. Try once more."}]
+    return 0.0
+'''
 TOPOLOGY = """\
 # busrl check {name}.toml, then busrl launch {name}.toml --run-dir runs/{name}
 [run]
 name = "{name}"
 max_steps = 200
 [model]
-path = {model}
+path = {model}{size}
 [data]
 train = "train.jsonl"
-template = "{template}"
+template = "{template}"{system}
 [groups]
 size = 8                # answers to each prompt, compared with each other
 [generation]
@@ -64,31 +91,67 @@ lr = {lr:.0e}
 checkpoint_every = 20
 [learner.trigger]
 n_min = 32              # prompts per optimiser step
-[reward]
-function = "reward.py:score"
-[validation]
+{case}[validation]
 data = "held-out.jsonl"
 every = 20
 samples = {samples}
+"""
+REWARD = """\
+[reward]
+function = "reward.py:score"
+"""
+EPISODES = """\
+[[process]]
+role = "agent"          # plays each sample with a function of yours, which also says what it is worth
+function = "agent.py:episode"
+[agents]
+episodes = 64           # that are played at the same time
+context = {context}          # tokens that one call may read and draw
+"""
+DEVICES = """\
+[[process]]
+role = "rollout"
+engine = "{engine}"         # "vllm" where it is installed: faster
+count = {rollouts}
+devices = [{generate}]
+[[process]]
+role = "learner"
+ranks = {ranks}               # that share one model; more of them where it does not fit
+devices = [{train}]
+"""
+ELSEWHERE = """\
+[bus]
+endpoint = "{endpoint}"  # of this host, as the others see it; three ports from there
+# `busrl keys init` once, `busrl keys add HOST` for each; there: busrl host {endpoint} --keys FILE
+[[process]]
+role = "rollout"        # generates there; model, reward and busrl have to be there under the same paths
+count = 1               # on each of them; with devices = ["0", ...] an engine per GPU
+hosts = [{hosts}]
+[[process]]
+role = "rollout"        # and here
 """
 
 
 def init(options: argparse.Namespace) -> int:
     """Write the folder; UserError where something is missing or in the way."""
     folder = Path(options.out or options.name)
-    names = ("train.jsonl", "held-out.jsonl", "reward.py", f"{options.name}.toml")
+    code = ("agent.py", AGENT) if options.name == "agents" else ("reward.py", NUMBER_REWARD)
+    if options.name in ("own", "chat"):
+        code = "reward.py", TEXT_REWARD
+    names = ("train.jsonl", "held-out.jsonl", code[0], f"{options.name}.toml")
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder} holds {', '.join(there)} already: nothing is overwritten; give another --out")
     model = options.model.expanduser().absolute()
     if not (model / "config.json").is_file():
         raise UserError(f"--model {options.model}: no model folder (config.json); nothing is downloaded")
+    _fits(options, model)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lines = _lines(options.data, folder / "all.jsonl")
+        lines = _lines(options.data, folder / "all.jsonl", "" if code[1] is TEXT_REWARD else f"\n{ASK}")
         step = max(10, len(lines) // HELD_OUT)
         held_out = lines[::step][:HELD_OUT]
         train = [line for at, line in enumerate(lines) if at % step or at // step >= HELD_OUT]
-        for name, text in zip(names, ("".join(train), "".join(held_out), REWARD, _topology(options, len(held_out)))):
+        for name, text in zip(names, ("".join(train), "".join(held_out), code[1], _topology(options, len(held_out)))):
             (folder / name).write_text(text, encoding="utf-8")
         load(folder / names[-1])
     except BaseException:
@@ -102,20 +165,56 @@ def init(options: argparse.Namespace) -> int:
     return 0
 
 
+def _fits(options: argparse.Namespace, model: Path) -> None:
+    """What a case needs that is not there."""
+    if options.name in ("own", "chat") and options.data is None:
+        columns = "question (or prompt, problem) and answer"
+        raise UserError(f"init {options.name} needs --data FILE: JSONL or Parquet with {columns}")
+    if options.name in ("chat", "agents") and not template_of(model):
+        remedy = "it has none; take the chat version, or `busrl init own`"
+        raise UserError(f"--model {options.model}: init {options.name} needs a chat template, and {remedy}")
+    if options.name == "hosts" and not options.host:
+        raise UserError("init hosts needs --host NAME for each host that is to generate, as `busrl keys add` names it")
+    if options.name == "gpus" and options.gpus < 2:
+        raise UserError(f"--gpus {options.gpus}: init gpus shares 2 or more; for one, or none, take another case")
+
+
 def _topology(options: argparse.Namespace, samples: int) -> str:
     model = options.model.expanduser().absolute()
     facts, context = model_facts(model), context_of(read_config(model))
+    count, tokens = facts.parameters, min(512, context // 2) if context else 512
     return TOPOLOGY.format(
         name=options.name, model=msgspec.json.encode(str(model)).decode(), samples=samples,
-        template="chat" if template_of(model) else "none", lr=usual_rate(facts.parameters or 10**9, False),
-        tokens=min(512, context // 2) if context else 512,
+        size=f"  # {count / 1e9:.2g} billion parameters" if count else "",
+        template="chat" if template_of(model) else "none", lr=usual_rate(count or 10**9, False), tokens=tokens,
+        system='\nsystem = "You are a helpful assistant."  # "" for none' if options.name == "chat" else "",
+        case=_case(options, min(4096, context) if context else 4096),
     )
 
 
-def _lines(data: Path | None, out: Path) -> list[str]:
+def _case(options: argparse.Namespace, context: int) -> str:
+    """What gives the reward, and which processes there are besides those that every run has."""
+    if options.name == "agents":
+        return EPISODES.format(context=context)
+    if options.name == "gpus":
+        train = max(1, options.gpus // 4)
+        numbers = [f'"{n}"' for n in range(options.gpus)]
+        return REWARD + DEVICES.format(
+            engine="vllm" if find_spec("vllm") else "torch", rollouts=options.gpus - train, ranks=train,
+            generate=", ".join(numbers[:-train]), train=", ".join(numbers[-train:]),
+        )
+    if options.name == "hosts":
+        names = ", ".join(msgspec.json.encode(one).decode() for one in options.host)
+        return REWARD + ELSEWHERE.format(
+            endpoint=options.endpoint or f"tcp://{socket.gethostname()}:5600", hosts=names
+        )
+    return REWARD
+
+
+def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
     """The lines of prompts: of the user's file, or questions that reasoning-gym makes up."""
     problems: list[str] = []
-    for source in _sources(data):
+    for source in _sources(data, ask):
         job = Job(
             sources=[source], out=str(out), seed=0, model="", prompt_key="prompt", answer_key="answer", answers=True,
             template="none", system="", tools_key="", template_arguments={},
@@ -128,14 +227,14 @@ def _lines(data: Path | None, out: Path) -> list[str]:
     raise UserError(f"{problems[0]}{remedy}")
 
 
-def _sources(data: Path | None) -> Iterator[Source]:
+def _sources(data: Path | None, ask: str) -> Iterator[Source]:
     """What is tried, in this order."""
     for column in COLUMNS if data else ("prompt",):
         path = str(data.expanduser().absolute()) if data else ""
         yield Source(
             name=path or "gsm_symbolic", path=path, split="train", function="", prompt_key=column,
             format=format_of(path) if data else "reasoning_gym", tasks={} if data else {"gsm_symbolic": 1.0},
-            task_options={}, size=0 if data else MADE, prompt_text=f"{{{column}}}\n{ASK}", answer_key="answer",
+            task_options={}, size=0 if data else MADE, prompt_text=f"{{{column}}}{ask}", answer_key="answer",
             tag="gsm8k", where="", filter="", dedupe=True, min_prompt_tokens=0, max_prompt_tokens=0, too_long="drop",
         )
 

@@ -13,13 +13,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from busrl import files
 from busrl.errors import NoSuchRun, UserError
+from busrl.files import LineFollower
 from busrl.monitor import screen
 from busrl.monitor.recording import Recorder, Recording, summary
 from busrl.monitor.replay import Replayer, own_endpoint
@@ -196,27 +197,7 @@ def _described(file: Path) -> list[str]:
 
 
 LOOK_S = 0.25
-PART = 1 << 20
-
-
-class Log:
-    """One file: `new` gives the whole lines since the last call, with `rest` also what has no end yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._done, self._begun = path, 0, b""
-
-    def new(self, rest: bool = False) -> Iterator[bytes]:
-        with suppress(FileNotFoundError), open(self.path, "rb") as file:
-            if file.seek(0, 2) < self._done:  # another file has its name, or it was emptied
-                self._done, self._begun = 0, b""
-            file.seek(self._done)
-            while part := file.read(PART):
-                self._done += len(part)
-                *lines, self._begun = (self._begun + part).split(b"\n")
-                yield from lines
-        if rest and self._begun:
-            yield self._begun
-            self._begun = b""
+PART, ALL = 1 << 20, 1 << 62
 
 
 def logs(options: argparse.Namespace) -> int:
@@ -236,7 +217,7 @@ def _files(paths: RunPaths) -> list[Path]:
 
 
 def _print(paths: RunPaths, name: str, follow: bool) -> None:
-    known: dict[Path, Log] = {}
+    known: dict[Path, LineFollower] = {}
     out = sys.stdout.buffer
     while True:
         lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
@@ -244,8 +225,9 @@ def _print(paths: RunPaths, name: str, follow: bool) -> None:
         width = max((len(path.stem) for path in found), default=0)
         for path in found:
             before = b"" if name else f"{path.stem:<{width}} | ".encode()
-            for line in known.setdefault(path, Log(path)).new(rest=not lives):
-                out.write(before + line + b"\n")
+            log = known.setdefault(path, LineFollower(path, ALL))
+            while lines := log.new(rest=not lives, most=PART):
+                out.writelines(before + line + b"\n" for line in lines)
         out.flush()
         if not lives:
             return

@@ -205,3 +205,18 @@ class Learner:
     def saves_meanwhile(self, ranks: int) -> bool:
         """Whether training goes on while a checkpoint is written."""
         return self.checkpoint_mode == "async" or (self.checkpoint_mode == "auto" and ranks > 1)
+
+
+@dataclass(frozen=True)
+class Log:
+    """[log]: what is kept for people."""
+
+    samples: int | str = key(1, "trained samples of a step that samples.jsonl keeps, with prompt and answer as text",
+                             words=("all",), low=0, high=1 << 20)
+    keep_mb: float = key(256.0, "MB of each file that is for people (logs, metrics, samples, pace, ...) that are kept, "
+                         "the newest; 0 = all, see docs/operating.md", low=0, high=1e9)
+
+    @property
+    def keep(self) -> int:
+        """The same in bytes."""
+        return int(self.keep_mb * 1e6)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from busrl.config.declare import REQUIRED, Rule, build, key, plain
-from busrl.config.learner import Learner
+from busrl.config.learner import Learner, Log
 from busrl.config.names import modern
 from busrl.config.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.scheduling.limits import MODES, AdmissionLimits
@@ -534,14 +534,6 @@ class Mock:
     jitter: float = key(0.0, "each stretch of steps is up to this share longer or shorter", low=0, below=1)
     learner_s_per_token: float = key(0.0, "least time of the learner per trained token", low=0, high=0.002)
     right: float = key(0.5, "share of answers that are right, by chance, where a line has no rewards", low=0, high=1)
-
-
-@dataclass(frozen=True)
-class Log:
-    """[log]: what is kept for people."""
-
-    samples: int | str = key(1, "trained samples of a step that samples.jsonl keeps, with prompt and answer as text",
-                             words=("all",), low=0, high=1 << 20)
 
 
 @dataclass(frozen=True)

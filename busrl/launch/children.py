@@ -30,6 +30,7 @@ from typing import BinaryIO
 from busrl.config import ProcessName
 from busrl.config.schema import AGENT
 from busrl.errors import TRACE, BugError, first_line
+from busrl.files import whole_file
 from busrl.guardian import MARK, end_marked
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
@@ -185,9 +186,7 @@ def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
 def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
     """The end of a log file, for a person who has to find out why a child died."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - block))
-            text = file.read().decode(errors="replace")
+        text = b"".join(whole_file(path, block)).decode(errors="replace")
     except OSError as error:
         return [f"(its log cannot be read: {error})"]
     return [line for line in text.splitlines() if line.strip()][-count:]

@@ -33,6 +33,7 @@ from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
+from busrl.files import bound
 from busrl.guardian import Guardian, mark
 from busrl.launch.children import RunningChild, last_lines, last_words, start
 from busrl.launch.control import NO_PROOF, ControlDesk
@@ -156,6 +157,7 @@ def _abandon(run: OpenRun) -> int:
 
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
+BOUND_EVERY_S = 5.0  # logs grow on until the next look
 STOP_LOOK_S = 0.05
 DYING_S = 10.0  # after SIGKILL
 STOOD_STILL_S = 10.0  # the least time without a step that is told when a run ends otherwise than at its goal
@@ -204,6 +206,7 @@ class Launch:
         self._mark = mark(self._paths.key, os.getpid())
         self._guardian = Guardian(self._mark)
         self._placement = Placement(topology, self._paths, self._say, self._warn)
+        self._bound_at = 0.0
         self._stall, self._picture = StallAlarm(), RingLook(self._paths, group_size=topology.groups.size)
         self._desk = ControlDesk(opened, self._processes, self, self._say)
 
@@ -541,6 +544,10 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
         if self._guardian.renew():
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
+        if now >= self._bound_at:
+            self._bound_at = now + BOUND_EVERY_S
+            for path in (self._paths.errors, *self._paths.logs.glob("*.log")):
+                bound(path, self.topology.log.keep)
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         step, stats = self._run.ring.header(HeaderWord.STEP), self._run.ring.stats()
         self.usage.look(pids, self._entries, step, now)

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_type_hints
 
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 
 from busrl.errors import NoSuchRun
-from busrl.files import PART_BYTES, LineFollower, as_map, read_map
+from busrl.files import PART_BYTES, LineFollower, as_map, json_lines, last_change, read_map
 from busrl.ledger import controls
 from busrl.ledger.controls import Controls
 from busrl.ledger.trainlog import of_step
@@ -33,7 +34,7 @@ from busrl.states import Fate, fate_name
 
 SAMPLES_KEPT: Final = 24
 SAMPLE_BYTES: Final = 1 << 18
-HEAD_BYTES: Final = 1 << 16
+HEAD_LINES: Final = 100
 WORDS: Final = {
     Fate.DISPATCHED: "open",
     Fate.FLAT: "flat (all rewards of the group equal)",
@@ -94,10 +95,9 @@ class RunFiles:
 
     def step_age_s(self) -> float | None:
         """Seconds since a step was written; None if none was."""
-        try:
-            return max(0.0, time.time() - self._paths.metrics.stat().st_mtime)
-        except OSError:
+        if (written := last_change(self._paths.metrics)) is None:
             return None
+        return max(0.0, time.time() - written)
 
     def new_samples(self) -> list[dict[str, Any]]:
         """The newest samples that were written since the last call."""
@@ -135,13 +135,12 @@ class RunFiles:
         state.deaths = {name: str(latest) for name, one in children.items() if (latest := as_map(one).get("latest"))}
 
     def _first_reward(self) -> float | None:
-        """Mean reward of the first step ever, over all starts of the run."""
-        try:
-            with open(self._paths.metrics, "rb") as file:
-                rows = _maps(file.read(HEAD_BYTES).split(b"\n")[:-1])
-        except OSError:
-            return None
-        return next((number(row["reward"]) for row in rows if "reward" in row and of_step(row)), None)
+        """Mean reward of the first step that is kept, over all starts of the run."""
+        with suppress(OSError):
+            for row in islice(json_lines(self._paths.metrics), HEAD_LINES):
+                if "reward" in row and of_step(row):
+                    return number(row["reward"])
+        return None
 
 
 def run_of_files(files: RunFiles) -> RunState:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.errors import NoSuchRun
-from busrl.files import as_map, read_map
+from busrl.files import as_map, dropped, read_map, whole_file
 from busrl.ledger.trainlog import of_step
 from busrl.monitor.runfiles import number
 from busrl.monitor.sources import holder_of
@@ -139,16 +139,16 @@ class RunRecord:
     def _lines(self, path: Path, kind: type[T]) -> Iterator[T]:
         """The whole lines of a file; what is no such line is counted in `faults`."""
         decoder, bad, first, last = msgspec.json.Decoder(kind), 0, 0, False
+        if lost := dropped(path):
+            name = path.relative_to(self.paths.root)
+            self.faults.append(f"{name}: its first {lost / 1e6:.3g} MB are not kept any more (log.keep_mb)")
         try:
-            with open(path, "rb") as file:
-                for n, text in enumerate(file, 1):
-                    try:
-                        yield decoder.decode(text)
-                    except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors
-                        if text.strip():
-                            bad, first, last = bad + 1, first or n, not text.endswith(b"\n")
-        except FileNotFoundError:
-            return
+            for n, text in enumerate(whole_file(path), 1):
+                try:
+                    yield decoder.decode(text)
+                except (ValueError, RecursionError):  # UnicodeDecodeError and msgspec's errors are ValueErrors
+                    if text.strip():
+                        bad, first, last = bad + 1, first or n, not text.endswith(b"\n")
         except OSError as problem:
             self.faults.append(f"{path.relative_to(self.paths.root)}: {problem.strerror}")
         if bad:

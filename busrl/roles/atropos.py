@@ -20,7 +20,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
@@ -168,9 +168,18 @@ class Atropos(EpisodeHolder):
                 raise CallRefused("invalid", f"tokens: a sequence does not fit: {problem}", "tokens") from None
             self.warn("atropos", f"a group is not taken: {problem}", "error", kind="digests")
             raise CallRefused("no_room", f"no room for a group now: {problem}") from None
-        self.seen[digest] = draw
+        self._know(digest, draw)
         for claim, made in zip(claims, members):
             self.commit(claim, made)
+
+    def _know(self, digest: bytes, draw: int) -> None:
+        """It stands in the file; the oldest are forgotten, there too, once they are as many as those that are kept."""
+        self.seen[digest] = draw
+        if len(self.seen) >= 2 * DIGESTS_KEPT:
+            newest = list(self.seen.items())[-DIGESTS_KEPT:]
+            with contextlib.suppress(MachineError):
+                write_digests(self.paths.atropos_seen, newest)
+                self.seen = dict(newest)
 
     def _set_halves_aside(self) -> None:
         """Members of a group of which others were committed, or lost, before: nothing whole can be made of it."""
@@ -190,13 +199,17 @@ class Atropos(EpisodeHolder):
         found = read_digests(self.paths.atropos_seen)
         if found and found[-1][1] in lines["group"][waiting]:
             found.pop()
-        replace(self.paths.atropos_seen, b"".join(b"%s %d\n" % (one.hex().encode(), draw) for one, draw in found))
+        write_digests(self.paths.atropos_seen, found)
         return dict(found)
 
 
 def digest_of(ids: Ids, logprobs: npt.ArrayLike = ()) -> bytes:
     parts = np.asarray(ids, np.int32).tobytes(), np.asarray(logprobs, np.float32).tobytes()
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def write_digests(path: Path, found: Iterable[tuple[bytes, int]]) -> None:
+    replace(path, b"".join(b"%s %d\n" % (one.hex().encode(), draw) for one, draw in found))
 
 
 def read_digests(path: Path) -> list[tuple[bytes, int]]:

@@ -75,10 +75,10 @@ class Pace:
     left out beside it, so a fit reads all alike. A full disk costs lines, never the process.
     """
 
-    def __init__(self, directory: Path, name: str, engine: Callable[[], Any]) -> None:
+    def __init__(self, directory: Path, name: str, engine: Callable[[], Any], keep: int = 0) -> None:
         self._engine = engine
         directory.mkdir(exist_ok=True)
-        self._file = LineFile(directory / f"{name}.jsonl")
+        self._file = LineFile(directory / f"{name}.jsonl", keep=keep)
         self._left_out = 0
         self._began, self.row = time.monotonic(), PaceRow()
 
@@ -196,7 +196,7 @@ class Rollout(Actor):
         self.deadline = WorkDeadline(self.topology.limits.progress_s, self.topology.limits.work_s)
         self._behind_since = math.inf
         self._update_weights(wait=True)
-        self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics)
+        self.pace = Pace(self.paths.pace, self.worker_id, self.engine.statistics, self.topology.log.keep)
 
     def _make_intake(self) -> Intake:
         if not self.topology.derived.call_slots:

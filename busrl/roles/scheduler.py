@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +29,8 @@ import numpy as np
 from busrl.config import Topology
 from busrl.config.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.data import JsonlStream, plain_text, trace, training_stream
-from busrl.errors import CannotTrain, DiskFull, SharedMemoryFull
+from busrl.errors import CannotTrain, DiskFull, MachineError, SharedMemoryFull, UserError
+from busrl.files import LineFile
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
@@ -109,9 +111,9 @@ class DispatchFeed:
         self._records = []
         head = {"time": round(time.time(), 3), "policy": self.policy.name, "predictor": self.predictor.name}
         try:
-            with open(self.paths.scheduler_log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(head | self.metrics() | line) + "\n")
-        except OSError as problem:
+            with closing(LineFile(self.paths.scheduler_log, keep=self.topology.log.keep)) as file:
+                file.append(json.dumps(head | self.metrics() | line).encode())
+        except (MachineError, UserError) as problem:
             self._warn(f"{len(line['draw'])} groups are missing from {self.paths.scheduler_log.name}: {problem}")
 
     def close(self) -> None:

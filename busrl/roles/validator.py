@@ -150,10 +150,12 @@ class Validator(Actor):
 
     def setup(self) -> None:
         topology, config = self.topology, self.topology.validation
-        self.log_path = self.paths.validation_log
-        self.log, self.rows = LineFile(self.log_path), LineFile(self.paths.validation)
         self.sets = [self._measured(asked) for asked in topology.sets]
         self.answers = topology.derived.val_samples
+        self.log_path, keep = self.paths.validation_log, topology.log.keep
+        # A successor finds in it what was judged of the round that is under way.
+        self.log = LineFile(self.log_path, keep=keep and max(keep, 4 * self.answers * RESULT_BYTES))
+        self.rows = LineFile(self.paths.validation)
         compares = topology.reward.compares
         self.find = None if compares is None else finder(*compares)
         # Where the batch size can vary an interval is so many groups, which the learner's messages count.

@@ -34,6 +34,7 @@ from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
+from busrl.files import whole_file
 from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
@@ -249,10 +250,8 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
-    if not path.is_file():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    found = [_row(line, f"{path}:{number}", keys) for number, line in enumerate(whole.splitlines(), 1) if line]
+    lines = (line for line in whole_file(path) if line.endswith(b"\n") and line.strip())
+    found = [_row(line, f"{path}:{number}", keys) for number, line in enumerate(lines, 1)]
     return [row for row in found if row is not None]
 
 

@@ -24,7 +24,9 @@ from busrl.agents.episode import Answer, Episode
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits, Trajectory
 from busrl.errors import CallRefused, DiskFull
-from busrl.roles.atropos import Atropos
+from busrl.files import LineFile
+from busrl.paths import RunPaths
+from busrl.roles.atropos import Atropos, read_digests
 from busrl.roles.episodes import FINISH, StoredEpisode, fault_of
 from busrl.roles.holder import Claim
 from busrl.states import Finish
@@ -287,3 +289,20 @@ def test_a_group_whose_digest_cannot_be_written_is_given_back_and_not_known(monk
     with pytest.raises(CallRefused, match="no room for a group now") as refused:
         role._commit(b"d" * 16, claims, [None, None], [0.0, 1.0], "env_id 0")
     assert refused.value.code == "no_room" and given_back == claims and not role.seen and "no space" in warned[0]
+
+
+def test_of_the_groups_that_were_kept_the_newest_are_known_and_neither_memory_nor_file_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("busrl.roles.atropos.DIGESTS_KEPT", 10)
+    monkeypatch.setattr("busrl.roles.atropos.write_episode", lambda *_: None)
+    role: Any = object.__new__(Atropos)
+    role.seen, role.ring, role.paths = {}, None, RunPaths.of(tmp_path)
+    role.kept = LineFile(role.paths.atropos_seen)
+    digests = [bytes([n]) * 16 for n in range(95)]
+    for draw, digest in enumerate(digests):
+        role._commit(digest, [Claim(0, 0, {"group": draw})], [], [], "env_id 0")
+        assert len(role.seen) <= 20 and role.paths.atropos_seen.read_bytes().count(b"\n") <= 20
+        assert all(role.known(one) for one in digests[max(0, draw - 9) : draw + 1])
+    assert read_digests(role.paths.atropos_seen) == [(digests[draw], draw) for draw in range(85, 95)]
+    role.kept.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -186,3 +188,19 @@ def trained(run: FakeRun) -> FakeRun:
     run.validate_fates.update({0: "V", 1: "V", 2: "D"})
     run.open(*run.group(8), VALIDATE | 2)
     return run
+
+
+@pytest.fixture
+def largest_file() -> Callable[[int], AbstractContextManager[None]]:
+    """No file may grow beyond this: what a full disk looks like to a writer."""
+
+    @contextmanager
+    def limited(nbytes: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited

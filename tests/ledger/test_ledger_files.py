@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,17 +21,6 @@ from busrl.ledger.trained import UID_LIMIT, TrainedSet
 from busrl.ledger.trainlog import TrainLine, last_step, step_lines
 from busrl.ledger.wal import Record
 from busrl.states import ACCIDENTS, FATE_NAMES, RULES, Fate, fate_name
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """No file may grow beyond this: what a full disk looks like to a writer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_every_fate_has_a_name_and_is_one_of_open_trained_rule_or_accident() -> None:
@@ -65,7 +52,7 @@ def test_a_trained_set_of_a_million_uids_is_small_on_disk(tmp_path: Path) -> Non
     assert len(TrainedSet.load(tmp_path / "trained.bin")) == 1_000_000
 
 
-def test_a_trained_set_that_does_not_fit_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_trained_set_that_does_not_fit_leaves_the_old_file(tmp_path: Path, largest_file) -> None:
     path = tmp_path / "trained.bin"
     TrainedSet([1, 2]).save(path)
     with largest_file(8), pytest.raises(DiskFull, match=r"trained\.bin"):
@@ -125,7 +112,7 @@ def test_half_a_line_of_a_killed_writer_is_cut_before_the_next_line(tmp_path: Pa
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path, largest_file) -> None:
     lines = LineFile(tmp_path / "lines", sync=True)
     lines.append(b"one")
     with largest_file(6), pytest.raises(DiskFull):

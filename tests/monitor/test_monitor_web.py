@@ -6,9 +6,12 @@ import http.client
 import json
 import os
 import socket
+import struct
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -287,16 +290,65 @@ def test_a_body_of_a_read_is_not_read(site: Site) -> None:
 
 
 def test_silent_and_slow_connections_are_bounded_and_closed(site: Site) -> None:
-    """Those beyond the limit at once, the others when their time is over; then there is room again."""
+    """Those beyond the limit at once, the others when their time is over; a request is answered all the while."""
     with ExitStack() as open_ones:
         idle = [open_ones.enter_context(closing(site.connection())) for _ in range(MOST_CONNECTIONS + 20)]
-        for one in idle[:MOST_CONNECTIONS:2]:
-            one.sendall(b"GET / HTTP/1.1\r\nHost: ")
-        for one in idle[MOST_CONNECTIONS:]:
-            assert one.recv(1) == b""
+        until("an answer", lambda: _answers(site))
+        for one in idle[::2]:
+            with suppress(ConnectionError):
+                one.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert until("an answer", lambda: _answers(site))
         for one in idle:
-            assert one.recv(1) == b""
-    assert until("room for a request", lambda: site.works())
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_hostile_connections_take_no_descriptors_for_long_and_keep_nobody_out(site: Site) -> None:
+    """Silent ones, half requests, garbage, bodies, resets, pages that read nothing: a page that is open goes on, and
+    others are answered in between."""
+    begun = HEAD % (b"/events", b"")
+    said = (b"", begun[:20], b"\0" * 3000, *GARBAGE[:3], b"POST / HTTP/1.1\r\nContent-Length: 99999\r\n\r\n", begun)
+    descriptors = Path(f"/proc/{site.child.pid}/fd")
+    most, pictures = 0, [0.0]
+
+    def looks() -> None:
+        with site.stream() as events:
+            pictures.extend(told["time"] for name, told in events if name == "picture")
+
+    page = threading.Thread(target=_until_it_ends, args=(looks,), daemon=True)
+    page.start()
+    held: deque[socket.socket] = deque()
+    for n in range(10_000):
+        held.append(site.connection())
+        with suppress(ConnectionError):
+            held[-1].sendall(said[n % len(said)])
+        if n % 7 == 0:
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if len(held) > 300:
+            held.popleft().close()
+        if n % 500 == 0:
+            most, known = max(most, len(list(descriptors.iterdir()))), pictures[-1]
+            until("an answer", lambda: _answers(site))
+            until("a picture on the open page", lambda known=known: pictures[-1] > known)
+    for one in held:
+        one.close()
+    assert page.is_alive() and most < 4 * MOST_CONNECTIONS + 64
+    until("all of them gone", lambda: len(list(descriptors.iterdir())) < MOST_CONNECTIONS)
+    assert site.works()
+
+
+def _until_it_ends(looks: Callable[[], None]) -> None:
+    with suppress(OSError, http.client.HTTPException):
+        looks()
+
+
+def _answers(site: Site) -> bool:
+    """Whether a request that is sent at once is answered; it may have to be sent again in a flood."""
+    with suppress(OSError, http.client.HTTPException):
+        return site.get("/")[0] == 200
+    return False
 
 
 def test_streams_are_bounded_and_one_that_goes_makes_room(site: Site) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from busrl.errors import RingError
+from busrl.files import whole_file
 from busrl.ledger.audit import AuditReport, audit
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Process, Ring
@@ -234,10 +235,8 @@ def ended(pidfd: int, timeout_s: float) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file that somebody may be writing: a torn last line is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1] if line]
+    """A JSONL file that somebody may be writing, with its earlier parts: a torn last line is left out."""
+    return [json.loads(line) for line in whole_file(path) if line.strip() and line.endswith(b"\n")]
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,57 @@ def test_a_file_of_questions_becomes_a_folder_whose_topology_is_short_and_passes
     assert "reward of the right answer" in checked.stdout and ": 1\n" in checked.stdout
     again = busrl("init", "gsm8k", "--model", model, "--out", out, "--data", tmp_path / "q.jsonl")
     assert again.returncode == 2 and "nothing is overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "holds"),
+    [
+        ("own", [], 'function = "reward.py:score"'),
+        ("chat", [], "system = "),
+        ("agents", [], 'function = "agent.py:episode"'),
+        ("gpus", ["--gpus", "4"], 'devices = ["0", "1", "2"]'),
+        ("hosts", ["--host", "gpu-0", "--host", "gpu-1", "--endpoint", "tcp://127.0.0.1:5600"], '"gpu-0", "gpu-1"'),
+    ],
+)
+def test_what_is_written_for_a_case_says_what_it_is_and_passes_check(
+    model: Path, tmp_path: Path, case: str, options: list[str], holds: str
+) -> None:
+    data = questions(tmp_path / "q.jsonl")
+    env = {**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    assert busrl("keys", "init", env=env).returncode == 0
+    done = busrl("init", case, "--model", model, "--out", tmp_path / "mine", "--data", data, *options, env=env)
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / "mine" / f"{case}.toml"
+    assert holds in made.read_text() and "#" in made.read_text()
+    checked = busrl("check", made, env=env)
+    assert checked.returncode == 0, checked.stderr
+    prompt = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])["prompt"]
+    assert ("Think step by step" in prompt) == (case not in ("own", "chat"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["own"], "init own needs --data FILE"),
+        (["hosts"], "init hosts needs --host NAME"),
+        (["gpus", "--gpus", "1"], "init gpus shares 2 or more"),
+        (["nothing"], "invalid choice"),
+    ],
+)
+def test_what_a_case_needs_is_named(model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = busrl("init", *arguments, "--model", model, "--out", tmp_path / "mine")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_model_without_a_chat_template_is_refused_where_one_is_needed(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (bare / name).unlink(missing_ok=True)
+    data = questions(tmp_path / "q.jsonl")
+    done = busrl("init", "agents", "--model", bare, "--out", tmp_path / "mine", "--data", data)
+    assert done.returncode == 2 and "needs a chat template, and it has none" in done.stderr
 
 
 def test_what_is_missing_is_named_and_nothing_is_left(model: Path, tmp_path: Path) -> None:

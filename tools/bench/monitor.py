@@ -2,6 +2,7 @@
 
     python tools/bench/monitor.py --pairs 5
     python tools/bench/monitor.py --pairs 0        only the tap
+    python tools/bench/monitor.py --crowd 20       a screen of 64 senders, 10,000 messages a second
 
 Runs are taken in turn, so that a slow hour of the machine hits both kinds. A pair is two runs of the same seed. The
 throughput is samples that ended (and tokens drawn) over the time from the first step to the last one. The live view is
@@ -11,10 +12,12 @@ drawn on a pseudo-terminal of 120 by 40. Results: tools/bench/results/monitor.js
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import statistics
 import struct
@@ -24,6 +27,7 @@ import tempfile
 import termios
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +58,59 @@ s.recv_multipart()
 print(flush=True)
 while True:
     s.recv_multipart()
+"""
+SEND = """
+import sys, time
+from busrl.bus import Endpoint
+from busrl.protocol import messages as m
+folder, senders, rate = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+names = [f"rollout/{n}" for n in range(senders)]
+ends = [Endpoint(name, f"ipc://{folder}/f", f"ipc://{folder}/b", hwm=0) for name in names]
+sent, begun, beat, print_at = 0, time.monotonic(), 0.0, time.monotonic() + 1
+while True:
+    now = time.monotonic()
+    if now >= beat:
+        beat = now + 1
+        for end in ends:
+            end.send(m.Heartbeat(role="rollout", activity="generating"))
+    while sent < (now - begun) * rate:
+        ends[sent % senders].send(m.DataGenerated(slot_id=sent % 512, seq=sent, uid=sent, version=sent >> 16))
+        sent += 1
+    if now >= print_at:
+        print(sent, flush=True)
+        print_at = now + 1
+    time.sleep(0.005)
+"""
+SCREEN = """
+import json, sys, time
+from rich.live import Live
+from busrl.cli import main
+from busrl.monitor import screen
+from busrl.monitor.sources import Watcher
+from busrl.monitor.web import server
+web = sys.argv[3:] == ["--web"]
+place = server if web else screen
+place.DRAW_S, place.DRAW_SHARE, place.WAKE_S, place.give_way = 0.1, 1.0, 0.02, lambda nice: None
+told = {"frames": 0, "draw_cpu_s": 0.0, "messages": 0, "listen_cpu_s": 0.0}
+def timed(owner, name, cpu, count=""):
+    inner = getattr(owner, name)
+    def outer(*args, **more):
+        begun = time.process_time()
+        found = inner(*args, **more)
+        told[cpu] += time.process_time() - begun
+        if count:
+            told[count] += found if type(found) is int else 1
+        return found
+    setattr(owner, name, outer)
+timed(Watcher, "listen", "listen_cpu_s", "messages")
+if web:
+    timed(server.Server, "_draw", "draw_cpu_s", "frames")
+else:
+    timed(screen, "view", "draw_cpu_s")
+    timed(Live, "update", "draw_cpu_s", "frames")
+begun = time.monotonic()
+main(["monitor", sys.argv[1], *sys.argv[3:]])
+json.dump(told | {"cpu_s": time.process_time(), "seconds": time.monotonic() - begun}, open(sys.argv[2], "w"))
 """
 BODY = bytes(190)
 MODES = ("no tap", "tap, nobody listens", "tap, one listens", "tap, one was stopped")
@@ -225,6 +282,49 @@ def tap_once(mode: str, flood: int, pings: int) -> dict[str, Any]:
     }
 
 
+def crowd(seconds: float, web: bool, senders: int = 64, rate: int = 10_000) -> dict[str, Any]:
+    """What a screen, or an open page, of many processes costs that is drawn ten times a second, which is ten times as
+    often as it is."""
+    with bus(MODES[1]) as (folder, _, _), tempfile.TemporaryDirectory() as place:
+        sender = subprocess.Popen(
+            [sys.executable, "-c", SEND, folder, str(senders), str(rate)], stdout=subprocess.PIPE, text=True
+        )
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        told = Path(place) / "told.json"
+        command = [sys.executable, "-c", SCREEN, f"ipc://{folder}/t", str(told), *(["--web"] if web else [])]
+        screen = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm-256color"}
+        )
+        os.close(slave)
+        threading.Thread(target=look if web else empty, args=(master,), daemon=True).start()
+        assert sender.stdout is not None
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s and sender.stdout.readline():
+            pass
+        screen.send_signal(signal.SIGTERM) if web else os.write(master, b"q")
+        screen.wait(60)
+        sender.kill()
+        sender.wait()
+        found: dict[str, Any] = json.loads(told.read_text())
+    frame, message = found["draw_cpu_s"] / found["frames"], found["listen_cpu_s"] / found["messages"]
+    return {
+        "web": web, "senders": senders, "rate": rate, **found, "load": os.getloadavg()[0],
+        "frame_ms": round(1e3 * frame, 2), "message_us": round(1e6 * message, 2),
+        "cores_for_10_frames_and_the_rate": round(10 * frame + rate * message, 3),
+    }
+
+
+def look(master: int) -> None:
+    """Open the page whose address is printed, and read its stream."""
+    said = b""
+    while not (address := re.search(rb"http://\S+", said)) or not said.endswith(b"\n"):
+        said += os.read(master, 4096)
+    with contextlib.suppress(OSError), urllib.request.urlopen(address[0].decode() + "events") as stream:
+        while stream.read1(1 << 20):
+            pass
+
+
 def cpu_ns(pid: int) -> int:
     """CPU nanoseconds of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -309,11 +409,16 @@ def main() -> None:
     arguments.add_argument("--sinks", nargs="*", default=[], help="that watched runs feed too: tensorboard ...")
     arguments.add_argument("--rounds", type=int, default=5, help="of the tap alone")
     arguments.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results" / "monitor.json")
+    arguments.add_argument("--crowd", type=float, default=0.0, help="seconds; nothing else is done then")
     options = arguments.parse_args()
     os.environ.update(
         OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     )
     sys.path.insert(0, str(ROOT))
+    if options.crowd:
+        for web in (False, True):
+            print(json.dumps(crowd(options.crowd, web), indent=1), flush=True)
+        return
     told: dict[str, Any] = {
         "machine": report.machine(), "commit": report.commit(ROOT), "date": time.strftime("%Y-%m-%d"),
         "load": os.getloadavg()[0], "pairs": options.pairs, "steps": options.steps, "sinks": options.sinks,

@@ -103,6 +103,7 @@ class Server:
         self._cookie = f"busrl_{self._port}"
         self._picture, self._drawn, self._streams, self._gave_way = b"", 0.0, 0, False
         self._asking: dict[Any, float] = {}  # connections without a whole request, and how long that is allowed
+        self._new = 0  # connections that the handlers do not count yet
 
     async def run(self, ready: Callable[[str], object] = print) -> None:
         """Serve until SIGINT, SIGTERM or SIGHUP."""
@@ -162,12 +163,31 @@ class Server:
     # -- who asks -----
 
     def _accepted(self) -> asyncio.Protocol:
-        """The protocol of a new connection; one too many is closed at once."""
-        if len(self._handlers.connections) >= MOST_CONNECTIONS:
-            return Closed()
+        """The protocol of a new connection. Where there are too many the one that has been silent longest goes, so that
+        a flood of them shuts nobody out who asks at once; if all of them have asked, the new one goes."""
+        if len(self._handlers.connections) + self._new >= MOST_CONNECTIONS:
+            silent = self._silent()
+            if silent is None:
+                return Closed()
+            silent.force_close()
         handler: asyncio.Protocol = self._handlers()
         self._asking[handler] = time.monotonic() + REQUEST_S
+        self._new, loop = self._new + 1, asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._made)  # it has its transport in the next turn of the loop
         return handler
+
+    def _made(self) -> None:
+        self._new -= 1
+
+    def _silent(self) -> Any:
+        """The connection that has been without a request longest, which is not waited for any more; None if there is
+        none. Those that are gone are forgotten; the new ones are the last."""
+        while len(self._asking) > self._new:
+            one = next(iter(self._asking))
+            del self._asking[one]
+            if one.transport is not None:
+                return one
+        return None
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

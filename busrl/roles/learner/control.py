@@ -49,7 +49,7 @@ class Control:
         self.probe_s = 0.0
         self._probe_entropy: float | None = None
         self._logged = read_lines(path) if settings else {}
-        self._lines = LineFile(path) if settings else None
+        self._lines = LineFile(path, keep=topology.log.keep) if settings else None
 
     # -- checkpoints and replay ---------------------------------------------------------------------------------
 

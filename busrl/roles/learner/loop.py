@@ -93,7 +93,9 @@ class Learner(Actor):
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
         self.own_metrics = Metrics(self.config.metrics)
-        self.metrics = StepMetrics(self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved)
+        self.metrics = StepMetrics(
+            self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved, self.topology.log.keep
+        )
         self.excerpts = Excerpts(self.topology)
         self.idling, self._solved = Idling(self.topology, self.paths), False
         self.parity, self.alarms = Parity(self.topology, self.training), Alarms(self.config.ess_alarm)

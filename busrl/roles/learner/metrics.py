@@ -154,14 +154,14 @@ class StepMetrics:
 
     def __init__(
         self, paths: RunPaths, begun: Callable[[int, str], bool] = lambda draw, fate: True, own: Metrics | None = None,
-        solved: float = 1.0,
+        solved: float = 1.0, keep: int = 0,
     ) -> None:
         self.own = own  # the user's metrics
         self._solved = solved
         self._written, self._skips = last_step(paths.metrics), paths.skips
-        self._metrics = LineFile(paths.metrics)
-        self._samples = LineFile(paths.samples)
-        self._groups = LineFile(paths.groups)
+        self._metrics, self._samples, self._groups = (
+            LineFile(path, keep=keep) for path in (paths.metrics, paths.samples, paths.groups)
+        )
         self._started: float | None = None
         self._last = time.monotonic()
         self._row: dict[str, Any] = {}
@@ -187,7 +187,7 @@ class StepMetrics:
             for row in json_lines(path, size):
                 with contextlib.suppress(msgspec.ValidationError):
                     self._met(msgspec.convert(row, GroupsLine), begun)
-            if self._groups_written or not path.is_file() or path.stat().st_size <= size:
+            if self._groups_written or self._groups.size() <= size:
                 return
 
     def _met(self, line: GroupsLine, begun: Callable[[int, str], bool]) -> None:

@@ -1,0 +1,280 @@
+"""Files of lines with a bound: parts are made and dropped while others read, and writers are killed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from busrl import files
+from busrl.errors import DiskFull
+from busrl.files import PARTS, LineFile, LineFollower, bound, dropped, json_lines, parts, tail, whole_file
+from busrl.monitor.runfiles import RunFiles
+from busrl.paths import RunPaths
+from busrl.report.record import read
+
+
+def lines_of(path: Path) -> list[int]:
+    return [int(line) for line in whole_file(path)]
+
+
+def bytes_of(path: Path) -> int:
+    return sum(one.stat().st_size for _, one in parts(path)) + (path.stat().st_size if path.exists() else 0)
+
+
+def test_a_bounded_file_keeps_its_newest_lines_below_the_bound_and_an_unbounded_one_all(tmp_path: Path) -> None:
+    for keep in (0, 400):
+        path = tmp_path / f"{keep}"
+        writer = LineFile(path, keep=keep)
+        for n in range(1000):
+            writer.append(b"%d" % n)
+            assert not keep or bytes_of(path) <= keep
+        found = lines_of(path)
+        assert found == list(range(found[0], 1000)) and (found[0] == 0) == (keep == 0)
+        assert bool(dropped(path)) == bool(parts(path)) == bool(keep)
+        assert writer.size() == sum(len(b"%d\n" % n) for n in range(1000))
+        if keep:
+            assert len(parts(path)) < PARTS and bytes_of(path) > keep // 2
+        writer.close()
+
+
+def test_the_end_is_read_over_the_parts(tmp_path: Path) -> None:
+    writer = LineFile(tmp_path / "lines", keep=400)
+    for n in range(100):
+        writer.append(b'{"n": %d}' % n)
+    rows = [row["n"] for row in json_lines(tmp_path / "lines", tail=200)]
+    assert rows == list(range(rows[0], 100)) and len(rows) == 200 // len('{"n": 99}\n') - 1
+    assert tail(tmp_path / "lines")[-1] == b'{"n": 99}'
+    writer.close()
+
+
+def test_a_line_longer_than_the_bound_is_kept(tmp_path: Path) -> None:
+    writer = LineFile(tmp_path / "lines", keep=40)
+    for line in (b"a", b"b" * 100, b"c"):
+        writer.append(line)
+    assert b"".join(whole_file(tmp_path / "lines")) == b"b" * 100 + b"\nc\n"
+    writer.close()
+
+
+def test_a_disk_that_is_full_just_after_a_part_was_made_loses_no_line(tmp_path: Path, largest_file) -> None:
+    writer = LineFile(tmp_path / "lines", keep=4000)
+    for _ in range(99):
+        writer.append(b"x" * 9)
+    with largest_file(0), pytest.raises(DiskFull):
+        for _ in range(2):
+            writer.append(b"y" * 19)
+    writer.append(b"z")
+    assert list(whole_file(tmp_path / "lines"))[-2:] == [b"x" * 9 + b"\n", b"z\n"]
+    writer.close()
+
+
+Step = st.sampled_from(["line", "line", "line", "long", "look", "late", "kill", "torn", "lost"])
+
+
+@settings(deadline=None)
+@given(st.lists(Step, max_size=120), st.sampled_from([40, 100, 400]))
+def test_followers_get_whole_lines_once_and_in_order_whatever_is_done_to_the_writer(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[str], keep: int
+) -> None:
+    path = tmp_path_factory.mktemp("followed") / "lines"
+    writer, n = LineFile(path, keep=keep), 0
+    often, seldom = LineFollower(path), LineFollower(path)
+    seen: dict[LineFollower, list[int]] = {often: [], seldom: []}
+
+    def look(follower: LineFollower) -> None:
+        least = next(iter(lines_of(path)), n)
+        new = [int(line) for line in follower.new()]
+        before = seen[follower][-1] if seen[follower] else -1
+        assert new == list(range(max(before + 1, least), n))  # none of those that are kept is missing
+        seen[follower] += new
+
+    for step in steps:
+        if step in ("line", "long"):
+            writer.append((b"%d" % n).rjust(30 if step == "long" else 1, b"0"))
+            n += 1
+        elif step == "kill":  # between the two names of a part, or just so
+            writer.close()
+            if path.exists() and path.stat().st_size > keep // PARTS // 2:
+                files._name_part(path, path, path.stat().st_size, keep)
+            writer = LineFile(path, keep=keep)
+        elif step == "torn":
+            with open(path, "ab") as file:
+                file.write(b"12")
+            look(often)
+            writer.close()
+            writer = LineFile(path, keep=keep)
+        elif step == "lost" and len(parts(path)) > 1:  # somebody needs the room
+            parts(path)[0][1].unlink()
+        elif step in ("look", "late"):
+            look(often if step == "look" else seldom)
+    look(often)
+    look(seldom)
+    writer.close()
+
+
+WRITER = """
+import sys
+from busrl.files import LineFile, whole_file
+path, keep = sys.argv[1], int(sys.argv[2])
+writer = LineFile(path, keep=keep)
+n = max((int(line) for line in whole_file(writer.path)), default=-1)
+while True:
+    n += 1
+    writer.append(b"%d" % n)
+"""
+
+
+def test_sigkill_of_the_writer_at_any_moment_loses_no_line_that_is_kept(tmp_path: Path) -> None:
+    path, chance = tmp_path / "lines", random.Random(3)
+    follower, seen = LineFollower(path), list[int]()
+    for _ in range(6):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(path), "20000"])
+        wanted = len(seen) + chance.randrange(500, 4000)
+        while len(seen) < wanted:
+            assert child.poll() is None
+            seen += [int(line) for line in follower.new()]
+        child.kill()
+        child.wait()
+        seen += [int(line) for line in follower.new()]
+        kept = [int(line) for line in whole_file(path) if line.endswith(b"\n")]
+        assert kept == list(range(kept[0], kept[-1] + 1)) and bytes_of(path) <= 20000
+        assert seen[-1] == kept[-1]
+        assert not list(tmp_path.glob("*.cut"))
+    assert seen == sorted(set(seen)) and dropped(path)
+
+
+def test_a_report_of_a_run_whose_beginning_is_not_kept_says_so_and_tells_of_the_rest(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    writer = LineFile(paths.metrics, keep=4000)
+    for step in range(1, 301):
+        writer.append(b'{"step":%d,"reward":%f}' % (step, step / 300))
+    writer.close()
+    record = read(tmp_path)
+    steps = [row["step"] for row in record.steps]
+    assert steps == list(range(steps[0], 301)) and steps[0] > 1
+    (said,) = [fault for fault in record.faults if "log.keep_mb" in fault]
+    assert said.startswith("metrics.jsonl: its first ")
+    files_of_run = RunFiles(paths)
+    assert files_of_run.step_age_s() is not None and files_of_run._first_reward() == pytest.approx(steps[0] / 300)
+
+
+# -- files that other processes hold open: logs -----
+
+
+@pytest.fixture(params=["disk", "shared memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """On one of the two the beginning of a file can be cut off, on the other it cannot."""
+    if request.param == "disk":
+        return tmp_path
+    place = Path(f"/dev/shm/busrl-test-{os.getpid()}-{tmp_path.name}")
+    place.mkdir()
+    request.addfinalizer(lambda: [*(one.unlink() for one in place.iterdir()), place.rmdir()])
+    return place
+
+
+def test_a_log_is_bounded_under_the_program_that_holds_it_open(folder: Path) -> None:
+    path, keep = folder / "log", 80_000
+    follower, seen = LineFollower(path), list[bytes]()
+    with open(path, "ab", buffering=0) as log:
+        for n in range(40_000):
+            log.write(b"line %d\n" % n)
+            if n % 500 == 0:
+                bound(path, keep)
+                assert bytes_of(path) <= keep + 8000
+                seen += follower.new()
+        inode = os.fstat(log.fileno()).st_ino
+    seen += follower.new()
+    assert path.stat().st_ino == inode
+    assert seen == [b"line %d" % n for n in range(40_000)]
+    kept = list(whole_file(path))
+    assert b"".join(kept[1:]) == b"".join(b"line %d\n" % n for n in range(40_000 - len(kept) + 1, 40_000))
+
+
+def test_a_log_without_a_bound_is_left_alone(folder: Path) -> None:
+    (folder / "log").write_bytes(b"x\n" * 100_000)
+    bound(folder / "log", 0)
+    bound(folder / "none", 100)
+    assert [one.name for one in folder.iterdir()] == ["log"] and dropped(folder / "log") == 0
+
+
+@pytest.mark.parametrize("at", ["draft", "half a draft", "cut"])
+def test_a_log_whose_bounding_was_killed_is_read_whole_and_mended_by_the_next(folder: Path, at: str) -> None:
+    path, text = folder / "log", b"".join(b"line %d\n" % n for n in range(5000))
+    path.write_bytes(text)
+    follower = LineFollower(path)
+    before = follower.new()
+    draft = path.with_name("log.cut")
+    with open(path, "r+b", buffering=0) as file:
+        files._cut_beginning(file.fileno(), draft)
+    if at != "cut":  # killed before anything was cut off
+        draft.write_bytes(draft.read_bytes()[: 999 if at == "half a draft" else None])
+        path.write_bytes(text)
+    with open(path, "ab") as file:
+        file.write(b"more\n")
+    assert b"".join(whole_file(path)) == text + b"more\n"
+    if at == "cut":
+        assert before + follower.new() == [*text.split(b"\n")[:-1], b"more"]
+    bound(path, 1 << 20)
+    assert not draft.exists() and b"".join(whole_file(path)) == text + b"more\n"
+    assert len(parts(path)) == (at == "cut")
+
+
+def test_a_log_is_not_bounded_on_a_full_disk_and_nothing_of_it_is_lost(tmp_path: Path, largest_file) -> None:
+    path, text = tmp_path / "log", b"line\n" * 20_000
+    path.write_bytes(text)
+    with largest_file(30_000):
+        bound(path, 40_000)
+    assert path.read_bytes() == text and [one.name for one in tmp_path.iterdir()] == ["log"]
+
+
+BOUNDER = """
+import sys
+from pathlib import Path
+from busrl.files import bound
+print("ready", flush=True)
+while True:
+    bound(Path(sys.argv[1]), 200_000)
+"""
+
+
+def test_sigkill_of_who_bounds_a_log_at_any_moment_loses_nothing_and_nothing_is_read_twice(tmp_path: Path) -> None:
+    path, chance = tmp_path / "log", random.Random(7)
+    path.touch()
+    over, written = threading.Event(), [0]
+
+    def write() -> None:
+        with open(path, "ab", buffering=0) as log:
+            while not over.is_set():
+                log.write(b"line %d\n" % written[0])
+                written[0] += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    follower, seen = LineFollower(path, 1 << 40), list[bytes]()
+    try:
+        for _ in range(5):
+            with subprocess.Popen([sys.executable, "-c", BOUNDER, str(path)], stdout=subprocess.PIPE) as child:
+                assert child.stdout is not None and child.stdout.readline()
+                wanted = len(seen) + chance.randrange(3000, 20_000)
+                while len(seen) < wanted:
+                    seen += follower.new()
+                child.send_signal(signal.SIGKILL)
+    finally:
+        over.set()
+        writer.join()
+    seen += follower.new()
+    numbers = [int(line.split()[1]) for line in seen]
+    with contextlib.suppress(IndexError):
+        assert numbers[-1] == written[0] - 1
+    assert numbers == sorted(set(numbers))
+    bound(path, 200_000)
+    assert not path.with_name("log.cut").exists() and dropped(path) > 0
