@@ -471,7 +471,7 @@ def _processes(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
     yield from _agents(t)
-    here = sum(entry.count for entry in t.process if not entry.hosts)
+    here = sum(entry.count for entry in t.process if entry.is_at(""))
     total = here + t.ranks - 1 + len(t.implied) + len(t.host_names) + RESERVE_PROCESSES
     if total > t.ring.processes:
         rule = f"{total} entries are needed: the processes, {len(t.implied)} implied, {RESERVE_PROCESSES} spare"
@@ -546,8 +546,8 @@ def _hosts_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding
         yield Finding((at,), rule, "name it as `busrl host --name` there does")
     if len(set(entry.hosts)) < len(entry.hosts):
         yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
-    if entry.role not in ("rollout", "reward") or entry.command:
-        rule = "only busrl's own rollouts and rewards run on other hosts yet"
+    if entry.role not in ("rollout", "reward", "learner") or entry.command:
+        rule = "only busrl's own rollouts, rewards and ranks of the learner run on other hosts yet"
         yield Finding((at, f"process.{index}.role"), rule, "remove hosts")
     if t.has_callers:
         rule = "model calls of agents do not travel to other hosts yet"
@@ -665,7 +665,8 @@ def _scripted(t: Topology) -> Iterator[Finding]:
 
 def count(t: Topology, role: str) -> int:
     """How many processes of a role are started, on all hosts."""
-    return sum(entry.count * max(1, len(entry.hosts)) for entry in t.process if entry.role == role)
+    each = (1 if role in SINGLE_ROLES else max(1, len(entry.hosts)) for entry in t.process)
+    return sum(entry.count * times for entry, times in zip(t.process, each, strict=True) if entry.role == role)
 
 
 def only_validate(t: Topology) -> int:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from busrl import device
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import CannotTrain, DiskFull, FateRefused, RankFailed, WriteFailed
 from busrl.ledger.controls import Controls
@@ -50,13 +49,13 @@ from busrl.roles.learner.idling import QUARTERS, Idling
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
+from busrl.roles.rank import team_settings
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
-from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
 from busrl.watching import PausedClock
 
@@ -105,9 +104,11 @@ class Learner(Actor):
 
     def _gathered(self) -> Team:
         """The other ranks, as soon as all are there."""
-        where = device.choose(self.topology.device_of("learner"))
-        with self.activity("waits for its ranks", self.topology.limits.ready_s):
-            return Team.gathered(TeamSettings.of(self.topology, self.paths.ranks, where), lambda: self.stopping)
+        own = team_settings(self)
+        with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
+            team = Team.gathered(own, lambda: self.stopping, lambda text: self.warn("learner", text))
+        team.on_progress = self.ring.progress
+        return team
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -192,6 +193,8 @@ class Learner(Actor):
             self._finish()
             return True
         self.publisher.check()
+        if self.team is not None:
+            self.team.look()
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._commit_checkpoint()
