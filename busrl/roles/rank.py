@@ -68,8 +68,13 @@ class Rank(Actor):
             home = HomeOfRank(self) if away else None
             with contextlib.nullcontext() if home is None else contextlib.closing(home):
                 self.follower = Follower(
-                    team, TrainerSettings.of(self.topology), rank, lambda: self.stopping, home.away if home else None)
+                    team, TrainerSettings.of(self.topology), rank, self._awaited, home.away if home else None)
         self.follower.on_progress = self.ring.progress
+
+    def _awaited(self) -> str:
+        """Called while the others are waited for."""
+        self.ring.progress()
+        return self.stopping
 
     def subscriptions(self) -> list[str]:
         return []

@@ -147,8 +147,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "ranks": "batch checkpoint custom forward head model shard_files sharded step_stats trainer value_head",
     },
     "training.ranks": {
-        "mesh": "", "wire": "", "loading": "", "builder": "loading mesh", "leader": "builder mesh wire",
-        "follower": "builder mesh wire",
+        "meeting": "", "mesh": "", "wire": "", "loading": "", "builder": "loading mesh",
+        "leader": "builder meeting mesh wire", "follower": "builder meeting mesh wire",
     },
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",

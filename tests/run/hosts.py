@@ -80,8 +80,8 @@ def _ip(*words: str) -> None:
 
 
 class Home(Run):
-    """A run whose rollouts are on the hosts `names`, and none at home; or, with `ranks`, a learner of so many, which are
-    at home and on the hosts."""
+    """A run whose rollouts are on the hosts `names`, and none at home; or, with `ranks`, a learner of so many, which
+    are at home and on the hosts."""
 
     def __init__(
         self, folder: Path, *settings: str, names: tuple[str, ...] = ("gpu-0",), steps: int = 20,

@@ -106,9 +106,14 @@ class Learner(Actor):
         """The other ranks, as soon as all are there."""
         own = team_settings(self)
         with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
-            team = Team.gathered(own, lambda: self.stopping, lambda text: self.warn("learner", text))
+            team = Team.gathered(own, self._awaited, lambda text: self.warn("learner", text))
         team.on_progress = self.ring.progress
         return team
+
+    def _awaited(self) -> str:
+        """Called while ranks are waited for, which may take as long as a host is away."""
+        self.ring.progress()
+        return self.stopping
 
     # -- start --------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Follower:
     def _told_to_join(self, stopping: Callable[[], object]) -> wire.Join:
         waits_s, begun = self.settings.waits_s, time.monotonic()
         while (join := self.stream.receive(wire.LOOK_S)) is None and time.monotonic() < begun + waits_s:
-            if self.away is not None and stopping():  # at home rank 0 says so
+            if stopping() and self.away is not None:  # at home rank 0 says so
                 raise Stopped("while other ranks were waited for")
         if isinstance(join, wire.Leave):
             raise Stopped("rank 0 was asked to stop before all ranks were there")

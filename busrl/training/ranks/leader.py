@@ -88,9 +88,10 @@ class Team:
         here = [rank for rank in missing if not own.host_of(rank)]
         if here and waited > own.start_s:
             raise RankLost(f"{self._named(here)} did not come within {own.start_s:g} s")
-        if waited > own.waits_s:
+        away = [rank for rank in missing if own.host_of(rank)]
+        if away and waited > own.hosts_s:
             raise CannotTrain(
-                f"{self._named(missing)} did not come within {own.hosts_s:g} s (learner.parallel.host_timeout_s): "
+                f"{self._named(away)} did not come within {own.hosts_s:g} s (learner.parallel.host_timeout_s): "
                 "start `busrl host` there, or under that name elsewhere, and the run again: it goes on where it was"
             )
 
