@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from pathlib import Path
 
 from busrl import device
 from busrl.bus.link import Asking
@@ -38,15 +37,6 @@ log = logging.getLogger("busrl")
 ASK_S = 2.0
 
 
-def team_settings(actor: Actor) -> TeamSettings:
-    """Of the learner that this process is a rank of. Other hosts have files of their own: what tells one model from
-    another has to be the same."""
-    topology = actor.topology
-    folder = Path(topology.model.path)
-    more = {"model.path": f"{folder} ({fingerprint(folder)[:12]})"} if topology.rank_hosts else {}
-    return TeamSettings.of(topology, actor.paths, device.choose(topology.device_of(actor.name)), more)
-
-
 class Rank(Actor):
     role = "rank"
     tick_s = 0.2
@@ -63,7 +53,9 @@ class Rank(Actor):
     def setup(self) -> None:
         device.keep_freed_memory()
         self.heard: ControlMessage | None = None
-        team, rank, away = team_settings(self), int(self.name.partition("/")[2]), bool(self.topology.here)
+        where = device.choose(self.topology.device_of(self.name))
+        team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
+        rank, away = int(self.name.partition("/")[2]), bool(self.topology.here)
         with self.activity("waits for the learner", math.inf if away else team.waits_s):
             home = HomeOfRank(self) if away else None
             with contextlib.nullcontext() if home is None else contextlib.closing(home):

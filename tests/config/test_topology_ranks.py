@@ -45,9 +45,9 @@ def test_ranks_are_dealt_out_over_home_and_the_hosts_in_their_order(loaded: Load
     assert at_home == [("learner", "0"), ("rank/1", "1")] and t.rank_hosts == ("gpu-1", "gpu-0")
     assert places == {"gpu-1": [("rank/2", "0"), ("rank/3", "1")], "gpu-0": [("rank/4", "0"), ("rank/5", "1")]}
     assert not [one for one in of_host(t, "gpu-0").processes() if one.role in ("rollout", "reward", "scheduler")]
-    team = TeamSettings.of(t, RunPaths.of("/nowhere"), torch.device("cpu"), {})
+    team = TeamSettings.of(t, RunPaths.of("/nowhere"), torch.device("cpu"), lambda _: "the same")
     assert [team.host_of(rank) for rank in range(6)] == ["", "", "gpu-1", "gpu-1", "gpu-0", "gpu-0"]
-    there = TeamSettings.of(of_host(t, "gpu-0"), RunPaths.of("/elsewhere"), torch.device("cpu"), {})
+    there = TeamSettings.of(of_host(t, "gpu-0"), RunPaths.of("/elsewhere"), torch.device("cpu"), lambda _: "the same")
     assert there.facts == team.facts and team.address == "127.0.0.1"
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from busrl import device
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import CannotTrain, DiskFull, FateRefused, RankFailed, WriteFailed
 from busrl.ledger.controls import Controls
@@ -49,15 +50,16 @@ from busrl.roles.learner.idling import QUARTERS, Idling
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.publish import Publisher, join_engine
 from busrl.roles.learner.step import TrainingStep
-from busrl.roles.rank import team_settings
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
 from busrl.states import PAUSE_STARTING, Fate, HeaderWord, RunPhase, SampleClass
 from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
+from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
 from busrl.watching import PausedClock
+from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
     from busrl.training.step_stats import StepStats
@@ -104,7 +106,8 @@ class Learner(Actor):
 
     def _gathered(self) -> Team:
         """The other ranks, as soon as all are there."""
-        own = team_settings(self)
+        where = device.choose(self.topology.device_of("learner"))
+        own = TeamSettings.of(self.topology, self.paths, where, fingerprint)
         with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
             team = Team.gathered(own, self._awaited, lambda text: self.warn("learner", text))
         team.on_progress = self.ring.progress

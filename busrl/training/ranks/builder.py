@@ -61,14 +61,19 @@ class TeamSettings:
     hosts_s: float = 0.0  # that ranks of other hosts may need to come
 
     @classmethod
-    def of(cls, topology: Any, paths: RunPaths, device: torch.device, more: Mapping[str, str]) -> TeamSettings:
-        """From a topology's [[process]] and [learner.parallel]. `more`: further facts."""
+    def of(
+        cls, topology: Any, paths: RunPaths, device: torch.device, fingerprint: Callable[[Path], str]
+    ) -> TeamSettings:
+        """From a topology's [[process]] and [learner.parallel]. `fingerprint`: tells the files of one model from those
+        of another, which other hosts may have under the same path."""
         own, learner, model = topology.learner.parallel, topology.learner, topology.model
         lora = LoraSettings.of(topology)
         # Not all of the topology: a host has one of its own, and some of it changes in flight.
         known = facts(repr((TrainerSettings.of(topology), own, model, lora, learner.kl, learner.teacher_k)))
+        if topology.rank_hosts:
+            known["model.path"] = f"{model.path} ({fingerprint(Path(model.path))[:12]})"
         return cls(
-            topology.ranks, paths.ranks, {**known, **more}, device, own.reshard,
+            topology.ranks, paths.ranks, known, device, own.reshard,
             Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
             topology.limits.ready_s, own.collective_timeout_s, lora, learner.kl != "none",
             Path(model.reference) if model.reference else None, catalog.taught(learner),
