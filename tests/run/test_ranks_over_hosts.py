@@ -35,9 +35,8 @@ def test_ranks_of_two_hosts_take_the_steps_of_two_at_home(tmp_path: Path, quicks
             assert run.restarts("learner") == 0 and not run.paths.log("rank/1").exists()
             assert "the run is over" in host.text() and "ended with" not in host.text(), host.tail()
         rows.append(run.metrics())
-    (one, two), names = zip(*rows, strict=True), ("tokens", "loss", "grad_norm")
-    print([[row[name] for name in names] for row in (*rows[0], *rows[1])])
-    assert [one[name] for name in names] == [two[name] for name in names]
+    one, two = ([[row[name] for name in ("tokens", "loss", "grad_norm")] for row in found] for found in rows)
+    assert one == two
 
 
 AGAIN = ("validation.data=", "learner.checkpoint_every=3", "learner.parallel.collective_timeout_s=10")
