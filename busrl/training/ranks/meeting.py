@@ -71,8 +71,7 @@ class Door:
 @contextlib.contextmanager
 def door(file: Path, note: Path, address: str, silent_s: float) -> Iterator[Door]:
     """Listen at `file`, which only this user can open, and with an `address` at a port there; `note` says where."""
-    for one in (file, note):
-        one.unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         here = stack.enter_context(socket.socket(socket.AF_UNIX))
         before = os.umask(0o177)
