@@ -300,6 +300,7 @@ class BusClosed(BugError):
 # -- exit codes -----
 
 RETRY, NEEDS_FIX, RUN_FAILED, NO_SPACE = 1, 2, 3, 4
+TEAM_ENDED = 5  # of a learner's rank on another host: its team has ended, for a reason that is elsewhere
 
 
 def process_code(problem: BusrlError) -> int:

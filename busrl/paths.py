@@ -151,6 +151,11 @@ class RunPaths:
         return self.runtime_dir / "ranks.sock"
 
     @property
+    def rank_place(self) -> Path:
+        """Where it says at which port it meets those of other hosts."""
+        return self.ranks.with_suffix(".json")
+
+    @property
     def tap(self) -> str:
         """Endpoint that monitors and recorders listen at."""
         return f"ipc://{self.runtime_dir}/tap.sock"

@@ -133,8 +133,7 @@ def call_ring(topology: Topology, host: str = "") -> tuple[int, int]:
 
 def on_host(topology: Topology, host: str, *roles: str) -> int:
     """How many processes of these roles a host starts; "" = home."""
-    mine = (entry for entry in topology.process if entry.role in roles)
-    return sum(entry.count for entry in mine if (host in entry.hosts if host else not entry.hosts))
+    return sum(entry.count for entry in topology.process if entry.role in roles and entry.is_at(host))
 
 
 def _validating(topology: Topology) -> int:

@@ -431,6 +431,8 @@ def _ranks(t: Topology) -> Iterator[Finding]:
             yield Finding((at, f"process.{index}.role"), rule, "use count for more processes of the role")
         elif entry.ranks > 1:
             yield from _of_a_team(t, at, entry)
+        if entry.role == "learner" and entry.hosts:
+            yield from _over_hosts(t, f"process.{index}", entry)
     if t.ranks == 1:
         for one in fields(Parallel):
             if getattr(t.learner.parallel, one.name) != one.default:
@@ -450,13 +452,35 @@ def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
                        "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
     yield from _axes(t, at, entry.ranks)
-    if entry.devices and len(entry.devices) != entry.ranks:
-        rule = f"{len(entry.devices)} items for {entry.ranks} ranks: each rank works on a device of its own"
-        yield Finding((at, at.replace("ranks", "devices")), rule, f"one item per rank, {ALONE}")
+    here = max(1, entry.ranks // (1 + len(entry.hosts)))
+    if entry.devices and len(entry.devices) != here:
+        where = " on each host" if entry.hosts else ""
+        rule = f"{len(entry.devices)} items for {here} ranks{where}: each rank works on a device of its own"
+        yield Finding((at, at.replace("ranks", "devices")), rule, f"one item per rank{where}, {ALONE}")
     found = _torch()
     if found and found < OLDEST_TORCH:
         rule = f"torch {'.'.join(map(str, found))} cannot sum gradients over ranks; 2.8 can"
         yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")
+
+
+REACHABLE = re.compile(r"tcp://(localhost|[1-9][0-9.]*):")  # by ranks of other hosts
+
+
+def _over_hosts(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
+    """Ranks of other hosts: where they are, and what they need."""
+    places, tensor = 1 + len(entry.hosts), t.learner.parallel.tensor
+    if entry.ranks % places:
+        rule = f"{entry.ranks} ranks cannot be dealt out evenly over home and {len(entry.hosts)} other hosts"
+        yield Finding((f"{at}.ranks", f"{at}.hosts"), rule, f"set ranks to a multiple of {places}, or remove hosts")
+    elif (entry.ranks // places) % tensor:
+        rule = f"{entry.ranks // places} ranks of a host are no groups of {tensor}: a layer is computed on one host"
+        yield Finding(("learner.parallel.tensor", f"{at}.hosts"), rule, "set a divisor of that")
+    if t.bus.endpoint != "ipc" and not REACHABLE.match(t.bus.endpoint):
+        rule = "ranks of other hosts meet at the address of this endpoint, which has to be one of IPv4"
+        yield Finding(("bus.endpoint", f"{at}.hosts"), rule, "name the address of this host that they see")
+    if t.learner.checkpoint_mode == "async":
+        rule = "home alone has the folder of checkpoints, so parts of other hosts are gathered there"
+        yield Finding(("learner.checkpoint_mode", f"{at}.hosts"), rule, 'checkpoint_mode = "auto"')
 
 
 def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 from busrl import device, keys
 from busrl.algorithms import catalog
 from busrl.config import machine, memory, pretrained, rates, trial
-from busrl.config.hosts import of_host
+from busrl.config.hosts import of_host, rows_of
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
 from busrl.config.reader import show
@@ -188,12 +188,17 @@ def _hosts(t: Topology) -> Iterator[str]:
             runs.append(f"{rewards} x reward, which judge what is generated there")
         runs += [f"{entry.count} x {entry.role}" for entry in there if entry.role in CALLER_ROLES]
         own = of_host(t, host)
-        needs = sum(size for _, size in shared_memory(own))
+        ranks = [one.name for one in own.processes() if one.role == RANK]
+        if ranks:
+            runs.append(f"{ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''} of the learner")
+        needs = sum(size for name, size in shared_memory(own) if name != "weights" or rows_of(t, host))
         start = " ".join(t.hosts.start).replace("{host}", host) or "`busrl host` there"
         yield f"on {host}, by {start}: {', '.join(runs)}"
         most = needs + own.derived.ring_bytes - own.derived.ring_held
         more = f", at most {_mib(most)}" if most > needs else ""
         yield f"  {own.derived.slots} slots, {_mib(needs)} of shared memory{more}"
+        if ranks and (found := memory.of_ranks(t)):
+            yield f"  memory of its ranks: {found}"
 
 
 def _device(t: Topology, process: ProcessName) -> str:

@@ -15,7 +15,7 @@ from busrl.config.rules import PLACEHOLDER, Check, Finding
 from busrl.config.schema import AGENT, FOLDERS, SERVE, Process, Topology
 from busrl.states import CALLER_ROLES, HOST_NAME
 
-MAY_BE_AWAY = ("rollout", "reward", AGENT, SERVE)
+MAY_BE_AWAY = ("rollout", "reward", AGENT, SERVE, "learner")
 OVER_HOSTS = (  # key, whether it is as several hosts need it, rule and remedy
     ("bus.endpoint", lambda t: t.bus.endpoint != "ipc", "other hosts reach the bus over TCP",
      'set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys with `busrl keys`'),
@@ -104,7 +104,7 @@ def _hosts_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding
     if len(set(entry.hosts)) < len(entry.hosts):
         yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
     if entry.role not in MAY_BE_AWAY or entry.command:
-        rule = "only busrl's own rollouts, rewards, agents and servers run on other hosts yet"
+        rule = "only busrl's own rollouts, rewards, agents, servers and ranks of the learner run on other hosts yet"
         yield Finding((at, f"process.{index}.role"), rule, "remove hosts")
     if entry.serves == "validation":
         yield Finding((at, f"process.{index}.serves"), "rollouts that only validate run on this host", "remove hosts")

@@ -86,6 +86,13 @@ class Parallel:
                        choices=("none", "all"))
     reshard: bool = key(True, "give up gathered weights between forward and backward: less memory, one more gathering")
     collective_timeout_s: float = key(120.0, "a rank that others await longer is named, all start again", above=0)
+    host_timeout_s: float = key(1800.0, "ranks of another host that are not there after this long end the run", above=0)
+
+
+def ranks_at(ranks: int, hosts: tuple[str, ...], host: str) -> range:
+    """The ranks on `host` ("": home): as many on each, home's first, then in the order in which hosts are named."""
+    each, at = ranks // (1 + len(hosts)), ("", *hosts).index(host)
+    return range(at * each, (at + 1) * each)
 
 
 @dataclass(frozen=True)

@@ -288,10 +288,15 @@ def _of(t: Topology, work: Work) -> dict[str, int]:
     known = 0 if t.model.path.startswith(TINY) else pretrained.parameters(t)
     found, size = learner_sum(_config(t), work, known), Widths.of(_config(t), known).parameters
     if work.kind == "cpu":
-        found = {name: value * work.ranks for name, value in found.items()}
+        found = {name: value * _at_home(t, work) for name, value in found.items()}
         found["published"], found[COPY] = _published(t, size), _copy(t, work, size)
     found["teacher model"] = _teacher(t, work.kind)
     return {name: value for name, value in found.items() if value}
+
+
+def _at_home(t: Topology, work: Work) -> int:
+    """Ranks that share the memory of one host."""
+    return max(1, work.ranks // (1 + len(t.rank_hosts)))
 
 
 def _published(t: Topology, parameters: int) -> int:
@@ -318,8 +323,8 @@ def of_host(t: Topology) -> dict[str, int]:
     published = _published(t, known)
     if (work := work_of(t)).offload:
         alike = learner_sum(_config(t), replace(work, offload=False), known)
-        kept = work.ranks * sum(alike[name] for name in _on_host(alike))
-        return {"parts of the model, gradients and optimiser of all ranks": kept} | (
+        kept = _at_home(t, work) * sum(alike[name] for name in _on_host(alike))
+        return {"parts of the model, gradients and optimiser of its ranks": kept} | (
             {"published": published} if published else {})
     largest = max(("the model while it is read", read), ("published", published), key=lambda part: part[1])
     copied = _copy(t, work, known)
@@ -359,7 +364,7 @@ def lines(t: Topology) -> list[str]:
     work = work_of(t)
     limit = there(work.kind)
     of = f" of {_gib(limit)}" if limit else f"; how much this machine's {work.kind} has is not known here"
-    several = f", {work.ranks} ranks together" if work.kind == "cpu" else ", each rank"
+    several = f", {_at_home(t, work)} ranks together" if work.kind == "cpu" else ", each rank"
     ranks = several if work.ranks > 1 else ""
     found = [
         f"learner memory ({work.kind}{ranks}): {_gib(sum(parts.values()))}{of}, micro-batches of {work.tokens} tokens",
@@ -368,6 +373,13 @@ def lines(t: Topology) -> list[str]:
     if host := of_host(t):
         found.append(f"  and of the host's memory: {_each(host, ', ')}")
     return found
+
+
+def of_ranks(t: Topology) -> str:
+    """What the ranks of another host need there; empty if that is not known."""
+    size = sum(value for name, value in of_topology(t).items() if name != "published")
+    kind = work_of(t).kind
+    return f"{_gib(size)} ({kind}{'' if kind == 'cpu' else ', each'})" if size else ""
 
 
 def require(t: Topology) -> None:

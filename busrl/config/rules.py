@@ -471,7 +471,7 @@ def _processes(t: Topology) -> Iterator[Finding]:
     for index, entry in enumerate(t.process):
         yield from _entry(t, index, entry)
     yield from _agents(t)
-    here = sum(entry.count for entry in t.process if not entry.hosts)
+    here = sum(entry.count for entry in t.process if entry.is_at(""))
     total = here + t.ranks - 1 + len(t.implied) + len(t.host_names) + RESERVE_PROCESSES
     if total > t.ring.processes:
         rule = f"{total} entries are needed: the processes, {len(t.implied)} implied, {RESERVE_PROCESSES} spare"
@@ -587,7 +587,8 @@ def _scripted(t: Topology) -> Iterator[Finding]:
 
 def count(t: Topology, role: str) -> int:
     """How many processes of a role are started, on all hosts."""
-    return sum(entry.count * max(1, len(entry.hosts)) for entry in t.process if entry.role == role)
+    each = (1 if role in SINGLE_ROLES else max(1, len(entry.hosts)) for entry in t.process)
+    return sum(entry.count * times for entry, times in zip(t.process, each, strict=True) if entry.role == role)
 
 
 def only_validate(t: Topology) -> int:

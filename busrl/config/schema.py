@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from busrl.config.declare import REQUIRED, Rule, build, key, plain
-from busrl.config.learner import Learner, Log
+from busrl.config.learner import Learner, Log, ranks_at
 from busrl.config.names import modern
 from busrl.config.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
 from busrl.scheduling.limits import MODES, AdmissionLimits
@@ -27,15 +27,12 @@ BYTES_PER_TOKEN = 4  # of a prompt of a scripted engine: what tokenizers come to
 AGENT = "agent"  # the role that plays episodes, and the kind of reward that they return
 SERVE = "serve"  # the role that lets clients play them
 ATROPOS = "atropos"  # the role that takes groups of them from environments
-SINKS = {  # and their packages
-    "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client",
-}
+SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "prometheus": "prometheus_client"}
 ADAPTERS = ("lora_hotswap", "lora_restart")  # transports of which a version is an adapter
 FOLDERS = (*ADAPTERS, "checkpoint_restart")  # ... or is any folder of files
 RESTARTS = ("lora_restart", "checkpoint_restart")  # transports that end the engine and start it again
 ONE_COPY = "cuda_ipc"  # the transport with which the learner's weights are the engine's own tensors
-# The engines, and where the model of each runs: "here", in its rollout process or a child of it; "there", behind an
-# endpoint; "", nowhere: its answers are scripted.
+# Where the model of each engine runs: "here", in its rollout process or a child; "there", at an endpoint; "": nowhere.
 SCRIPTED = "mock"
 ENGINES = {"torch": "here", SCRIPTED: "", "vllm": "here", "openai": "there"}
 # The engines that a transport can give weights to. An engine that is not busrl's own (openai) has its own rules.
@@ -384,8 +381,11 @@ class Process:
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
-    hosts: tuple[str, ...] = key((), "rollout, reward, agent, serve: names of other hosts, each of which runs `count` "
-                                 "of them; empty = this one; see docs/hosts.md")
+    hosts: tuple[str, ...] = key((), "names of other hosts, each of which runs `count` of them (rollout, reward, agent, "
+                                 "serve); ranks of a learner are dealt out over this one and these; see docs/hosts.md")
+
+    def is_at(self, host: str) -> bool:  # whether any of its processes are on that host ("": home)
+        return host in self.hosts if host else not self.hosts or self.role == "learner"
 
 
 @dataclass(frozen=True)
@@ -728,10 +728,8 @@ class Topology:
         asked, own = self.derived.val_samples, self.validation
         if self.derived.sets or not asked:
             return self.derived.sets
-        return (AskedSet(  # of a run directory of before
-            "", own.data, self.derived.validation_prompts, asked, 1, own.temperature, own.top_p,
-            self.generation.max_new_tokens, own.every, 0,
-        ),)
+        drawn = own.temperature, own.top_p, self.generation.max_new_tokens  # of a run directory of before
+        return (AskedSet("", own.data, self.derived.validation_prompts, asked, 1, *drawn, own.every, 0),)
 
     @property
     def dedicated(self) -> bool:
@@ -754,18 +752,21 @@ class Topology:
     def processes(self) -> list[ProcessName]:
         """Every process on this host in starting order; several entries of one role are numbered through."""
         names = [ProcessName(role, role, 0, Process(role)) for role in self.implied]
-        mine = [entry for entry in self.process if (self.here in entry.hosts if self.here else not entry.hosts)]
-        for role in ROLES:
+        mine = [entry for entry in self.process if entry.is_at(self.here)]
+        for role in [role for role in ROLES if role != "learner" or not self.here]:
             specs = [(spec, place) for spec in mine if spec.role == role for place in range(spec.count)]
-            for index, (spec, place) in enumerate(specs):
-                name = role if role in SINGLE_ROLES else f"{role}/{index}"
-                names.append(ProcessName(name, role, index, spec, place))
-        ranks = ((one, i) for one in mine if one.role == "learner" for i in range(1, one.ranks))
-        return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, i in ranks]
+            names += [ProcessName(role if role in SINGLE_ROLES else f"{role}/{at}", role, at, *one)
+                      for at, one in enumerate(specs)]
+        teams = [(one, ranks_at(one.ranks, one.hosts, self.here)) for one in mine if one.role == "learner"]
+        return names + [ProcessName(f"{RANK}/{i}", RANK, i, one, i) for one, ranks in teams for i in ranks if i]
 
     @property
     def ranks(self) -> int:  # processes that train the model together
         return max((entry.ranks for entry in self.process if entry.role == "learner"), default=1)
+
+    @property
+    def rank_hosts(self) -> tuple[str, ...]:  # the other hosts that have some of them, in their order
+        return next((entry.hosts for entry in self.process if entry.role == "learner"), ())
 
     def device_of(self, name: str) -> str:
         """The device key of a process; one that joins from outside is as the first of its role."""

@@ -113,5 +113,5 @@ def _pod(
 
 def _devices(topology: Topology, host: str) -> int:
     """How many devices the entries of a host (home: "") name; entries may share them."""
-    here = [one for one in topology.process if (host in one.hosts if host else not one.hosts)]
+    here = [one for one in topology.process if one.is_at(host)]
     return len({device.strip() for one in here for item in one.devices for device in item.split(",")})

@@ -31,7 +31,7 @@ from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import AGENT
-from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, TEAM_ENDED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.files import bound
 from busrl.guardian import Guardian, mark
@@ -311,6 +311,8 @@ class Launch:
             if finishing and self._processes[child.name].role == RANK:
                 child.finished()
                 continue
+            if how.code == TEAM_ENDED and self.topology.here:  # home counts the deaths
+                child.goes_with("its team")
             along = child.went_along
             outcome = self._died(child, how)
             if outcome is not None:

@@ -75,6 +75,10 @@ class WeightsPiece(Question, tag="WEIGHTS_PIECE"):
     size: Count = 0
 
 
+class RanksMeet(Question, tag="RANKS_MEET"):
+    """Where does the learner meet its ranks of this host? Answered by RANKS_PLACE; REFUSED while it waits for none."""
+
+
 class Reply(Struct, tag_field="type", kw_only=True):
     """An answer to question `number`."""
 
@@ -145,12 +149,20 @@ class Piece(Reply, tag="PIECE"):
     at: Count = 0
 
 
+class RanksPlace(Reply, tag="RANKS_PLACE"):
+    """A TCP port of home. `secret`, in hexadecimal digits, is what both sides prove there that they know."""
+
+    address: Name = ""
+    port: Count = 0
+    secret: Name = ""
+
+
 class Waiting(Reply, tag="WAITING"):
     """That piece is not here yet; it comes."""
 
 
-AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece
-AnyReply = Refused | Welcome | State | Version | Piece | Waiting
+AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece | RanksMeet
+AnyReply = Refused | Welcome | State | Version | Piece | RanksPlace | Waiting
 _encoder = msgspec.msgpack.Encoder()
 _questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyQuestion)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyReply)

@@ -1,37 +1,72 @@
 """A rank of the learner other than 0: holds a part of the model, and does what rank 0 says.
 
-Talks to the learner (`busrl.training.ranks`) and to its own entry of the ring, for the supervisor. It claims nothing
-and decides nothing, and writes nothing but its part of a checkpoint; it knows nothing of groups, logs or versions.
+Talks to the learner (`busrl.training.ranks`), to its own entry of the ring, for the supervisor, and on another host to
+home's relay, which knows where the learner is. It claims nothing and decides nothing, and writes nothing but its part
+of a checkpoint; it knows nothing of groups, logs or versions.
 
 - It ends when the learner has ended: on its word, or because its connection closed. A STOP on the bus is the learner's
   business, which still needs its ranks for the last checkpoint.
 - Whatever goes wrong is told to the learner first; then it ends, and the supervisor ends the others.
+- On another host it waits for a learner for as long as the host works for the run, and the end of its team for a reason
+  elsewhere is no death of its own: home counts those.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+
 from busrl import device
+from busrl.bus.link import Asking
+from busrl.bus.security import relay_endpoint
+from busrl.config import HostSource
+from busrl.errors import TEAM_ENDED, PeerLost, RankLost
+from busrl.protocol import hosts as h
 from busrl.roles.actor import Actor
 from busrl.training.forward import COMPILE_S
+from busrl.training.ranks import mesh
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.follower import Follower
+from busrl.training.ranks.meeting import Away, Place
 from busrl.training.ranks.wire import ControlMessage
 from busrl.training.trainer import TrainerSettings
+from busrl.weights.tensors import fingerprint
+
+log = logging.getLogger("busrl")
+ASK_S = 2.0
 
 
 class Rank(Actor):
     role = "rank"
     tick_s = 0.2
 
+    def main(self) -> int:
+        try:
+            return super().main()
+        except Exception as problem:
+            if not self.topology.here or not (isinstance(problem, RankLost) or mesh.of_a_peer(problem)):
+                raise
+            log.info("ends with its team: %s", problem)
+            return TEAM_ENDED
+
     def setup(self) -> None:
         device.keep_freed_memory()
         self.heard: ControlMessage | None = None
         where = device.choose(self.topology.device_of(self.name))
-        team = TeamSettings.of(self.topology, self.paths.ranks, where)
-        with self.activity("waits for the learner", self.topology.limits.ready_s):
-            rank = int(self.name.partition("/")[2])
-            self.follower = Follower(team, TrainerSettings.of(self.topology), rank, lambda: self.stopping)
+        team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
+        rank, away = int(self.name.partition("/")[2]), bool(self.topology.here)
+        with self.activity("waits for the learner", math.inf if away else team.waits_s):
+            home = HomeOfRank(self) if away else None
+            with contextlib.nullcontext() if home is None else contextlib.closing(home):
+                self.follower = Follower(
+                    team, TrainerSettings.of(self.topology), rank, self._awaited, home.away if home else None)
         self.follower.on_progress = self.ring.progress
+
+    def _awaited(self) -> str:
+        """Called while the others are waited for."""
+        self.ring.progress()
+        return self.stopping
 
     def subscriptions(self) -> list[str]:
         return []
@@ -54,3 +89,22 @@ class Rank(Actor):
 
     def teardown(self) -> None:
         self.follower.close()
+
+
+class HomeOfRank:
+    """Home's relay, as a rank of another host asks it where the learner is."""
+
+    def __init__(self, actor: Actor) -> None:
+        source = HostSource.read(actor.paths.host_source)
+        self._link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
+        self.away = Away(source.name, self._place, actor.paths.root / "brought")
+
+    def _place(self) -> Place | None:
+        try:
+            found = self._link.ask(h.RanksMeet(), ASK_S)
+        except PeerLost:  # the host's relay says so
+            return None
+        return Place(found.address, found.port, found.secret) if isinstance(found, h.RanksPlace) else None
+
+    def close(self) -> None:
+        self._link.close()

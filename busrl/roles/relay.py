@@ -141,6 +141,9 @@ class Home:
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
         elif isinstance(question, h.WeightsHead):
             self._head(asked, question)
+        elif isinstance(question, h.RanksMeet):
+            place = files.read_map(self.actor.paths.rank_place) if asked.name in self.topology.rank_hosts else {}
+            self.link.answer(asked, h.RanksPlace(**place) if place else h.Refused(text="no learner waits for ranks"))
         else:
             self._piece(asked, question)
 
@@ -236,7 +239,8 @@ class Away:
         home = relay_endpoint(self.source.endpoint)
         self.link = Asking(home, self.source.client, self.source.name)
         self.weights = _copy(actor)
-        self.sharing = self._open_sharing(home)
+        self.generates = any(one.role == "rollout" for one in self.topology.processes())
+        self.sharing = self._open_sharing(home) if self.generates else None
         self.links = Links(self.source)
         self.fetch: Fetch | None = None
         self.state: h.HomeState | None = None
@@ -290,7 +294,7 @@ class Away:
             ))
             self._next_look = now + WAIT_S + AGAIN_S
         idle = self.fetch is None or self.fetch.sources is None
-        if idle and self.state is not None and now >= self._next_head:
+        if idle and self.generates and self.state is not None and now >= self._next_head:
             have = self.weights.newest()
             if self.state.weights > max(have, 0):
                 place = self.sharing.link.place if self.sharing is not None else ""

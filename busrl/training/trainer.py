@@ -487,10 +487,9 @@ class Trainer:
         """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
         Without `keep` this rank only takes part, and gets nothing."""
         state = Trainer.optimizer_state(self)
-        for name in ("state", MASTER):
-            state[name] = _whole(state.get(name, {}), keep)
-        if not self.rounded:
-            del state[MASTER]
+        masters = {MASTER: self.trained_tensors()} if self.published_type is not None else {}
+        for name, tensors in {"state": state["state"], **masters}.items():
+            state[name] = _whole(tensors, keep)
         self.on_progress()
         return state if keep else {}
 

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 290, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 292, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
@@ -151,8 +151,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "ranks": "batch checkpoint custom forward head model shard_files sharded step_stats trainer value_head",
     },
     "training.ranks": {
-        "mesh": "", "wire": "", "loading": "", "builder": "loading mesh", "leader": "builder mesh wire",
-        "follower": "builder mesh wire",
+        "meeting": "", "mesh": "", "wire": "", "loading": "", "builder": "loading mesh",
+        "leader": "builder meeting mesh wire", "follower": "builder meeting mesh wire",
     },
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",

@@ -58,7 +58,7 @@ def test_a_host_has_slots_for_what_it_runs_holds_ahead_and_has_answered(over_hos
     ('hosts.start=["true", "busrl host -"]', "{host} is nowhere in it"),
     ('hosts.start=["true", "{name}", "{host}"]', "{name} is not filled in, {host} is"),
     ('hosts.start=["no-such-program", "{host}"]', "no-such-program is not an executable program"),
-    ('process.validator.hosts=["a"]', "only busrl's own rollouts, rewards, agents and servers run on other hosts yet"),
+    ('process.validator.hosts=["a"]', "only busrl's own rollouts, rewards, agents, servers and ranks of"),
     ('process.reward.hosts=["a", "b", "c"]', "c has none"),
     ('process.reward.hosts=["a"]', "nobody judges what is generated on b"),
 ])

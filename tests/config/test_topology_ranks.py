@@ -7,9 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from busrl.config import Topology, machine
+from busrl import keys
+from busrl.config import Topology, machine, of_host
+from busrl.config.explain import report
 from busrl.errors import UserError
+from busrl.paths import RunPaths
+from busrl.training.ranks.builder import TeamSettings
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -23,11 +28,44 @@ def test_each_rank_but_the_first_is_a_process_on_the_learners_device(loaded: Loa
     assert [one.devices for one in ranks.values()] == ["0", "1"] and t.device_of("rank/1") == "cuda"
 
 
+OVER = ("process.learner.ranks=6", 'process.learner.hosts=["gpu-1", "gpu-0"]', 'bus.endpoint="tcp://127.0.0.1:5600"')
+
+
+@pytest.fixture
+def with_keys(tmp_path: Path) -> str:
+    keys.init(tmp_path / "keys")
+    return f'bus.keys="{tmp_path}/keys"'
+
+
+def test_ranks_are_dealt_out_over_home_and_the_hosts_in_their_order(loaded: Loaded, with_keys: str) -> None:
+    t = loaded("", *OVER, with_keys, 'process.learner.devices=["0", "1"]', "model.device=cuda")
+    places = {host: [(one.name, one.devices) for one in of_host(t, host).processes() if one.role in ("learner", "rank")]
+              for host in t.host_names}
+    at_home = [(one.name, one.devices) for one in t.processes() if one.role in ("learner", "rank")]
+    assert at_home == [("learner", "0"), ("rank/1", "1")] and t.rank_hosts == ("gpu-1", "gpu-0")
+    assert places == {"gpu-1": [("rank/2", "0"), ("rank/3", "1")], "gpu-0": [("rank/4", "0"), ("rank/5", "1")]}
+    assert not [one for one in of_host(t, "gpu-0").processes() if one.role in ("rollout", "reward", "scheduler")]
+    team = TeamSettings.of(t, RunPaths.of("/nowhere"), torch.device("cpu"), lambda _: "the same")
+    assert [team.host_of(rank) for rank in range(6)] == ["", "", "gpu-1", "gpu-1", "gpu-0", "gpu-0"]
+    there = TeamSettings.of(of_host(t, "gpu-0"), RunPaths.of("/elsewhere"), torch.device("cpu"), lambda _: "the same")
+    assert there.facts == team.facts and team.address == "127.0.0.1"
+
+
+def test_check_says_which_ranks_a_host_has_and_what_memory_they_need(loaded: Loaded, with_keys: str) -> None:
+    lines = report(loaded("", *OVER, with_keys, "model.device=cpu"))
+    assert "rank/2 to rank/3 of the learner" in lines and "memory of its ranks: " in lines
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ((TWO, 'process.learner.devices=["0"]', "model.device=cuda"), "1 items for 2 ranks"),
         (("process.rollout.ranks=2",), "a rollout trains none"),
+        ((*OVER, "process.learner.ranks=4"), "4 ranks cannot be dealt out evenly over home and 2 other hosts"),
+        ((*OVER, "learner.parallel.tensor=3"), "2 ranks of a host are no groups of 3"),
+        ((*OVER, 'bus.endpoint="tcp://*:5600"'), "which has to be one of IPv4"),
+        ((*OVER, "learner.checkpoint_mode=async"), "home alone has the folder of checkpoints"),
+        ((*OVER, 'process.learner.devices=["0"]', "model.device=cuda"), "1 items for 2 ranks on each host"),
         ((TWO, "learner.parallel.tensor=3"), "1 x 3 does not divide 2"),
         ((TWO, "learner.parallel.expert=2", "learner.parallel.replicate=2"), "a replica, which has 1 ranks"),
         ((TWO, "learner.parallel.tensor=2", "lora.rank=4", "lora.dropout=0.1"), "would each drop other values"),

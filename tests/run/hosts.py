@@ -80,12 +80,12 @@ def _ip(*words: str) -> None:
 
 
 class Home(Run):
-    """A run whose rollouts are on the hosts `names`; at home there are none, but where `placed` says that the
-    configuration names hosts itself."""
+    """A run whose rollouts are on the hosts `names`, and none at home; or, with `ranks`, a learner of so many, which
+    are at home and on the hosts; or, if `placed`, what the configuration itself says."""
 
     def __init__(
         self, folder: Path, *settings: str, names: tuple[str, ...] = ("gpu-0",), steps: int = 20,
-        cable: Cable | None = None, config: Path | None = None, placed: bool = False,
+        cable: Cable | None = None, config: Path | None = None, placed: bool = False, ranks: int = 0,
     ) -> None:
         address = cable.home if cable else f"127.0.0.1:{free_ports()}"
         self.endpoint, self.keys = f"tcp://{address}", folder / "keys"
@@ -93,10 +93,11 @@ class Home(Run):
         keys.init(self.keys)
         for name in names:
             keys.add(self.keys, name)
-        listed = ", ".join(f'"{name}"' for name in names)
+        listed, role = ", ".join(f'"{name}"' for name in names), "learner" if ranks else "rollout"
+        settings = (f"process.learner.ranks={ranks}", *settings) if ranks else settings
         super().__init__(
             folder / "run", f'bus.endpoint="{self.endpoint}"', f'bus.keys="{self.keys}"',
-            *([] if placed else [f"process.rollout.hosts=[{listed}]"]), *settings, steps=steps, config=config,
+            *([] if placed else [f"process.{role}.hosts=[{listed}]"]), *settings, steps=steps, config=config,
         )
 
 

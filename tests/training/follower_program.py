@@ -2,7 +2,8 @@
 
 `SMALL` in the environment is the size below which adamw8bit keeps float32 states, `WRONG=count` in it lets it count one
 token too many, `WRONG=facts` another version than rank 0's.
-`WRONG=fails`: it fails with any samples; `WRONG=updates`: in any update.
+`WRONG=fails`: it fails with any samples; `WRONG=updates`: in any update. With `there` in MORE, a folder, it is on
+another host, which has its copies there.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 import torch
 
+from busrl import files
 from busrl.algorithms.gae import ValueSettings
 from busrl.training import optimizers
 from busrl.training.model import LoraSettings
 from busrl.training.ranks.builder import TeamSettings, facts
 from busrl.training.ranks.follower import Follower
+from busrl.training.ranks.meeting import Away, Place
 from busrl.training.ranks.mesh import Layout
 from busrl.training.trainer import Trainer, TrainerSettings
 
@@ -44,11 +47,18 @@ def main(rank: int, ranks: int, file: Path, collective_s: float, settings: Train
                         layout=Layout(ranks, tensor=more["tensor"]),
                         taught=bool(more["teacher"]),
                         teacher=Path(more["teacher"]) if more["teacher"] else None, teacher_k=TEACHER_K)
-    follower = Follower(team, settings, rank)
+    away = Away("gpu-0", lambda: place(file.with_suffix(".json")), Path(more["there"])) if more["there"] else None
+    follower = Follower(team, settings, rank, away=away)
     while True:
         message = follower.hear(60)
         if message is not None and not follower.act(message):
             return
+
+
+def place(note: Path) -> Place | None:
+    """Where rank 0 is, as home's relay would say."""
+    found = files.read_map(note)
+    return Place(**found) if found else None
 
 
 if __name__ == "__main__":

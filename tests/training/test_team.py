@@ -86,13 +86,14 @@ def test_work_on_its_way_to_a_rank_stays_what_it_was(lab: Any) -> None:
 def team_of(
     folder: Path, ranks: int = 2, collective_s: float = 60, wrong: str = "", lora: LoraSettings | None = None,
     refers: bool = False, reference: Path | None = None, tensor: int = 1,
-    teacher: Path | None = None, **settings: Any,
+    teacher: Path | None = None, there: Path | None = None, **settings: Any,
 ) -> Iterator[Any]:
-    """A team of this process and others; its followers' processes are in `processes`."""
+    """A team of this process and others; its followers' processes are in `processes`. `there`: where one on another
+    host has its copies of what is in `folder`."""
     file, values = folder / "team.sock", {**SETTINGS, **settings}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WRONG": wrong}
     more = json.dumps({"lora": lora and asdict(lora), "refers": refers, "reference": reference and str(reference),
-                       "tensor": tensor, "teacher": teacher and str(teacher)})
+                       "tensor": tensor, "teacher": teacher and str(teacher), "there": there and str(there)})
     program, given = [sys.executable, follower_program.__file__], json.dumps(values, default=asdict)
     processes = [
         subprocess.Popen([*program, str(rank), str(ranks), str(file), str(collective_s), given, more],
@@ -102,7 +103,8 @@ def team_of(
     known = TeamSettings(ranks, file, facts("one"), torch.device("cpu"), start_s=60, collective_s=collective_s,
                          lora=lora, refers=refers, reference=reference, teacher=teacher,
                          taught=teacher is not None, teacher_k=TEACHER_K,
-                         layout=Layout(ranks, tensor=tensor))
+                         layout=Layout(ranks, tensor=tensor), hosts=("gpu-0",) if there else (),
+                         address="127.0.0.1" if there else "", note=file.with_suffix(".json"), root=folder, hosts_s=60)
     team = None
     try:
         team = Team.gathered(known)

@@ -60,6 +60,7 @@ from busrl.training.forward import COMPILE_S
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
 from busrl.watching import PausedClock
+from busrl.weights.tensors import fingerprint
 
 if TYPE_CHECKING:
     from busrl.training.step_stats import StepStats
@@ -110,8 +111,16 @@ class Learner(Actor):
     def _gathered(self) -> Team:
         """The other ranks, as soon as all are there."""
         where = device.choose(self.topology.device_of("learner"))
-        with self.activity("waits for its ranks", self.topology.limits.ready_s):
-            return Team.gathered(TeamSettings.of(self.topology, self.paths.ranks, where), lambda: self.stopping)
+        own = TeamSettings.of(self.topology, self.paths, where, fingerprint)
+        with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
+            team = Team.gathered(own, self._awaited, lambda text: self.warn("learner", text))
+        team.on_progress = self.ring.progress
+        return team
+
+    def _awaited(self) -> str:
+        """Called while ranks are waited for, which may take as long as a host is away."""
+        self.ring.progress()
+        return self.stopping
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -196,6 +205,8 @@ class Learner(Actor):
             self._finish()
             return True
         self.publisher.check()
+        if self.team is not None:
+            self.team.look()
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._commit_checkpoint()

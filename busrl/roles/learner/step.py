@@ -140,7 +140,8 @@ class TrainingStep:
         self.cut_tokens = self.gone_tokens = 0
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
         # An adapter is small, and its checkpoint a folder that peft loads.
-        self.in_shards = not topology.lora.on and (team is not None or self.config.checkpoint_mode == "async")
+        self.in_shards = not topology.lora.on and not topology.rank_hosts and (
+            team is not None or self.config.checkpoint_mode == "async")
         self.from_elsewhere = False  # whether it has begun with weights that are not those of model.path
         self.on_progress: Callable[[], None] = lambda: None  # after each micro-batch and part of a checkpoint
         self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change

@@ -22,6 +22,7 @@ from torch import Tensor
 from busrl import device
 from busrl.algorithms import catalog
 from busrl.errors import UserError
+from busrl.paths import RunPaths
 from busrl.training.custom import OwnLoss
 from busrl.training.forward import AUTO, Forward, checkpoint_layers, compile_layers, compute_again
 from busrl.training.model import Adapter, LoraSettings, load_empty, require_vocabulary, train_only, vocabulary
@@ -35,7 +36,8 @@ from busrl.training.trainer import Trainer, TrainerSettings, computes_again, way
 
 @dataclass(frozen=True)
 class TeamSettings:
-    """`ranks` ranks that meet at the socket `file`. `facts`: what has to be the same on all of them."""
+    """`ranks` ranks that meet at the socket `file`, those of other `hosts` at a port of `address`. `facts`: what has to
+    be the same on all of them. `root`: home's run directory, whose files no other host has."""
 
     ranks: int
     file: Path
@@ -52,32 +54,62 @@ class TeamSettings:
     taught: bool = False  # by a teacher; as with `refers`
     teacher: Path | None = None  # its folder
     teacher_k: int = 0  # its most probable tokens that are read
+    hosts: tuple[str, ...] = ()
+    address: str = ""
+    note: Path = Path()  # where rank 0 says at which port it listens there
+    root: Path = Path()
+    hosts_s: float = 0.0  # that ranks of other hosts may need to come
 
     @classmethod
-    def of(cls, topology: Any, file: Path, device: torch.device) -> TeamSettings:
-        """From a topology's [[process]] and [learner.parallel]."""
+    def of(
+        cls, topology: Any, paths: RunPaths, device: torch.device, fingerprint: Callable[[Path], str]
+    ) -> TeamSettings:
+        """From a topology's [[process]] and [learner.parallel]. `fingerprint`: tells the files of one model from those
+        of another, which other hosts may have under the same path."""
         own, learner, model = topology.learner.parallel, topology.learner, topology.model
+        lora = LoraSettings.of(topology)
+        # Not all of the topology: a host has one of its own, and some of it changes in flight.
+        known = facts(repr((TrainerSettings.of(topology), own, model, lora, learner.kl, learner.teacher_k)))
+        if topology.rank_hosts:
+            known["model.path"] = f"{model.path} ({fingerprint(Path(model.path))[:12]})"
         return cls(
-            topology.ranks, file, facts(topology.to_json()), device, own.reshard,
+            topology.ranks, paths.ranks, known, device, own.reshard,
             Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
-            topology.limits.ready_s, own.collective_timeout_s, LoraSettings.of(topology), learner.kl != "none",
+            topology.limits.ready_s, own.collective_timeout_s, lora, learner.kl != "none",
             Path(model.reference) if model.reference else None, catalog.taught(learner),
-            Path(model.teacher) if model.teacher else None, learner.teacher_k,
+            Path(model.teacher) if model.teacher else None, learner.teacher_k, topology.rank_hosts,
+            _address(topology.bus.endpoint) if topology.rank_hosts else "", paths.rank_place, paths.root,
+            own.host_timeout_s,
         )
+
+    @property
+    def waits_s(self) -> float:
+        """For which ranks that are there may have to wait for others."""
+        return max(self.start_s, self.hosts_s if self.hosts else 0.0)
+
+    def host_of(self, rank: int) -> str:
+        """Where a rank is; empty: at home."""
+        return ("", *self.hosts)[rank * (1 + len(self.hosts)) // self.ranks]
 
     @property
     def axes(self) -> Layout:
         return self.layout or Layout(self.ranks)
 
 
-def facts(topology: str) -> dict[str, str]:
+def _address(endpoint: str) -> str:
+    """Of the bus, as other hosts see it; the topology's rules allow no other."""
+    named = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return mesh.HOST if named == "localhost" else named
+
+
+def facts(settings: str) -> dict[str, str]:
     """What has to be the same on all ranks, besides the model."""
     import transformers
 
     import busrl
 
     return {
-        "topology": hashlib.sha256(topology.encode()).hexdigest()[:16], "busrl": busrl.__version__,
+        "topology": hashlib.sha256(settings.encode()).hexdigest()[:16], "busrl": busrl.__version__,
         "torch": str(torch.__version__), "transformers": transformers.__version__,
     }
 

@@ -11,8 +11,9 @@ group of `mesh`. Knows nothing of rings, logs, groups or other followers.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import socket
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,8 +26,9 @@ from busrl.algorithms.gae import Valued
 from busrl.errors import DiskFull, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded, value_head
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.ranks import mesh, wire
+from busrl.training.ranks import meeting, mesh, wire
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
+from busrl.training.ranks.meeting import Away
 from busrl.training.shard_files import Saving
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 
@@ -36,37 +38,48 @@ class Follower:
 
     def __init__(
         self, settings: TeamSettings, training: TrainerSettings, rank: int,
-        stopping: Callable[[], object] = lambda: None,
+        stopping: Callable[[], object] = lambda: None, away: Away | None = None,
     ) -> None:
         """Connects to rank 0 and joins the group; RankLost if rank 0 is not there in time, RanksDiffer if it refuses.
-        Stopped if `stopping`, which is called while rank 0 is waited for, is true, or rank 0 was asked to stop."""
-        self.settings, self.rank = settings, rank
+        Stopped if `stopping`, which is called while rank 0 is waited for, is true, or rank 0 was asked to stop.
+        `away`: it is on another host, where it waits for rank 0 for as long as the host does."""
+        self.settings, self.rank, self.away = settings, rank, away
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch
         self.stream = self._connect(stopping)
         self.trainer: Trainer | None = None
+        self._brought = False
         self._saving: Saving | None = None
         limit = settings.collective_s
-        self.stream.send(wire.RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts)), limit)
-        join = self.stream.receive(settings.start_s)
-        if isinstance(join, wire.Leave):
-            raise Stopped("rank 0 was asked to stop before all ranks were there")
-        if not isinstance(join, wire.Join):
-            raise RankLost(f"rank 0 gave no place in the team within {settings.start_s:g} s")
-        if join.refused:
-            raise RanksDiffer(join.refused)
-        store = mesh.find_store(join.port, join.world, limit)
+        host = "" if away is None else away.host
+        self.stream.send(wire.RankHello(rank=rank, pid=os.getpid(), facts=dict(settings.facts), host=host), limit)
+        join = self._told_to_join(stopping)
+        self._root = Path(join.root) if away is not None else None
+        if join.address:
+            meeting.use_network_of(join.address if away is None else self.stream.socket.getsockname()[0])
+        store = mesh.find_store(join.port, join.world, limit, join.address or mesh.HOST)
         meshes = mesh.join(store, join.prefix, rank, join.world, settings.device, limit, settings.axes)
         self._builder = TrainerBuilder(training, settings, meshes)
 
+    def _told_to_join(self, stopping: Callable[[], object]) -> wire.Join:
+        waits_s, begun = self.settings.waits_s, time.monotonic()
+        while (join := self.stream.receive(wire.LOOK_S)) is None and time.monotonic() < begun + waits_s:
+            if stopping() and self.away is not None:  # at home rank 0 says so
+                raise Stopped("while other ranks were waited for")
+        if isinstance(join, wire.Leave):
+            raise Stopped("rank 0 was asked to stop before all ranks were there")
+        if not isinstance(join, wire.Join):
+            raise RankLost(f"rank 0 gave no place in the team within {waits_s:g} s")
+        if join.refused:
+            raise RanksDiffer(join.refused)
+        return join
+
     def _connect(self, stopping: Callable[[], object]) -> wire.Stream:
-        deadline = time.monotonic() + self.settings.start_s
+        deadline = time.monotonic() + (self.settings.start_s if self.away is None else math.inf)
         while True:
-            connected = socket.socket(socket.AF_UNIX)
             try:
-                connected.connect(str(self.settings.file))
-                return wire.Stream(connected, "rank 0")
+                return wire.Stream(
+                    meeting.connect(self.settings.file, self.away, self.settings.collective_s), "rank 0")
             except OSError as problem:
-                connected.close()
                 if stopping():
                     raise Stopped("while rank 0 was waited for") from problem
                 if time.monotonic() > deadline:
@@ -112,17 +125,45 @@ class Follower:
             case wire.Build():
                 if self.settings.lora is not None:  # dropout of the adapter
                     torch.manual_seed(self.settings.lora.seed + self.rank)
-                self.trainer = self._builder.trainer(Path(message.folder), Trainer)
+                self.trainer = self._builder.trainer(self._here(message.folder), Trainer)
                 self.trainer.on_progress = lambda: self.on_progress()
                 return wire.Done(digest=digest(self.trainer))
             case wire.Leave():
                 mesh.leave()
                 return None
+            case wire.Bring():
+                return self._take(message)
         assert self.trainer is not None, f"{type(message).__name__} before a model was built"
         if isinstance(message, wire.Save):
             self._saving, self._saving_seq = self.trainer.save(Path(message.path)), message.seq
             return None
+        if isinstance(message, wire.Adopt):
+            message.folder = str(self._here(message.folder))
+        elif isinstance(message, wire.Restore):
+            message.path = str(self._here(message.path))
         return _answer(self.trainer, message)
+
+    def _here(self, path: str) -> Path:
+        """Where a file or folder of home is: the same path, or this host's copy of what the run directory has."""
+        if self.away is not None and self._root is not None and Path(path).is_relative_to(self._root):
+            return self.away.folder / Path(path).relative_to(self._root)
+        return Path(path)
+
+    def _take(self, message: wire.Bring) -> wire.Done | None:
+        """Of a copy, the next bytes. What was brought in an earlier attempt goes first."""
+        assert self.away is not None, "this rank is at home"
+        if not self._brought:
+            shutil.rmtree(self.away.folder, ignore_errors=True)
+            self._brought = True
+        if not message.name:
+            return wire.Done()
+        target = self.away.folder / message.name
+        if ".." in target.parts:
+            raise RanksDiffer(f"rank 0 brings {message.name!r}, which is no name below its run directory")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "wb" if message.begins else "ab") as file:
+            file.write(message.data)
+        return None
 
     def close(self) -> None:
         self.stream.close()

@@ -12,9 +12,7 @@ the trainer, over the process group of `mesh`. Knows nothing of rings, logs or g
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,18 +23,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from busrl.errors import DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
+from busrl.errors import CannotTrain, DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
 from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter
-from busrl.training.ranks import mesh, wire
+from busrl.training.ranks import meeting, mesh, wire
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 
 T = TypeVar("T")
+SAY_S = 20.0  # after which whoever watches is told which host is waited for
+LOOK_EVERY_S = 1.0
+PIECE = 1 << 22  # bytes of a file for other hosts
+NOT_BROUGHT = ("trained.bin",)  # it is rank 0's alone
 
 # -- the team ---------------------------------------------------------------------------
 
@@ -50,37 +52,64 @@ class Team:
     seq: int = 0
     store: Any = None
     builder: TrainerBuilder | None = None
+    on_progress: Callable[[], None] = lambda: None  # called after each part of a file that other hosts get
+    _brought: set[Path] = field(default_factory=set)
+    _next_look: float = 0.0
 
     @classmethod
-    def gathered(cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None) -> Team:
-        """Wait for all ranks, form the group. RankLost names who did not come, RanksDiffer what differs. `stopping` is
-        called while they are waited for; if it is true those that are there are dismissed: Stopped."""
+    def gathered(
+        cls, settings: TeamSettings, stopping: Callable[[], object] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Team:
+        """Wait for all ranks, form the group. RankLost names who did not come, CannotTrain a host that stays away,
+        RanksDiffer what differs. `stopping` is called while they are waited for; if it is true those that are there are
+        dismissed: Stopped. `say`: once, which hosts are waited for."""
         team = cls(settings)
-        deadline, streams = time.monotonic() + settings.start_s, dict[int, wire.Stream]()
-        with _listening(settings.file) as server:
-            while len(streams) < settings.ranks - 1:
+        begun, streams = time.monotonic(), dict[int, wire.Stream]()
+        with meeting.door(settings.file, settings.note, settings.address, settings.collective_s) as door:
+            while missing := sorted(set(range(1, settings.ranks)) - streams.keys()):
                 if stopping():
                     team.followers = list(streams.values())
                     team.close()
                     raise Stopped("while the other ranks were waited for")
-                if time.monotonic() > deadline:
-                    missing = sorted(set(range(1, settings.ranks)) - streams.keys())
-                    raise RankLost(f"rank {', '.join(map(str, missing))} did not come within {settings.start_s:g} s")
-                with contextlib.suppress(TimeoutError):
-                    connected, _ = server.accept()
+                waited = time.monotonic() - begun
+                team._overdue(missing, waited)
+                if settings.hosts and waited > SAY_S:
+                    say(f"the learner waits for {team._named(missing)}")
+                    say = lambda _: None  # noqa: E731
+                if (connected := door.accept(wire.LOOK_S)) is not None:
                     team._welcome(wire.Stream(connected, "a rank that connects"), streams)
         team.followers = [streams[rank] for rank in sorted(streams)]
         team._join()
         return team
 
+    def _overdue(self, missing: list[int], waited: float) -> None:
+        own = self.settings
+        here = [rank for rank in missing if not own.host_of(rank)]
+        if here and waited > own.start_s:
+            raise RankLost(f"{self._named(here)} did not come within {own.start_s:g} s")
+        away = [rank for rank in missing if own.host_of(rank)]
+        if away and waited > own.hosts_s:
+            raise CannotTrain(
+                f"{self._named(away)} did not come within {own.hosts_s:g} s (learner.parallel.host_timeout_s): "
+                "start `busrl host` there, or under that name elsewhere, and the run again: it goes on where it was"
+            )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks by number, with their hosts."""
+        hosts: dict[str, list[str]] = {}
+        for rank in ranks:
+            hosts.setdefault(self.settings.host_of(rank), []).append(str(rank))
+        return " and ".join(f"rank {', '.join(own)}{f' on {host}' if host else ''}" for host, own in hosts.items())
+
     def _welcome(self, stream: wire.Stream, streams: dict[int, wire.Stream]) -> None:
         hello = None
         with contextlib.suppress(RankLost):  # whoever it was is gone; the rank that is missing is waited for
             hello = stream.receive(wire.ARRIVES_S)
-        if not isinstance(hello, wire.RankHello) or not 0 < hello.rank < self.settings.ranks or hello.rank in streams:
+        if not isinstance(hello, wire.RankHello) or not self._is_of(hello) or not _is_free(streams, hello.rank):
             stream.close()
             return
-        stream.name = f"rank {hello.rank} (pid {hello.pid})"
+        stream.name = f"{self._named([hello.rank])} (pid {hello.pid})"
         for name, own in self.settings.facts.items():
             theirs = hello.facts.get(name, "")
             if theirs != own:
@@ -89,10 +118,18 @@ class Team:
                 raise RanksDiffer(refused)
         streams[hello.rank] = stream
 
+    def _is_of(self, hello: wire.RankHello) -> bool:
+        return 0 < hello.rank < self.settings.ranks and hello.host == self.settings.host_of(hello.rank)
+
     def _join(self) -> None:
-        ranks, limit = self.settings.ranks, self.settings.collective_s
-        self.store, prefix = mesh.open_store(ranks, limit), secrets.token_hex(8)
-        self.tell([wire.Join(world=ranks, port=self.store.port, prefix=prefix) for _ in self.followers])
+        ranks, limit, address = self.settings.ranks, self.settings.collective_s, self.settings.address
+        if address:
+            meeting.use_network_of(address)
+        self.store, prefix = mesh.open_store(ranks, limit, address or mesh.HOST), secrets.token_hex(8)
+        self.tell([
+            wire.Join(world=ranks, port=self.store.port, prefix=prefix, address=address, root=str(self.settings.root))
+            for _ in self.followers
+        ])
         with self.together("join"):
             self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
 
@@ -102,6 +139,32 @@ class Team:
         for stream, message in zip(self.followers, messages, strict=True):
             message.seq = self.seq
             stream.send(message, self.settings.collective_s)
+
+    def look(self) -> None:
+        """RankLost if one has ended, or its host is out of reach, while nobody waited for it."""
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            if end := next(filter(None, (stream.end for stream in self.followers)), ""):
+                raise RankLost(end)
+
+    def bring(self, folder: Path) -> None:
+        """Give other hosts the files of a folder that home alone has, less those that they got in this attempt."""
+        own = self.settings
+        firsts = [own.ranks * at // (1 + len(own.hosts)) for at in range(1, 1 + len(own.hosts))]
+        if not firsts or not folder.is_relative_to(own.root):
+            return
+        streams, self.seq = [self.followers[rank - 1] for rank in firsts], self.seq + 1
+        for path in sorted(set(folder.rglob("*")) - self._brought):
+            if path.is_file() and path.name not in NOT_BROUGHT:
+                self._brought.add(path)
+                for piece in _pieces(path, str(path.relative_to(own.root)), self.seq):
+                    for stream in streams:
+                        stream.send(piece, own.collective_s)
+                    self.on_progress()
+        for stream in streams:
+            stream.send(wire.Bring(seq=self.seq), own.collective_s)
+        for stream in streams:
+            self._answer(stream, own.collective_s)
 
     def each(self, shares: Sequence[T]) -> list[T]:
         """What each follower has of the shares: ranks of one tensor group have the same."""
@@ -163,6 +226,7 @@ class Team:
 
     def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
         """A trainer of the model of that folder, on all ranks."""
+        self.bring(folder)
         self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
         if self.builder is None or self.builder.settings != settings:
             self.builder = TrainerBuilder(settings, self.settings, self.meshes)
@@ -187,22 +251,18 @@ class Team:
         return found
 
 
-@contextlib.contextmanager
-def _listening(file: Path) -> Iterator[socket.socket]:
-    """A socket that only this user can open."""
-    file.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as server:
-        before = os.umask(0o177)
-        try:
-            server.bind(str(file))
-        finally:
-            os.umask(before)
-        server.listen()
-        server.settimeout(wire.LOOK_S)
-        try:
-            yield server
-        finally:
-            file.unlink(missing_ok=True)
+def _is_free(streams: dict[int, wire.Stream], rank: int) -> bool:
+    """Whether that rank is not there, or has ended since it came."""
+    if rank in streams and streams[rank].end:
+        streams.pop(rank).close()
+    return rank not in streams
+
+
+def _pieces(path: Path, name: str, seq: int) -> Iterator[wire.Bring]:
+    with open(path, "rb") as file:
+        yield wire.Bring(seq=seq, name=name, begins=True)
+        while data := file.read(PIECE):
+            yield wire.Bring(seq=seq, name=name, data=data)
 
 
 class Leader(Trainer):
@@ -284,6 +344,7 @@ class Leader(Trainer):
         return found
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:
+        self.team.bring(folder)
         self.team.tell([wire.Adopt(folder=str(folder)) for _ in self.team.followers])
         super().load_adapter(adapter, folder)
         self.team.answers()
@@ -294,6 +355,7 @@ class Leader(Trainer):
             return self.gather_state(keep=True)
 
     def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
+        self.team.bring(found.path)
         self.team.tell([wire.Restore(path=str(found.path), optimizer=optimizer) for _ in self.team.followers])
         changed = super().restore(found, optimizer)
         self.team.answers(self.team.settings.start_s)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from busrl.training.head import Head
 
 dist: Any = torch.distributed  # its stub exports no stores
 T = TypeVar("T")
-HOST = "127.0.0.1"  # the only one that is served
+HOST = "127.0.0.1"  # for ranks of one host
 
 # -- axes ----------------------------------------------------------------------
 
@@ -220,14 +221,19 @@ def _require_even(name: str, tensor: Tensor, axis: int, over: int, key: str) -> 
 # -- groups of processes -----------------------------------------------------------
 
 
-def open_store(world: int, timeout_s: float) -> Any:
-    """The store through which `world` ranks find each other, on a free port of this host; its `port` says which."""
-    return dist.TCPStore(HOST, 0, world, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+def open_store(world: int, timeout_s: float, address: str = HOST) -> Any:
+    """The store through which `world` ranks find each other, on a free port of this address alone; its `port` says
+    which."""
+    bound = socket.create_server((address, 0), backlog=max(128, world))
+    return dist.TCPStore(
+        address, bound.getsockname()[1], world, is_master=True, timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False, master_listen_fd=bound.detach(),
+    )
 
 
-def find_store(port: int, world: int, timeout_s: float) -> Any:
+def find_store(port: int, world: int, timeout_s: float, address: str = HOST) -> Any:
     """The same for a rank that did not open it."""
-    return dist.TCPStore(HOST, port, world, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return dist.TCPStore(address, port, world, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join(

@@ -1,7 +1,7 @@
 """The control stream between the ranks of a learner: its messages, and the samples that a micro-batch takes along.
 
-One Unix socket per follower, length-prefixed msgpack. Used by `leader` and `follower`; knows nothing of models, process
-groups or files.
+One socket per follower (`meeting`), length-prefixed msgpack. Used by `leader` and `follower`; knows nothing of models,
+process groups or files.
 
 - A stream may be silent for hours; its end is the death of the rank. What is waited for has a deadline, and the rank
   that missed it is named.
@@ -37,15 +37,28 @@ class RankHello(ControlMessage):
     rank: int
     pid: int
     facts: dict[str, str]
+    host: str = ""  # empty: home
 
 
 class Join(ControlMessage):
-    """Rank 0's answer: where the process group is formed; or why this rank cannot be one."""
+    """Rank 0's answer: where the process group is formed; or why this rank cannot be one. `address`: of home, where
+    there are ranks of other hosts; `root`: the run directory there."""
 
     world: int
     port: int
     prefix: str
     refused: str = ""
+    address: str = ""
+    root: str = ""
+
+
+class Bring(ControlMessage):
+    """For the first rank of another host: the next bytes of a file that home has, by its name in the run directory;
+    one without a name is the last, and answered by Done."""
+
+    name: str = ""
+    data: bytes = b""
+    begins: bool = False
 
 
 class Build(ControlMessage):
@@ -154,8 +167,8 @@ class LastWords(ControlMessage):
 
 
 ControlMessages = (
-    RankHello | Join | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Leave | Done | Scored | Saved
-    | LastWords
+    RankHello | Join | Bring | Build | Restore | Adopt | Micro | Score | Step | Gather | Save | Leave | Done | Scored
+    | Saved | LastWords
 )
 _LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 34
@@ -215,6 +228,17 @@ class Stream:
                 raise RankLost(f"{self.name} has ended")
             found += piece
         return bytes(found)
+
+    @property
+    def end(self) -> str:
+        """How the other side has ended, where that shows; nothing is read."""
+        self.socket.setblocking(False)
+        try:
+            return "" if self.socket.recv(1, socket.MSG_PEEK) else f"{self.name} has ended"
+        except BlockingIOError:
+            return ""
+        except OSError as problem:
+            return f"{self.name} is gone: {problem.strerror or problem}"
 
     def close(self) -> None:
         self.socket.close()
