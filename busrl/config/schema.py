@@ -381,7 +381,7 @@ class Process:
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
     env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
-    hosts: tuple[str, ...] = key((), "names of other hosts, each of which runs `count` of them (rollout, reward, agent, "
+    hosts: tuple[str, ...] = key((), "names of other hosts, each of which runs `count` (rollout, reward, agent, "
                                  "serve); ranks of a learner are dealt out over this one and these; see docs/hosts.md")
 
     def is_at(self, host: str) -> bool:  # whether any of its processes are on that host ("": home)
