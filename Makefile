@@ -31,7 +31,7 @@ demo-real: $(STAMP)/real ## train a Qwen2 of 10 M parameters on reasoning-gym, w
 
 test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 minutes)
 	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
-	$(PYTEST) -m "not long and not slow and not soak and not vllm"
+	$(PYTEST) -m "not long and not slow and not soak and not vllm" --durations=40
 
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm"

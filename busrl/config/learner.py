@@ -97,8 +97,7 @@ def ranks_at(ranks: int, hosts: tuple[str, ...], host: str) -> range:
 
 @dataclass(frozen=True)
 class Parity:
-    """[learner.parity]: engines answer fixed prompts under new versions, and the learner scores them; see
-    docs/parity.md."""
+    """[learner.parity]: engines answer fixed prompts, and the learner scores them; see docs/parity.md."""
 
     every: int = key(10, "compare every so many versions; 0 = never (but for the samples of the first step)", low=0,
                      high=1 << 20)

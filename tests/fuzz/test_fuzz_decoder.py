@@ -22,7 +22,8 @@ from tests.fuzz.mutate import Mutator, golden, sample
 GROWTH_BYTES = 64 << 20
 LIMIT = 1 << 20
 # Bounded by the size of the whole message alone: what they hold is as long as a prompt or an answer is.
-PAYLOADS = {"texts", "prompt", "record", "completion", "text", "data", "tensors"}
+PAYLOADS = {"texts", "prompt", "record", "completion", "text", "data", "tensors", "prompt_ids", "tokens", "logprobs",
+            "versions"}
 
 
 def resident_bytes() -> int:

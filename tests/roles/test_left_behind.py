@@ -83,6 +83,7 @@ class Updated(Worker):
             update_weights=lambda receiver: (own.version + 1, own.version + 1)
         )
         self.topology.limits = SimpleNamespace(ready_s=1.0)  # type: ignore[misc]
+        self.prober = SimpleNamespace(loaded=lambda version: None)  # type: ignore[assignment]
         self.activity = lambda *what: contextlib.nullcontext()  # type: ignore[method-assign, assignment]
         self.ring.set_version_seen = lambda version: None  # type: ignore[method-assign]
         self.pace = SimpleNamespace(row=rollout.PaceRow())  # type: ignore[assignment]

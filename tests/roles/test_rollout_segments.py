@@ -23,6 +23,7 @@ from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import SegmentCuts, read_generated, read_text
 from busrl.roles.intake import SampleIntake
 from busrl.roles.learner.groups import claim_groups
+from busrl.roles.probes import Prober
 from busrl.roles.rollout import Pace, Rollout
 from busrl.scheduling.limits import derive
 
@@ -44,6 +45,7 @@ class Worker(Rollout):
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)
         self._last_bell = 1e18  # bells are rung by hand
         self.restart, self.refused = None, 0
+        self.prober = Prober(topology, only_validates=True)
 
     def warn(self, where: str, text: str, severity: str = "warning", kind: str = "", uids: Any = ()) -> None:
         self.warned.append(text)

@@ -58,6 +58,7 @@ def check_posted(run: Run, *firsts: int) -> None:
         assert len({one.group for one in own}) == 1
 
 
+@pytest.mark.long
 def test_groups_that_an_environment_posts_are_trained_with_their_own_ids_and_scores(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -12,6 +12,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from busrl.ledger.audit import audit
 from busrl.ledger.audit.report import render
 from busrl.ledger.trainlog import step_lines
@@ -21,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = Path(__file__).parent / "left_by_older" / "before-the-fold.tar.gz"
 
 
+@pytest.mark.long
 def test_a_run_that_an_older_busrl_left_is_continued_from_its_files_alone(tmp_path: Path) -> None:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -24,6 +24,7 @@ def a_run(folder: Path, *settings: str, ranks: int = 2, steps: int = 6) -> Run:
     return Run(folder / "run", "learner.checkpoint_every=3", *settings, config=config, steps=steps)
 
 
+@pytest.mark.long
 def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstart: None) -> None:
     run = a_run(tmp_path, "validation.data=", steps=3)
     with running(run):

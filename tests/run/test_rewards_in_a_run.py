@@ -91,6 +91,7 @@ def reward_run(tmp_path: Path, reward: str, steps: int, *settings: str) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_a_reward_that_raises_hangs_lies_or_kills_its_process_costs_only_that_sample(tmp_path: Path) -> None:
     run = reward_run(tmp_path, BREAKS, steps=14)
     accidents = run.audit().accidents

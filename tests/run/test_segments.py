@@ -53,6 +53,7 @@ def killed_in_segments(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_in_segments_survives_the_death_of_a_rollout_and_its_log_holds_every_bound(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -34,6 +34,7 @@ def clients(run: Run) -> AbstractContextManager[None]:
     return beside(sys.executable, CLIENT, run.directory)
 
 
+@pytest.mark.long
 def test_clients_over_http_train_a_run_and_a_silent_one_loses_its_episode(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", "limits.lease_s=3", "learner.checkpoint_every=0", "validation.at_start=false",
               "validation.samples=8", config=SERVE, steps=3)

@@ -39,6 +39,7 @@ def errors(run: Run) -> list[dict[str, Any]]:
     return read_lines(run.paths.errors)
 
 
+@pytest.mark.long
 def test_an_endpoint_that_serves_another_model_ends_the_run_before_anything_is_trained(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -70,6 +70,7 @@ def test_after_a_reboot_of_the_host_the_next_start_generates_again(
     check_end(run, code)
 
 
+@pytest.mark.long
 def test_a_run_that_was_asked_to_end_ends_in_order_and_is_finished_by_later_starts(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -54,6 +54,7 @@ def check_figures(row: dict[str, Any], answers: dict[int, list[dict[str, Any]]],
     assert low <= row["val/pass@4"] <= high
 
 
+@pytest.mark.long
 def test_two_sets_are_measured_with_figures_that_their_answers_have(
     tmp_path: Path, quickstart: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def ended_idle(tmp_path: Path, *settings: str, reward: str = own.REWARD) -> Run:
     return run
 
 
+@pytest.mark.long
 def test_a_reward_that_is_always_zero(tmp_path: Path) -> None:
     run = ended_idle(tmp_path, reward=ZERO)
     text = run.text()
@@ -56,6 +57,7 @@ def score(record, completion, token_ids):
 """
 
 
+@pytest.mark.long
 def test_a_task_that_is_solved_before_the_last_step_ends_the_run_as_finished(tmp_path: Path) -> None:
     topology = own.make_all(tmp_path / "mine", "llama", SOLVED_LATER)
     held_out = [f"validation.data={tmp_path / 'mine' / 'prompts.jsonl'}", "validation.samples=4"]

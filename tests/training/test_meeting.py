@@ -55,6 +55,29 @@ def test_only_who_knows_the_secret_of_this_attempt_comes_in(tmp_path: Path) -> N
         meeting.connect(file, away(None), 10)
 
 
+def test_a_stranger_who_sends_a_byte_now_and_then_is_left_while_he_still_sends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "PROOF_S", 0.4)
+    over, sent = threading.Event(), list[int]()
+    with meeting.door(tmp_path / "ranks.sock", note := tmp_path / "ranks.json", HERE, 10) as door:
+        place = Place(**files.read_map(note))
+
+        def dribble() -> None:
+            with socket.create_connection((place.address, place.port)) as stranger:
+                while len(sent) < 2 * meeting.SIZE and not over.is_set():
+                    stranger.sendall(b"x")
+                    sent.append(1)
+                    over.wait(0.2)
+
+        stranger = threading.Thread(target=dribble)
+        stranger.start()
+        assert door.accept(10) is None
+        over.set()
+        stranger.join(10)
+    assert len(sent) < 2 * meeting.SIZE
+
+
 def test_without_other_hosts_nothing_listens_but_the_socket_of_this_user(tmp_path: Path) -> None:
     file, note = tmp_path / "ranks.sock", tmp_path / "ranks.json"
     with meeting.door(file, note, "", 10):

@@ -20,6 +20,7 @@ import secrets
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,14 +119,14 @@ def _proved(connected: socket.socket, secret: str, own: bytes, other: bytes, fir
         return hmac.digest(bytes.fromhex(secret), of + nonces, "sha256")
 
     connected.settimeout(PROOF_S)
-    nonce = secrets.token_bytes(SIZE)
+    until, nonce = time.monotonic() + PROOF_S, secrets.token_bytes(SIZE)
     try:
         connected.sendall(nonce)
-        theirs = _exactly(connected)
+        theirs = _exactly(connected, until)
         both = nonce + theirs if first else theirs + nonce
         if not first:
             connected.sendall(proof(own, both))
-        if not hmac.compare_digest(_exactly(connected), proof(other, both)):
+        if not hmac.compare_digest(_exactly(connected, until), proof(other, both)):
             return False
         if first:
             connected.sendall(proof(own, both))
@@ -134,10 +135,11 @@ def _proved(connected: socket.socket, secret: str, own: bytes, other: bytes, fir
     return True
 
 
-def _exactly(connected: socket.socket) -> bytes:
-    """ConnectionError if it ends before, TimeoutError if it is too slow."""
+def _exactly(connected: socket.socket, until: float) -> bytes:
+    """ConnectionError if it ends before, TimeoutError if it is too slow, however many bytes it sends one by one."""
     found = b""
     while len(found) < SIZE:
+        connected.settimeout(max(1e-3, until - time.monotonic()))
         if not (piece := connected.recv(SIZE - len(found))):
             raise ConnectionResetError(0, "it ended")
         found += piece
