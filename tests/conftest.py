@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test of whole runs may start several, each of which ends or is stopped with its logs shown at a limit of its
     own (`harness.LIMIT_S`): the limit on the test stands above the sum, also on a loaded machine."""
     for item in items:
-        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & {"long", "slow"} and "timeout" not in marks:
             item.add_marker(pytest.mark.timeout(LONG_TEST_S))
 
 

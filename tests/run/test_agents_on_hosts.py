@@ -92,7 +92,7 @@ def test_what_is_trained_of_episodes_on_a_host_is_what_one_host_trains_bit_for_b
     assert [row["loss"] for row in home.metrics()] == [row["loss"] for row in alone.metrics()]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_host_with_agents_that_is_lost_with_all_it_had_costs_tokens_and_no_sample(
     tmp_path: Path, quickstart: None
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_host_with_agents_that_is_lost_with_all_it_had_costs_tokens_and_no_sam
         assert one.reward == len(one.turn_array()) + (end - begin) % 5, "a reward of that host judged it"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_of_a_server_on_a_host_train_a_run_whoever_dies_there(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, 'process.serve.hosts=["gpu-0"]', "validation.data=", "learner.checkpoint_every=0",
                 config=SERVE, steps=9)
@@ -129,7 +129,7 @@ def test_clients_of_a_server_on_a_host_train_a_run_whoever_dies_there(tmp_path: 
     check_end(home, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_samples_that_no_client_of_a_host_asks_for_any_more_are_played_at_home(
     tmp_path: Path, quickstart: None
 ) -> None:

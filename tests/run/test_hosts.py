@@ -69,10 +69,10 @@ def test_rewards_on_hosts_judge_what_is_generated_there_whoever_dies(tmp_path: P
     assert all(json.loads(home.paths.gateway.read_text())["workers"][name]["rewarded"] for name in names)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("transport", [
-    ("weights.sparse.enabled=true",), ("weights.transport=lora_hotswap", "lora.rank=4"),
-    ("weights.transport=checkpoint_restart",),
+    pytest.param(("weights.sparse.enabled=true",), marks=pytest.mark.slow),
+    pytest.param(("weights.transport=lora_hotswap", "lora.rank=4"), marks=pytest.mark.long),
+    pytest.param(("weights.transport=checkpoint_restart",), marks=pytest.mark.slow),
 ])
 def test_hosts_get_weights_of_sparse_updates_and_of_folders_whichever_relay_dies(
     transport: tuple[str, ...], tmp_path: Path, quickstart: None

@@ -55,6 +55,7 @@ def test_a_run_may_end_by_what_differs_and_its_exit_names_the_cause(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_versions_of_an_honest_run_are_compared_without_an_alarm(tmp_path: Path, quickstart: None) -> None:
     run = Run(
         tmp_path / "run", *EVERY, "learner.trigger.n_min=4", "learner.lr=1e-4", "learner.parity.copy=true",
