@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checks import check_end
 from harness import Run, read_lines, running
@@ -36,7 +37,9 @@ def test_ranks_of_two_hosts_take_the_steps_of_two_at_home(tmp_path: Path, quicks
             assert "the run is over" in host.text() and "ended with" not in host.text(), host.tail()
         rows.append(run.metrics())
     one, two = ([[row[name] for name in ("tokens", "loss", "grad_norm")] for row in found] for found in rows)
-    assert one == two
+    # Float sums are those of the order in which samples came, which is mostly the same, and then to the bit.
+    assert [row[0] for row in one] == [row[0] for row in two]
+    assert np.allclose(one, two, rtol=1e-5, atol=1e-7), (one, two)
 
 
 AGAIN = ("validation.data=", "learner.checkpoint_every=3", "learner.parallel.collective_timeout_s=10")
