@@ -47,7 +47,7 @@ def test_an_environment_of_verifiers_teaches_its_model_what_to_say_around_the_ca
         check_end(run, run.wait(2000))
     for row in run.metrics():
         assert row["episodes"]["turns_mean"] > 1.5 and row["episodes"]["sequences_mean"] == 1
-    rewards = [row["reward_mean"] for row in run.metrics()]
+    rewards = [row["reward"] for row in run.metrics()]
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15, rewards
 
 
