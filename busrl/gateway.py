@@ -525,8 +525,8 @@ class Desk:
         if message.req < worker.claim_req:
             return []  # a late copy: its capacity and its tasks are out of date
         worker.claim_req = message.req
-        self._seen(worker)
         if message.digest not in (None, worker.digest):  # and so its capacity is not to be trusted either
+            self._seen(worker)
             return [g.GatewayTasks(life=message.life, req=message.req, differs=True)]
         to_send = []
         if message.digest is None:

@@ -18,6 +18,7 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -165,9 +166,10 @@ class Door:
 
     def _routes(self) -> list[web.RouteDef]:
         found = [
-            web.post("/v1/chat/completions", self._chat), web.post("/v1/completions", self._complete),
-            web.post("/inference/v1/generate", self._generate), web.post("/generate", self._native),
-            web.get("/v1/models", self._models),
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", partial(self._complete, "completion")),
+            web.post("/generate", partial(self._complete, "native")),
+            web.post("/inference/v1/generate", self._generate), web.get("/v1/models", self._models),
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
             web.get("/health", self._health),
         ]
@@ -185,11 +187,13 @@ class Door:
         asked, changed = openai.chat_request(body, self._distribution(episode))
         return await self._answered(request, episode, raw, asked, changed, body, "chat")
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, shape: str, request: web.Request) -> web.StreamResponse:
         episode, raw = self._episode(request), await request.read()
         body: openai.CompletionBody = openai.read(raw, openai.CompletionBody)
+        if body.stream and shape == "native":
+            raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
         asked, changed = openai.complete_request(body, self._distribution(episode))
-        return await self._answered(request, episode, raw, asked, changed, body, "completion")
+        return await self._answered(request, episode, raw, asked, changed, body, shape)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         episode, raw = self._episode(request), await request.read()
@@ -197,14 +201,6 @@ class Door:
         body.sampling_params.prompt, body.sampling_params.stream = body.token_ids, None
         asked, changed = openai.complete_request(body.sampling_params, self._distribution(episode))
         return await self._answered(request, episode, raw, asked, changed, body.sampling_params, "generated")
-
-    async def _native(self, request: web.Request) -> web.StreamResponse:
-        episode, raw = self._episode(request), await request.read()
-        body: openai.CompletionBody = openai.read(raw, openai.CompletionBody)
-        if body.stream:
-            raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
-        asked, changed = openai.complete_request(body, self._distribution(episode))
-        return await self._answered(request, episode, raw, asked, changed, body, "native")
 
     def _distribution(self, episode: Episode) -> openai.Sampling:
         return (self._rule, *self._sampling.get(episode, (1.0, 1.0)))

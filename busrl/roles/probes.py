@@ -1,4 +1,4 @@
-"""Probes of parity: short answers of an engine to fixed prompts, begun anew under a version, for the learner to score.
+"""Probes of parity: an engine's short answers to fixed prompts, drawn whole by one version, for the learner to score.
 
 Used by the rollout role, beside its intake; the learner (`roles/learner/parity.py`) asks here which versions are due.
 Makes requests for the engine and a message for the learner. Knows nothing of slots and of what the learner finds.
@@ -82,9 +82,8 @@ class Prober:
         self._version, self._wanted = version, due(self._every, version)
         self._waiting, self._done = [], []
 
-    @property
-    def waits(self) -> bool:
-        """Whether a probe needs a row of the engine, before anything else gets one."""
+    def _begin(self) -> None:
+        """Make the requests of this version, if it is due and there are prompts."""
         if self._wanted and self._prompts:
             self._wanted, own = False, list(self._prompts.values())
             self._waiting = [
@@ -94,11 +93,11 @@ class Prober:
                 )
                 for i in range(PROMPTS)
             ]
-        return bool(self._waiting)
 
     def take(self, room: int) -> list[Request]:
-        """At most `room` requests to submit."""
-        taken = self._waiting[:room] if self.waits else []
+        """At most `room` requests to submit, before anything else gets a row."""
+        self._begin()
+        taken = self._waiting[:room]
         self._waiting = self._waiting[len(taken) :]
         self._running.update((one.key, (self._version, one)) for one in taken)
         return taken

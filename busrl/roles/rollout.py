@@ -377,7 +377,7 @@ class Rollout(Actor):
         if room <= 0 or draining or self.paused or self._left_behind():
             return False
         requests = self.prober.take(room)
-        if len(requests) < room and not self.prober.waits:
+        if len(requests) < room:
             own = self.intake.take(room - len(requests))
             self.prober.see(own)
             requests += own

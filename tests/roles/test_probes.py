@@ -37,10 +37,10 @@ def answered(one: Request, version: int, count: int = 3, finish: int = Finish.LE
 def test_the_first_prompts_of_a_process_are_asked_again_at_each_version_whole_and_anew() -> None:
     own = prober()
     own.see([request(1, 2), request(1, 2), request(3, 4, 5, temperature=0.7)])
-    assert not own.waits
+    assert own.take(8) == []
     own.loaded(1)
     asked = own.take(8)
-    assert len(asked) == PROMPTS and not own.waits and own.take(8) == []
+    assert len(asked) == PROMPTS and own.take(8) == []
     assert [one.prompt_ids.tolist() for one in asked] == [[1, 2], [3, 4, 5]] * 2
     assert all(one.key < 0 and one.max_new_tokens == TOKENS and one.top_p == 1.0 for one in asked)
     assert all(one.segment == 0 and one.prefix_ids is NO_IDS and not one.stop_ids for one in asked)
@@ -89,11 +89,11 @@ def test_nothing_is_asked_where_nothing_can_be_compared() -> None:
     for own in (prober("learner.parity.every=0"), prober(only_validates=True)):
         own.see([request(1, 2)])
         own.loaded(1)
-        assert not own.waits and own.take(8) == []
+        assert own.take(8) == []
     greedy = prober()
     greedy.see([request(1, 2, temperature=0.0)])
     greedy.loaded(1)
-    assert not greedy.waits
+    assert greedy.take(8) == []
 
 
 def prompts_of(own: Prober, *given: int) -> Any:

@@ -43,7 +43,7 @@ def rounded(topology, process):
 
 
 def told_wrongly(engine, tell):
-    """What has ended is told otherwise."""
+    """The engine's answers come back changed by `tell`."""
     step = engine.step
     engine.step = lambda: [tell(one) if engine.version >= SINCE else one for one in step()]
 

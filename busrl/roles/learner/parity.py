@@ -141,7 +141,7 @@ def tolerance(topology: Topology) -> float:
 def mixed(topology: Topology) -> bool:
     """Whether tokens of new weights may be drawn over keys of old ones: then they agree with neither (docs/engines.md).
 
-    Not before the first update: the first step can always be judged. Nor of probes, which are begun anew.
+    That is never so before the first update, so the first step can always be judged, and never in a probe.
     """
     if topology.weights.mode == "sync" or topology.weights.transport in RESTARTS:
         return False

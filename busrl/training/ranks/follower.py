@@ -158,7 +158,7 @@ class Follower:
         if not message.name:
             return wire.Done()
         target = self.away.folder / message.name
-        if ".." in target.parts:
+        if ".." in target.parts or not target.is_relative_to(self.away.folder):  # a name may be absolute
             raise RanksDiffer(f"rank 0 brings {message.name!r}, which is no name below its run directory")
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "wb" if message.begins else "ab") as file:
