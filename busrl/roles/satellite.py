@@ -6,7 +6,8 @@ nothing of engines, weights or groups.
 
 - A local slot is the record of a claim: its line holds the task's slot, seq and uid at home. So this process remembers
   nothing that its next life needs, and an engine's death is settled on this host.
-- An answer stays in its slot, TRAINING, until home has said what became of it; sent again it counts once.
+- An answer stays in its slot, TRAINING, until home has said what became of it. It is sent again when home has answered
+  what was sent after it, and counts once.
 - Many answers go in one message, and the same message asks for as many new tasks. Where this host has rewards, or
   agents whose episodes judge themselves, its answers go with theirs.
 - An episode goes home as the tensors of its slot, by name; home checks them.
@@ -67,6 +68,7 @@ class Held:
     word: int = 0  # the word that owns the slot, once its answer is ready
     failed: g.RemoteFail | None = None
     sent_at: float = 0.0
+    request: int = 0  # the number of the newest request when its outcome was sent
     lost: bool = False  # home has given it to others
     digest: int = 0
 
@@ -137,6 +139,7 @@ class Satellite(Actor):
         self._next_claim = self._next_presence = self._next_look = self._next_collect = 0.0
         self.differing = NAME_AFTER  # digests in a row that were not home's
         self.digested = 0  # the number of the request with the newest, until it is answered
+        self.replied = 0  # the newest request that home has answered with tasks
         self.held: dict[str, Held] = {}
         self.lost: dict[str, Held] = {}  # of these, those that home has given to others
         self.uids = np.full(self.ring.n_slots, UID_NONE, np.uint64)  # of each slot with a task that has not ended
@@ -209,6 +212,7 @@ class Satellite(Actor):
         if isinstance(message, g.GatewayWelcome):
             self.joined, self._next_claim, self.differing = True, 0.0, NAME_AFTER
         elif isinstance(message, g.GatewayTasks):
+            self.replied = max(self.replied, message.req)
             if message.req == self.digested:
                 self.digested, self.differing = 0, self.differing + 1 if message.differs else 0
             for task in message.tasks:
@@ -229,7 +233,7 @@ class Satellite(Actor):
         elif answer.code == "replaced":
             self._replaced()
         for task in answer.lost:
-            self._lose(task)
+            self._settle(task)
         if answer.task and answer.code not in ("unknown", "refused"):
             self._settle(answer.task)
         elif answer.code in ("refused", "full", "too_large", "malformed", "version"):
@@ -251,20 +255,13 @@ class Satellite(Actor):
         self.stop("replaced")
 
     def _settle(self, task: str) -> None:
-        """Home needs nothing more of it."""
+        """Home needs nothing more of it: it is done, or somebody else's now."""
         one = self.held.get(task)
         if one is None:
             return
-        if one.word:
+        if one.word:  # an answer that home has, or will not take any more
             self.ring.finish(one.slot, one.word, Fate.TRAINED)
             self._forget(one)
-        else:
-            self._lose(task)
-
-    def _lose(self, task: str) -> None:
-        """It is somebody else's now."""
-        one = self.held.get(task)
-        if one is None:
             return
         one.lost, self.lost[task] = True, one
         line = None if one.slot < 0 else self.ring.line(one.slot)
@@ -423,15 +420,21 @@ class Satellite(Actor):
         if now >= self._next_presence:
             self._next_presence = now + PRESENT_S
             self.home.heartbeat(HOST, f"host, holds {len(self.held)}")
-            if self.joined and self.differing >= NAME_AFTER:
-                self._name_all()
-                self._send([one for one in self.held.values() if one.ended and now - one.sent_at > RESEND_S])
+            if self.joined:
+                if self.differing >= NAME_AFTER:
+                    self._name_all()
+                self._send(self._unheard(now))
             if now - self._heard_at < 2 * PRESENT_S:  # while home is away its errors wait
                 for error in self.errors.new():
                     self.home.send(error)
         if now >= self._next_claim:
             self._next_claim = now + CLAIM_S
             self._claim(now)
+
+    def _unheard(self, now: float) -> list[Held]:
+        """Outcomes that home has not settled though it has answered what was sent after them: they were lost."""
+        ended = (one for one in self.held.values() if one.ended)
+        return [one for one in ended if one.request < self.replied and now - one.sent_at > RESEND_S]
 
     def _name_all(self) -> None:
         """The answers say what home has given to others, and bring what is not here."""
@@ -492,6 +495,8 @@ class Satellite(Actor):
             if pack:
                 capacity = len(self.held) - len(self.lost) - len(answered) + self._room() if number == len(packs) else 0
                 self._send_answers(pack, capacity if claim else 0)
+        for one in ended:
+            one.request = self.request
 
     def _send_answers(self, pack: list[Answer], capacity: int) -> None:
         lengths = {

@@ -20,7 +20,7 @@ from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import read_parts, write_parts, write_segment, write_text
-from busrl.roles.satellite import NAME_AFTER, Satellite
+from busrl.roles.satellite import NAME_AFTER, RESEND_S, Satellite
 from busrl.states import Fate
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -164,6 +164,34 @@ def test_an_answer_that_home_had_no_memory_for_stays_leased(away: Away) -> None:
     away.keeper.ledger.commit_answer = commit  # type: ignore[method-assign]
     away._send([one for one in away.held.values() if one.ended])
     assert len(away.held) == 1 and away.keeper.ring.stats().occupancy["GENERATED"] == 1
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["digests alone", "all claims named"])
+def test_a_sample_claimed_again_is_drawn_again_though_its_first_answer_was_lost_on_its_way(
+    away: Away, named: bool
+) -> None:
+    """Home's claims end while a cable is out. Both digests are then the same, without the answers that wait here."""
+    assert away.claim(2) == 2
+    uids = {generate(away.ring), generate(away.ring)}
+    lose, away._ask = away._ask, lambda message: None  # type: ignore[method-assign]
+    assert away._collect() == 2
+    away._ask = lose  # type: ignore[method-assign]
+    assert len(away.keeper.pass_lease()) == 2
+    if named:
+        away._name_all()
+        assert not away.held, "home has given them up: nothing here keeps their slots"
+    for one in away.held.values():
+        one.sent_at -= 2 * RESEND_S
+    assert away.claim(6) == (6 if named else 4), "a uid that is still here waits"
+    away.differing = 0
+    away.beat()
+    away._dispatch()
+    stats = away.ring.stats().occupancy
+    assert (stats["QUEUED"], stats["TRAINING"]) == (6, 0)
+    assert uids <= {one.uid for one in away.held.values()} and not away.waiting
+    again, away.rung = {generate(away.ring) for _ in range(6)}, True
+    assert away._collect() == 6 and uids <= again and not away.held
+    assert away.keeper.ring.stats().occupancy["GENERATED"] == 6
 
 
 def test_a_sample_that_is_given_up_here_is_reported_once(away: Away) -> None:
