@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env
+.PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm
 
 help: ## explain the targets
 	@echo "busrl: asynchronous reinforcement learning over a message bus"; echo
@@ -36,7 +36,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm"
 
-test-all: browser agents-env openenv-env atropos-env test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
+test-all: browser agents-env openenv-env atropos-env ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
 	$(PYTEST) -m "slow and not vllm"
 	$(BIN)/python tools/mutants.py
@@ -144,6 +144,17 @@ $(ATROPOS)/.installed: tools/atropos/requirements.txt constraints.txt | $(STAMP)
 	@touch $@
 
 atropos-env: $(ATROPOS)/.installed ## an environment with atroposlib: .venv/atropos/bin/python
+
+# A cluster of Ray, and one of Slurm, to start hosts by (docs/hosts.md).
+RAY ?= $(VENV)/ray
+$(RAY)/.installed: | $(STAMP)/system
+	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install -q ray==2.60.0
+	@touch $@
+
+ray-env: $(RAY)/.installed
+slurm:
+	-@sh tools/system.sh $(PYTHON) slurmctld:slurm-wlm munged:munge
 
 clean: ## remove what was built; runs/ stays
 	rm -rf $(VENV) build busrl.egg-info csrc/build busrl/*.so

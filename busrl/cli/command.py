@@ -195,8 +195,8 @@ def _add_runs(verbs: Verbs) -> None:
     _set(add, overrides)
     add("--run-dir", type=Path, metavar="DIR", help="directory of the run (default: runs/NAME-TIME)")
     add("--dry-run", action="store_true", help="explain what would be started, and start nothing")
-    text = "print a manifest for Kubernetes instead (a JobSet, or a LeaderWorkerSet), and start nothing"
-    add("--emit", choices=("jobset", "lws"), help=text)
+    text = "print what a cluster starts this run by (a JobSet or LeaderWorkerSet of Kubernetes, or a job of Slurm)"
+    add("--emit", choices=("jobset", "lws", "slurm"), help=f"{text}, and start nothing")
     text = "auto: go on from what the run directory holds (default); never: refuse if it holds a run; "
     add("--resume", default="auto", metavar="auto|never|PATH", help=f"{text}PATH: go on in this run directory")
     text = "look at this machine and at what is installed, and say what to do about what is wrong"

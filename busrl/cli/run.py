@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
@@ -18,13 +19,13 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 import busrl
+from busrl import keys, quickstart
 from busrl import launch as launching
-from busrl import quickstart
 from busrl.config import Topology, explain, inflight, json_schema, load, materialise, recorded
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
-from busrl.launch import kubernetes, pythons
+from busrl.launch import clusters, pythons
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
 from busrl.monitor.text import printable
@@ -36,13 +37,13 @@ from busrl.ring import OfdLock
 
 def launch(options: argparse.Namespace) -> int:
     """Run a topology; the exit code of the run."""
+    if options.emit:
+        print(_emitted(options), end="")
+        return 0
     known = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
     topology = _with_what_was_set(load(options.topology, options.overrides, known), options, known)
     if options.dry_run:
         print(explain.dry_run(topology), end="")
-        return 0
-    if options.emit:
-        print(json.dumps(kubernetes.KINDS[options.emit](topology), indent=2))
         return 0
     pythons.require(topology)
     directory = directory_of(topology, options.run_dir, options.resume)
@@ -53,6 +54,19 @@ def launch(options: argparse.Namespace) -> int:
         print(f"warning: {text}", file=sys.stderr)
     explain.require_cores_and_disk(topology, directory)
     return launching.launch(topology, directory, resume=options.resume != "never")
+
+
+def _emitted(options: argparse.Namespace) -> str:
+    """What a cluster starts the run by; it will give the address and keys in the place of these."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "keys"
+        keys.init(made)
+        given = [f'bus.endpoint="tcp://127.0.0.1:{clusters.PORT}"', f'bus.keys="{made}"']
+        there = [*options.overrides, *given, 'hosts.start=["true", "{host}"]']
+        topology = load(options.topology, there, options.run_dir)
+    if options.emit == "slurm":
+        return clusters.slurm(topology, str(options.topology), options.overrides, str(options.run_dir or ""))
+    return clusters.manifest(options.emit, topology)
 
 
 def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:

@@ -5,7 +5,8 @@ Talks to the kernel, to the standard input of the commands and to their logs; `r
 own. Knows nothing of what happens on a host: its exit code says what to do (docs/hosts.md).
 
 - The keys of a host travel over the standard input of its command alone: not in arguments, not in an environment.
-- No command is ended for silence: a host that does not hear home ends by itself, and connections have time limits.
+- A command is ended for silence only where home has heard its host, and then not for `UNHEARD_S`: a host ends by itself
+  when it does not hear home, but a command may outlive its node (srun does). How long a host takes to start is its own.
 - Whoever ends is started again, with a growing pause, but after 0 (the run is over there) and 2 (mend something).
 - At the end of a run hosts learn of it from the relay: a command has time to end by itself before it is ended.
 """
@@ -17,7 +18,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,7 @@ from busrl.launch.children import RunningChild, last_words, spawn
 from busrl.paths import RunPaths
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+UNHEARD_S = 60.0
 ENDING_S = 5.0  # after SIGTERM
 
 
@@ -49,6 +51,8 @@ class Placed:
     due: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     begun: float = 0.0
+    heard: float = 0.0  # when home last had it, since it was begun
+    ended_at: float = 0.0  # when its command was told to end, for silence
     running: RunningChild | None = None
     over: bool = False
 
@@ -63,10 +67,11 @@ class Placement:
         wanted = topology.host_names if topology.hosts.start and not topology.here else ()
         self._hosts = [Placed(name) for name in wanted]
 
-    def look(self, now: float) -> None:
-        """Start what is due, and see who has ended."""
+    def look(self, now: float, heard: Collection[str]) -> None:
+        """Start what is due, and see who has ended, or is not among the hosts that home hears."""
         for host in self._hosts:
             if host.running is not None:
+                host.heard = now if host.name in heard else host.heard
                 self._see(host, now)
             elif not host.over and now >= host.due:
                 self._start(host, now)
@@ -79,13 +84,14 @@ class Placement:
         except (OSError, BadKeys) as problem:
             self._again(host, now, f"cannot be started: {problem}")
             return
-        host.begun = now
+        host.begun, host.heard, host.ended_at = now, 0.0, 0.0
         self._say(f"host {host.name}: started (pid {host.running.pid}): {' '.join(command)}")
 
     def _see(self, host: Placed, now: float) -> None:
         assert host.running is not None
         how = host.running.ended()
         if how is None:
+            self._end_silent(host, host.running, now)
             return
         host.running.close()
         host.running = None
@@ -98,6 +104,16 @@ class Placement:
                 self._warn(f"host {host.name} is not started again: {words or how}", "error")
         else:
             self._again(host, now, f"ended ({how}){f': {words}' if words else ''}")
+
+    def _end_silent(self, host: Placed, command: RunningChild, now: float) -> None:
+        if not host.heard or now - host.heard < UNHEARD_S:
+            host.ended_at = 0.0
+        elif not host.ended_at:
+            host.ended_at = now
+            self._warn(f"host {host.name}: nothing is heard of it for {UNHEARD_S:g} s: its command is ended", "warning")
+            command.signal(signal.SIGTERM)
+        elif now - host.ended_at > ENDING_S:
+            command.kill()
 
     def _again(self, host: Placed, now: float, why: str) -> None:
         self._warn(f"host {host.name} {why}; again in {host.pause_s:g} s", "warning")

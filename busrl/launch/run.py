@@ -186,6 +186,7 @@ class Launch:
         self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
         self._done: set[str] = set()
         self._entries: dict[int, Process] = {}  # the process table of the last look, by pid
+        self._remote: set[str] = set()  # and the hosts and workers elsewhere that home hears
         self._fates = FateWatch(self._paths.fates, self._paths.validate_fates, opened.ring, topology.groups.size)
         own = [name for name, one in self._processes.items() if not one.spec.command]
         self._events = EventLog(self._paths, self.children, own)
@@ -247,7 +248,7 @@ class Launch:
                 return outcome
             self._receive()
             self._look()
-            self._placement.look(time.monotonic())
+            self._placement.look(time.monotonic(), self._remote)
             self._display.show(self.progress)
             waiting = (one for one in self.children if one.phase is Phase.BACKOFF and not self._awaits(one))
             due = [child.due - time.monotonic() for child in waiting]
@@ -566,7 +567,9 @@ class Launch:
         return chain(run, now)
 
     def _read_table(self) -> None:
-        self._entries = {one.pid: one for one in self._run.ring.processes() if not one.remote}
+        found = self._run.ring.processes()
+        self._entries = {one.pid: one for one in found if not one.remote}
+        self._remote = {one.label for one in found if one.remote}
 
     def _see(self, child: Child) -> bool:
         """Whether the ring says for the first time that a child is ready. One that does not map it has no entry."""

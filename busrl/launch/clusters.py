@@ -1,14 +1,17 @@
-"""Manifests for a run over the pods of a cluster: a JobSet or a LeaderWorkerSet, as a dictionary that prints as JSON.
+"""What a cluster starts a run by: a JobSet or LeaderWorkerSet of Kubernetes, printed as JSON, or a job of Slurm.
 
-Made of a topology alone; talks to nothing. One pod is home and runs `busrl launch`; each other one runs `busrl host`.
-Knows nothing of clusters: what belongs to one (image, Secrets, the claim of the run directory) is only named.
+Made of a topology alone; talks to nothing. One pod or node is home and runs `busrl launch`; each other one runs
+`busrl host`, which in a job of Slurm is a step that launch starts. Knows nothing of clusters: what belongs to one
+(image, Secrets, partition, where the run directory lies) is only named.
 
 - Keys reach pods as files of a Secret, copied to where their mode is as busrl wants it.
+- In a job each home makes keys of its own, and hosts get theirs on the standard input of their step.
 - A container that ends is started again in its pod, whose /dev/shm lives: a host goes on with its ring, home with its.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +21,7 @@ from busrl.errors import UserError
 
 PORT = 5600
 SECRETS, KEYS, FILES, RUN = "/etc/busrl/keys", "/tmp/keys", "/etc/busrl/run", "/run/busrl"
+STEP = "--nodes=1 --ntasks=1 --relative=$n --overlap --cpu-bind=none --no-kill=off"
 STARTS = 1_000_000  # of a pod, before its job counts as failed
 
 
@@ -52,13 +56,43 @@ def leader_worker_set(topology: Topology) -> dict[str, Any]:
     }
 
 
-KINDS: dict[str, Callable[[Topology], dict[str, Any]]] = {"jobset": jobset, "lws": leader_worker_set}
+MANIFESTS: dict[str, Callable[[Topology], dict[str, Any]]] = {"jobset": jobset, "lws": leader_worker_set}
+
+
+def slurm(topology: Topology, source: str, overrides: Sequence[str], run_dir: str) -> str:
+    """A job script for sbatch, whose first node runs `busrl launch source` with the overrides.
+
+    Without a `run_dir` it is one of the job's number, so that a job that is queued again goes on with its run.
+    """
+    name, hosts = _names(topology)
+    given = shlex.join([source, *(word for one in overrides for word in ("--set", one))])
+    place = shlex.quote(run_dir) if run_dir else f'"runs/{name}-$SLURM_JOB_ID"'
+    nodes = " ".join(f"{host}) n={number};;" for number, host in enumerate(hosts, 1))
+    step = f"case {{host}} in {nodes} esac; exec srun {STEP} busrl host -"
+    start = "hosts.start=" + json.dumps(["sh", "-c", step])
+    devices = max(_devices(topology, host) for host in ("", *hosts))
+    lines = [
+        "#!/bin/bash", f"#SBATCH --job-name={name}", f"#SBATCH --nodes={1 + len(hosts)}", "#SBATCH --ntasks-per-node=1",
+        *([f"#SBATCH --gpus-per-node={devices}"] if devices else []),
+        "#SBATCH --exclusive", "#SBATCH --no-kill  # a lost node costs what its host had, not the run",
+        "#SBATCH --open-mode=append", "set -eu", "umask 077", f'keys="${{TMPDIR:-/tmp}}/{name}-$SLURM_JOB_ID.keys"',
+        '[ -d "$keys" ] || busrl keys init --dir "$keys"', "address=$(hostname -I | cut -d' ' -f1)",
+        f"exec busrl launch {given} --run-dir {place} \\",
+        f'    --set "bus.endpoint=\\"tcp://$address:{PORT}\\"" --set "bus.keys=\\"$keys\\"" \\',
+        f"    --set {shlex.quote(start)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def manifest(kind: str, topology: Topology) -> str:
+    """The JSON of a kind of `MANIFESTS`. UserError: the topology names no other host."""
+    return json.dumps(MANIFESTS[kind](topology), indent=2) + "\n"
 
 
 def _names(topology: Topology) -> tuple[str, tuple[str, ...]]:
     """The object's name and its hosts. UserError: there are none."""
     if not topology.host_names:
-        raise UserError('no other host: `hosts = ["gpu-0", ...]` of a [[process]] names those that get pods')
+        raise UserError('no other host: `hosts = ["gpu-0", ...]` of a [[process]] names those that get pods or nodes')
     kept = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in topology.run.name.lower())
     return kept.strip("-")[:40].strip("-") or "busrl", topology.host_names
 

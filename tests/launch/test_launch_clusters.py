@@ -1,4 +1,4 @@
-"""Manifests of Kubernetes: the fields that its objects need, and what its pods run. No cluster was asked."""
+"""Manifests of Kubernetes and a job of Slurm: the fields that they need, and what they run. No cluster is asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from busrl import keys
 from busrl.cli.command import main
 from busrl.config import Topology, load
 from busrl.errors import UserError
-from busrl.launch import kubernetes
+from busrl.launch import clusters
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 HOSTS = ["process.rollout.hosts=['gpu-1', 'gpu-0']", "process.rollout.devices=['0', '1']", "process.rollout.count=2",
@@ -44,7 +44,7 @@ def pods(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_a_jobset_has_one_pod_for_home_whose_end_is_the_runs_and_one_for_each_host(topology: Topology) -> None:
-    found = kubernetes.jobset(topology)
+    found = clusters.jobset(topology)
     assert (found["apiVersion"], found["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "my-run")
     jobs = {job["name"]: job["template"]["spec"] for job in found["spec"]["replicatedJobs"]}
     assert {name: (job["parallelism"], job["completions"]) for name, job in jobs.items()} == {
@@ -57,15 +57,15 @@ def test_a_jobset_has_one_pod_for_home_whose_end_is_the_runs_and_one_for_each_ho
 
 
 def test_a_leader_worker_set_is_one_group_whose_rings_outlive_a_pod(topology: Topology) -> None:
-    found = kubernetes.leader_worker_set(topology)
+    found = clusters.leader_worker_set(topology)
     assert (found["apiVersion"], found["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
     both = found["spec"]["leaderWorkerTemplate"]
     assert (found["spec"]["replicas"], both["size"], both["restartPolicy"]) == (1, 3, "None")
 
 
-@pytest.mark.parametrize("kind", kubernetes.KINDS)
+@pytest.mark.parametrize("kind", clusters.MANIFESTS)
 def test_every_mount_has_its_volume_and_shared_memory_is_the_pods(kind: str, topology: Topology) -> None:
-    for spec in pods(kubernetes.KINDS[kind](topology)).values():
+    for spec in pods(clusters.MANIFESTS[kind](topology)).values():
         [container] = spec["containers"]
         assert container["image"] == "IMAGE"
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -75,13 +75,13 @@ def test_every_mount_has_its_volume_and_shared_memory_is_the_pods(kind: str, top
 
 
 def test_hosts_get_their_devices_and_home_none(topology: Topology) -> None:
-    found = pods(kubernetes.jobset(topology))
+    found = pods(clusters.jobset(topology))
     assert found["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 2}}
     assert "resources" not in found["home"]["containers"][0]
 
 
 def test_an_item_of_several_devices_counts_each(settings: list[str]) -> None:
-    found = pods(kubernetes.jobset(load(QUICKSTART, [*settings, "process.rollout.devices=['0,1', '2,3']"])))
+    found = pods(clusters.jobset(load(QUICKSTART, [*settings, "process.rollout.devices=['0,1', '2,3']"])))
     assert found["hosts"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
 
 
@@ -95,7 +95,7 @@ def script(spec: dict[str, Any]) -> str:
 def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read(
     kind: str, index: dict[str, str], topology: Topology, tmp_path: Path
 ) -> None:
-    found = pods(kubernetes.KINDS[kind](topology))
+    found = pods(clusters.MANIFESTS[kind](topology))
     program = tmp_path / "busrl"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; stat -c %a keys keys/file\n')
     program.chmod(0o755)
@@ -103,7 +103,7 @@ def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read
     (tmp_path / "secret" / "file").write_text("a key")
     said = {}
     for name, spec in found.items():
-        text = script(spec).replace(kubernetes.SECRETS, "secret").replace(kubernetes.KEYS, "keys")
+        text = script(spec).replace(clusters.SECRETS, "secret").replace(clusters.KEYS, "keys")
         done = subprocess.run(
             ["sh", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=True,
             env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.1.2.3", "LWS_LEADER_ADDRESS": "leader", **index},
@@ -116,6 +116,33 @@ def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read
     assert 'bus.keys="keys"' in said["home"]
 
 
+def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_it_is_queued_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [part for one in (*HOSTS[:3], "run.name='My.run'") for part in ("--set", one)]
+    assert main(["launch", str(QUICKSTART), "--emit", "slurm", *given]) == 0, "address and keys are made in the job"
+    job = tmp_path / "job.sh"
+    job.write_text(capsys.readouterr().out)
+    asked = [line.split()[1] for line in job.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--job-name=my-run", "--nodes=3", "--gpus-per-node=2", "--no-kill"} <= set(asked)
+    for name in ("busrl", "srun"):
+        (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >> {tmp_path}/said\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "TMPDIR": str(tmp_path)}
+    subprocess.run(["bash", job], check=True, env=environment)
+    init, launched = (tmp_path / "said").read_text().split("busrl\n")[1:]
+    assert init.splitlines() == ["keys", "init", "--dir", f"{tmp_path}/my-run-17.keys"]
+    words = launched.splitlines()
+    assert words[:2] == ["launch", str(QUICKSTART)] and words[words.index("--run-dir") + 1] == "runs/my-run-17"
+    assert f'bus.keys="{tmp_path}/my-run-17.keys"' in words and HOSTS[0] in words
+    [start] = [json.loads(word.removeprefix("hosts.start=")) for word in words if word.startswith("hosts.start=")]
+    for host, node in (("gpu-0", 1), ("gpu-1", 2)):
+        (tmp_path / "said").unlink()
+        subprocess.run([part.replace("{host}", host) for part in start], check=True, env=environment)
+        step = (tmp_path / "said").read_text().split()
+        assert f"--relative={node}" in step and step[-3:] == ["busrl", "host", "-"]
+
+
 def test_the_command_prints_it_and_a_run_on_one_host_is_refused(
     capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
@@ -123,4 +150,4 @@ def test_the_command_prints_it_and_a_run_on_one_host_is_refused(
     assert main(["launch", str(QUICKSTART), "--emit", "lws", *given]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "LeaderWorkerSet"
     with pytest.raises(UserError, match="no other host"):
-        kubernetes.jobset(load(QUICKSTART, []))
+        clusters.jobset(load(QUICKSTART, []))
