@@ -21,7 +21,7 @@ from busrl.errors import UserError
 
 PORT = 5600
 SECRETS, KEYS, FILES, RUN = "/etc/busrl/keys", "/tmp/keys", "/etc/busrl/run", "/run/busrl"
-STEP = "--nodes=1 --ntasks=1 --relative=$n --overlap --cpu-bind=none --no-kill=off"
+STEP = "--nodes=1 --ntasks=1 --nodelist=$node --overlap --cpu-bind=none --no-kill=off"
 STARTS = 1_000_000  # of a pod, before its job counts as failed
 
 
@@ -67,8 +67,9 @@ def slurm(topology: Topology, source: str, overrides: Sequence[str], run_dir: st
     name, hosts = _names(topology)
     given = shlex.join([source, *(word for one in overrides for word in ("--set", one))])
     place = shlex.quote(run_dir) if run_dir else f'"runs/{name}-$SLURM_JOB_ID"'
-    nodes = " ".join(f"{host}) n={number};;" for number, host in enumerate(hosts, 1))
-    step = f"case {{host}} in {nodes} esac; exec srun {STEP} busrl host -"
+    numbers = " ".join(f"{host}) n={number};;" for number, host in enumerate(hosts, 2))  # the first node is home
+    node = "node=$(scontrol show hostnames | sed -n ${n}p)"  # of all that the job had, those that it lost included
+    step = f"case {{host}} in {numbers} esac; {node}; exec srun {STEP} busrl host -"
     start = "hosts.start=" + json.dumps(["sh", "-c", step])
     devices = max(_devices(topology, host) for host in ("", *hosts))
     lines = [

@@ -7,7 +7,8 @@ own. Knows nothing of what happens on a host: its exit code says what to do (doc
 - The keys of a host travel over the standard input of its command alone: not in arguments, not in an environment.
 - A command is ended for silence only where home has heard its host, and then not for `UNHEARD_S`: a host ends by itself
   when it does not hear home, but a command may outlive its node (srun does). How long a host takes to start is its own.
-- Whoever ends is started again, with a growing pause, but after 0 (the run is over there) and 2 (mend something).
+- Whoever ends is started again, with a growing pause, but after 2 (mend something), and after 0 when the run is over: a
+  command may give 0 where its node was lost (srun does).
 - At the end of a run hosts learn of it from the relay: a command has time to end by itself before it is ended.
 """
 
@@ -65,10 +66,11 @@ class Placement:
     ) -> None:
         self._topology, self._paths, self._say, self._warn = topology, paths, say, warn
         wanted = topology.host_names if topology.hosts.start and not topology.here else ()
-        self._hosts = [Placed(name) for name in wanted]
+        self._hosts, self._run_is_over = [Placed(name) for name in wanted], False
 
-    def look(self, now: float, heard: Collection[str]) -> None:
+    def look(self, now: float, heard: Collection[str], run_is_over: bool = False) -> None:
         """Start what is due, and see who has ended, or is not among the hosts that home hears."""
+        self._run_is_over = run_is_over
         for host in self._hosts:
             if host.running is not None:
                 host.heard = now if host.name in heard else host.heard
@@ -98,10 +100,11 @@ class Placement:
         if now - host.begun > LONGEST_PAUSE_S:
             host.pause_s = FIRST_PAUSE_S
         words = last_words(self._log(host))
-        if how.code in (0, NEEDS_FIX):
+        if how.code == NEEDS_FIX:
             host.over = True
-            if how.code:
-                self._warn(f"host {host.name} is not started again: {words or how}", "error")
+            self._warn(f"host {host.name} is not started again: {words or how}", "error")
+        elif how.code == 0 and self._run_is_over:
+            host.over = True
         else:
             self._again(host, now, f"ended ({how}){f': {words}' if words else ''}")
 

@@ -248,7 +248,7 @@ class Launch:
                 return outcome
             self._receive()
             self._look()
-            self._placement.look(time.monotonic(), self._remote)
+            self._placement.look(time.monotonic(), self._remote, self._finishing)
             self._display.show(self.progress)
             waiting = (one for one in self.children if one.phase is Phase.BACKOFF and not self._awaits(one))
             due = [child.due - time.monotonic() for child in waiting]
@@ -301,7 +301,7 @@ class Launch:
     def _handle_deaths(self) -> RunOutcome | None:
         """Handle each child that has ended. The learner's end may be the run's."""
         for child, how in self._ended():
-            finishing = self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+            finishing = self._finishing
             if child.name in self._leaving:
                 self._left(child, how)
                 continue
@@ -565,6 +565,11 @@ class Launch:
         run.restarts, run.deaths = {child.name: child.restarts for child in self.children}, dict(self._events.deaths)
         run.look(self._picture.look(), now)
         return chain(run, now)
+
+    @property
+    def _finishing(self) -> bool:
+        """Whether the learner has reached the goal."""
+        return self._run.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
 
     def _read_table(self) -> None:
         found = self._run.ring.processes()

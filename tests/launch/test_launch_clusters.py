@@ -128,6 +128,8 @@ def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_i
     for name in ("busrl", "srun"):
         (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >> {tmp_path}/said\n')
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'first\\nsecond\\nthird\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17", "TMPDIR": str(tmp_path)}
     subprocess.run(["bash", job], check=True, env=environment)
     init, launched = (tmp_path / "said").read_text().split("busrl\n")[1:]
@@ -136,11 +138,11 @@ def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_i
     assert words[:2] == ["launch", str(QUICKSTART)] and words[words.index("--run-dir") + 1] == "runs/my-run-17"
     assert f'bus.keys="{tmp_path}/my-run-17.keys"' in words and HOSTS[0] in words
     [start] = [json.loads(word.removeprefix("hosts.start=")) for word in words if word.startswith("hosts.start=")]
-    for host, node in (("gpu-0", 1), ("gpu-1", 2)):
+    for host, node in (("gpu-0", "second"), ("gpu-1", "third")):
         (tmp_path / "said").unlink()
         subprocess.run([part.replace("{host}", host) for part in start], check=True, env=environment)
         step = (tmp_path / "said").read_text().split()
-        assert f"--relative={node}" in step and step[-3:] == ["busrl", "host", "-"]
+        assert f"--nodelist={node}" in step and step[-3:] == ["busrl", "host", "-"]
 
 
 def test_the_command_prints_it_and_a_run_on_one_host_is_refused(

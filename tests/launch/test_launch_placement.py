@@ -74,3 +74,14 @@ def test_a_command_whose_host_was_heard_and_is_not_any_more_is_ended_and_the_hos
     assert silent.startswith("host a: nothing is heard of it"), said
     assert killed == "host a ended (signal SIGKILL); again in 1 s"
     assert host.due == now + 2 * UNHEARD_S + 1.0
+
+
+def test_a_command_that_ends_well_while_the_run_goes_on_is_started_again_and_afterwards_not(tmp_path: Path) -> None:
+    placement: Any = object.__new__(Placement)
+    placement._paths, said = RunPaths.of(tmp_path), list[str]()
+    placement._warn = lambda text, level: said.append(text)
+    for over in (False, True):
+        host = Placed("a", running=spawn("host-a", ["true"], tmp_path / "a.log", os.environ))
+        placement._hosts = [host]
+        until(lambda over=over, host=host: placement.look(5.0, (), over) or host.running is None)
+        assert (host.over, len(said)) == (over, 1) and "host a ended (exit code 0); again in 1 s" in said
