@@ -67,8 +67,8 @@ def slurm(topology: Topology, source: str, overrides: Sequence[str], run_dir: st
     name, hosts = _names(topology)
     given = shlex.join([source, *(word for one in overrides for word in ("--set", one))])
     place = shlex.quote(run_dir) if run_dir else f'"runs/{name}-$SLURM_JOB_ID"'
-    numbers = " ".join(f"{host}) n={number};;" for number, host in enumerate(hosts, 2))  # the first node is home
-    node = "node=$(scontrol show hostnames | sed -n ${n}p)"  # of all that the job had, those that it lost included
+    numbers = " ".join(f"{host}) n={number}p;;" for number, host in enumerate(hosts, 2))  # the first node is home
+    node = "node=$(scontrol show hostnames | sed -n $n)"  # of all that the job had, those that it lost included
     step = f"case {{host}} in {numbers} esac; {node}; exec srun {STEP} busrl host -"
     start = "hosts.start=" + json.dumps(["sh", "-c", step])
     devices = max(_devices(topology, host) for host in ("", *hosts))

@@ -86,7 +86,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "plan": "", "messages": "plan",
     },
     "launch": {
-        "fates": "", "identity": "", "kubernetes": "", "pythons": "", "supervisor": "", "children": "supervisor",
+        "fates": "", "identity": "", "clusters": "", "pythons": "", "supervisor": "", "children": "supervisor",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
         "placement": "children", "control": "rundir summary",
         "run": "children control display fates placement rundir summary supervisor",

@@ -117,7 +117,7 @@ def test_a_pod_runs_the_command_with_its_own_name_and_keys_that_only_it_can_read
 
 
 def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_it_is_queued_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
     given = [part for one in (*HOSTS[:3], "run.name='My.run'") for part in ("--set", one)]
     assert main(["launch", str(QUICKSTART), "--emit", "slurm", *given]) == 0, "address and keys are made in the job"
@@ -138,6 +138,7 @@ def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_i
     assert words[:2] == ["launch", str(QUICKSTART)] and words[words.index("--run-dir") + 1] == "runs/my-run-17"
     assert f'bus.keys="{tmp_path}/my-run-17.keys"' in words and HOSTS[0] in words
     [start] = [json.loads(word.removeprefix("hosts.start=")) for word in words if word.startswith("hosts.start=")]
+    load(QUICKSTART, [*settings, f"hosts.start={json.dumps(start)}"])
     for host, node in (("gpu-0", "second"), ("gpu-1", "third")):
         (tmp_path / "said").unlink()
         subprocess.run([part.replace("{host}", host) for part in start], check=True, env=environment)

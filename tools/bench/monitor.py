@@ -380,7 +380,7 @@ def table(told: dict[str, Any]) -> str:
         run = told["run"]
         lines += [
             f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40) and "
-            f"a recorder attached in every second one{', with sinks ' * bool(told['sinks'])}{', '.join(told['sinks'])}:", "",
+            f"a recorder{''.join(f', {name}' for name in told['sinks'])} attached in every second one:", "",
             "| | alone | watched |", "|---|---|---|",
             *(f"| {name} | {run[key]['alone']:g} | {run[key]['watched']:g} |"
               for name, key in (("samples/s, median", "samples_per_s"), ("CPU s of the run", "run_cpu_s"),
