@@ -165,7 +165,7 @@ class Job(Run):
     """A run that is a job of Slurm, as `busrl launch --emit slurm` prints it."""
 
     def __init__(self, folder: Path, cluster: Slurm) -> None:
-        super().__init__(folder / "run", 'process.rollout.hosts=["gpu-0", "gpu-1"]', steps=4 * STEPS)
+        super().__init__(folder / "run", 'process.rollout.hosts=["gpu-0", "gpu-1"]', steps=2 * STEPS)
         (folder / "bin").mkdir()
         busrl = folder / "bin" / "busrl"
         self.pids = {node: folder / f"pids-{node}" for node in NODES}  # of hosts
