@@ -3,9 +3,10 @@
     python ray_host.py NAME COMMAND...      COMMAND is what starts a host there, as a rule `busrl host -`
 
 NAME is a resource of that node (`ray start --resources '{"gpu-0": 1}'`). An actor that asks for it runs the command and
-gives it the line that launch writes to this program's standard input. Ray carries that line and the exit code, and no
-data of the run. If the actor or its node dies, this program ends, and launch starts it again: Ray then waits for a node
-that has the resource. If this program dies, Ray ends the actor, and the kernel the command.
+gives it the line that launch writes to this program's standard input, with the host's key. Ray carries that line (in
+the clear, without RAY_USE_TLS) and the exit code, and no data of the run. If the actor or its node dies, this program
+ends, and launch starts it again: Ray then waits for a node that has the resource. If this program dies, Ray ends the
+actor, and the kernel the command.
 """
 
 from __future__ import annotations

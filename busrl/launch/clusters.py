@@ -72,17 +72,23 @@ def slurm(topology: Topology, source: str, overrides: Sequence[str], run_dir: st
     step = f"case {{host}} in {numbers} esac; {node}; exec srun {STEP} busrl host -"
     start = "hosts.start=" + json.dumps(["sh", "-c", step])
     devices = max(_devices(topology, host) for host in ("", *hosts))
-    lines = [
-        "#!/bin/bash", f"#SBATCH --job-name={name}", f"#SBATCH --nodes={1 + len(hosts)}", "#SBATCH --ntasks-per-node=1",
-        *([f"#SBATCH --gpus-per-node={devices}"] if devices else []),
-        "#SBATCH --exclusive", "#SBATCH --no-kill  # a lost node costs what its host had, not the run",
-        "#SBATCH --open-mode=append", "set -eu", "umask 077", f'keys="${{TMPDIR:-/tmp}}/{name}-$SLURM_JOB_ID.keys"',
-        '[ -d "$keys" ] || busrl keys init --dir "$keys"', "address=$(hostname -I | cut -d' ' -f1)",
-        f"exec busrl launch {given} --run-dir {place} \\",
-        f'    --set "bus.endpoint=\\"tcp://$address:{PORT}\\"" --set "bus.keys=\\"$keys\\"" \\',
-        f"    --set {shlex.quote(start)}",
-    ]
-    return "\n".join(lines) + "\n"
+    gpus = f"#SBATCH --gpus-per-node={devices}\n" if devices else ""
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={1 + len(hosts)}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --exclusive
+#SBATCH --no-kill  # a lost node costs what its host had, not the run
+#SBATCH --open-mode=append
+set -eu
+keys="${{TMPDIR:-/tmp}}/{name}-$SLURM_JOB_ID.keys"
+[ -d "$keys" ] || busrl keys init --dir "$keys"
+address=$(hostname -I | cut -d' ' -f1)
+exec busrl launch {given} --run-dir {place} \\
+    --set "bus.endpoint=\\"tcp://$address:{PORT}\\"" --set "bus.keys=\\"$keys\\"" \\
+    --set {shlex.quote(start)}
+"""
 
 
 def manifest(kind: str, topology: Topology) -> str:

@@ -66,15 +66,14 @@ class Placement:
     ) -> None:
         self._topology, self._paths, self._say, self._warn = topology, paths, say, warn
         wanted = topology.host_names if topology.hosts.start and not topology.here else ()
-        self._hosts, self._run_is_over = [Placed(name) for name in wanted], False
+        self._hosts = [Placed(name) for name in wanted]
 
-    def look(self, now: float, heard: Collection[str], run_is_over: bool = False) -> None:
+    def look(self, now: float, heard: Collection[str], run_is_over: bool) -> None:
         """Start what is due, and see who has ended, or is not among the hosts that home hears."""
-        self._run_is_over = run_is_over
         for host in self._hosts:
             if host.running is not None:
                 host.heard = now if host.name in heard else host.heard
-                self._see(host, now)
+                self._see(host, now, run_is_over)
             elif not host.over and now >= host.due:
                 self._start(host, now)
 
@@ -89,7 +88,7 @@ class Placement:
         host.begun, host.heard, host.ended_at = now, 0.0, 0.0
         self._say(f"host {host.name}: started (pid {host.running.pid}): {' '.join(command)}")
 
-    def _see(self, host: Placed, now: float) -> None:
+    def _see(self, host: Placed, now: float, run_is_over: bool) -> None:
         assert host.running is not None
         how = host.running.ended()
         if how is None:
@@ -103,7 +102,7 @@ class Placement:
         if how.code == NEEDS_FIX:
             host.over = True
             self._warn(f"host {host.name} is not started again: {words or how}", "error")
-        elif how.code == 0 and self._run_is_over:
+        elif how.code == 0 and run_is_over:
             host.over = True
         else:
             self._again(host, now, f"ended ({how}){f': {words}' if words else ''}")
