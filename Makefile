@@ -11,6 +11,8 @@ SOURCES := $(shell find csrc -name '*.hpp' -o -name '*.cpp' -o -name '*.h' 2>/de
 # Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: without this, where the variable is set, each compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-real test test-runs test-all lint format bench bench-core bench-faults soak cpp model storm sanitize aarch64 fuzz install clean vllm vllm-test agents-env openenv-env browser atropos-env ray-env slurm
@@ -34,11 +36,11 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 	$(PYTEST) -m "not long and not slow and not soak and not vllm" --durations=40
 
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
-	$(PYTEST) -m "long and not slow and not soak and not vllm"
+	$(PYTEST) -m "long and not slow and not soak and not vllm" $$(grep -rl 'mark\.long' tests)
 
 test-all: browser agents-env openenv-env atropos-env ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
-	$(PYTEST) -m "slow and not vllm"
+	$(PYTEST) -m "slow and not vllm" $$(grep -rl 'mark\.slow' tests)
 	$(BIN)/python tools/mutants.py
 	HYPOTHESIS_PROFILE=explore $(PYTEST) -m "not long and not slow and not soak and not vllm" $$(grep -rl "from hypothesis" tests)
 
