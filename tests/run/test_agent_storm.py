@@ -32,6 +32,7 @@ VICTIMS = ["agent/0", "agent/1", "child", "child", "serve/0", "serve/1", "rollou
 SETTINGS = (
     "process.agent.count=2", "process.rollout.count=2", "agents.episodes=24",  # so few that servers get theirs
     "validation.data=", "learner.checkpoint_every=20",
+    "limits.crash_attempts=0",  # on a slow machine one may be killed eight times before it has done any work
 )  # fmt: skip
 CLIENT = ROOT / "examples" / "agents" / "http_client.py"
 
