@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
-from busrl.bus.endpoint import DEFAULT_MAX_BYTES, Gaps, configure
+from busrl.bus.endpoint import DEFAULT_MAX_BYTES, NOBLOCK, Gaps, configure, open_wire
 from busrl.bus.security import check_endpoint
 
 QUEUE: Final = 4096  # messages on this side of the wire
@@ -58,18 +58,14 @@ class Tap:
         self.malformed = 0
         self.gaps = Gaps()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._open()
+        self._open()
 
     def take(self, limit: int = 4096) -> list[TapMessage]:
-        """What is here already, at most `limit` messages."""
+        """What is here already, `limit` messages and at most as many more as the wire gives at once."""
         came: list[TapMessage] = []
-        while len(came) < limit:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) == 2:  # one frame: a subscription on its way to the publishers
-                came.append(self._seen(frames[0], frames[1]))
+        while len(came) < limit and (messages := self._wire.receive(NOBLOCK)):
+            # One frame: a subscription on its way to the publishers.
+            came += [self._seen(frames[0], frames[1]) for frames in messages if len(frames) == 2]
         return came
 
     def wait(self, timeout_s: float, *others: int) -> bool:
@@ -82,20 +78,24 @@ class Tap:
 
     def reopen(self) -> None:
         """Drop what is queued for us here and at the other end, and listen on from now."""
-        self._socket.close(0)
-        self._socket = self._open()
+        self._shut()
+        self._open()
 
     def close(self) -> None:
         """Leave; idempotent."""
-        self._socket.close(0)
+        self._shut()
         self._context.term()
 
-    def _open(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.SUB)
+    def _shut(self) -> None:
+        self._wire.close()
+        self._socket.close(0)
+
+    def _open(self) -> None:
+        self._socket = socket = self._context.socket(zmq.SUB)
         configure(socket, QUEUE, self._max_bytes)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(self.endpoint)
-        return socket
+        self._wire = open_wire(socket, socket)
 
     def _seen(self, topic: bytes, body: bytes) -> TapMessage:
         try:

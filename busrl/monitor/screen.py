@@ -17,14 +17,13 @@ import select
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TextIO
 
 from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.layout import Layout
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -67,6 +66,8 @@ RUN_STYLE: Final = {
 }
 SEVERITY_STYLE: Final = {"warning": "yellow", "error": "red", "critical": "bold red"}
 LABELS: Final = "grey58"
+LEFT: Final = ("process", "doing", "busy", "message")  # columns whose cells begin at the left
+GAP: Final = "  "
 
 
 def sizes(height: int, processes: int, errors: int, facts: int) -> tuple[int, int, int, int]:
@@ -174,15 +175,29 @@ def _middle(run: RunState, rows: list[ProcessRow], width: int, height: int) -> R
     return both
 
 
+def _table(names: Sequence[str], widest: str) -> Table:
+    """Two blanks between columns, in the cells (`_add`): rich draws a cell with padding as two, in twice the time."""
+    table = Table(box=None, expand=True, padding=0, header_style=LABELS)
+    for at, name in enumerate(names):
+        justify: JustifyMethod = "left" if name in LEFT else "right"
+        table.add_column(
+            GAP * bool(at) + name, justify=justify, no_wrap=True, ratio=1 if name == widest else None
+        )
+    return table
+
+
+def _add(table: Table, first: Text, *others: Text) -> None:
+    for cell in others:
+        cell.pad_left(len(GAP))
+    table.add_row(first, *others)
+
+
 def _processes(rows: list[ProcessRow], room: int) -> Table:
     """At most `room` lines, without the head."""
-    table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
-    for name in ("process", "pid", "doing", "busy", "progress", "version", "samples"):
-        justify: JustifyMethod = "left" if name in ("process", "doing", "busy") else "right"
-        table.add_column(name, justify=justify, no_wrap=True, ratio=1 if name == "doing" else None)
+    table = _table(("process", "pid", "doing", "busy", "progress", "version", "samples"), "doing")
     hidden = len(rows) - room
     for row in rows[: room if hidden <= 0 else max(0, room - 1)]:
-        table.add_row(*_cells(row))
+        _add(table, *_cells(row))
     if hidden > 0:
         table.add_row(Text(f"{hidden + 1} more", LABELS))
     return table
@@ -206,13 +221,10 @@ def _cells(row: ProcessRow) -> tuple[Text, ...]:
 
 
 def _messages(run: RunState, room: int) -> Panel:
-    table = Table(box=None, expand=True, pad_edge=False, header_style=LABELS)
-    table.add_column("message", no_wrap=True, ratio=1)
-    table.add_column("per s", justify="right", no_wrap=True)
-    table.add_column("all", justify="right", no_wrap=True)
+    table = _table(("message", "per s", "all"), "message")
     flows = sorted(run.traffic.by_name.items(), key=lambda item: -item[1].count)
     for name, flow in flows[: max(0, room)]:
-        table.add_row(Text(name.lower()), Text(f"{flow.rate.per_s():.1f}"), Text(short(flow.count), LABELS))
+        _add(table, Text(name.lower()), Text(f"{flow.rate.per_s():.1f}"), Text(short(flow.count), LABELS))
     return Panel(table, border_style="grey37", box=box.ROUNDED)
 
 
@@ -329,13 +341,13 @@ def run_live(watcher: Watcher, stdin: TextIO) -> None:
     """The live screen until `q`."""
     console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
-    with keys_of(stdin) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with keys_of(stdin) as pressed, console.screen():
         while True:
             catch_up(watcher)
             now, size = time.monotonic(), (console.size.width, console.size.height)
             if now >= due or size != drawn:
                 begun, drawn = time.process_time(), size
-                live.update(view(watcher.run, now, time.time(), *size, errors_only), refresh=True)
+                console.update_screen(view(watcher.run, now, time.time(), *size, errors_only))
                 due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
                 if not gave_way:
                     give_way(NICE)

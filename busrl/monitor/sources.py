@@ -28,7 +28,7 @@ import numpy as np
 from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
-from busrl.monitor.state import VERSIONS, Facts, Held, ProcessRecord, RingRecord, RunState, address_of
+from busrl.monitor.state import HEARD, VERSIONS, Facts, Held, ProcessRecord, RingRecord, RunState, address_of
 from busrl.monitor.waits import reason_of
 from busrl.paths import SHM, RunPaths
 from busrl.protocol import codec
@@ -405,10 +405,12 @@ class Watcher:
         if name in (LOOK, REPLAY):
             self._fold_replay(name, heard.body, now)
             return None
+        kind = BY_NAME.get(name)
         sender = address_of(heard.envelope.sender) if heard.envelope is not None else ""
-        run.traffic.received(name if name in BY_NAME else "(unknown)", len(heard.body), sender)
-        with suppress(Rejected, KeyError):  # one that this program cannot read
-            run.handle(codec.decode(BY_NAME[name], heard.body, MAX_BYTES), now)
+        run.traffic.received(name if kind is not None else "(unknown)", len(heard.body), sender)
+        if kind is not None and kind in HEARD:  # most are only counted
+            with suppress(Rejected):  # one that this program cannot read
+                run.handle(codec.decode(kind, heard.body, MAX_BYTES), now)
         if heard.envelope is None or run.replay or not heard.envelope.time_ns:
             return None
         return run.traffic.late(heard.envelope.sender, wall - heard.envelope.time_ns / 1e9)

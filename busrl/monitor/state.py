@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
 from typing import Annotated, Any, Final
@@ -343,21 +344,19 @@ class Traffic:
     _least_age: dict[str, float] = field(default_factory=dict)
 
     def received(self, name: str, size: int, sender: str = "") -> None:
-        if name not in self.by_name and len(self.by_name) >= MAX_NAMES:
-            name = OTHERS
-        if sender not in self.by_sender and len(self.by_sender) >= MAX_SENDERS:
-            sender = OTHERS
-        for one in (self._flow(self.by_name, name), self._flow(self.by_sender, sender), self.total):
+        named = self.by_name.get(name) or self._new(self.by_name, name, MAX_NAMES)
+        sent = self.by_sender.get(sender) or self._new(self.by_sender, sender, MAX_SENDERS)
+        for one in (named, sent, self.total):
             one.count += 1
             one.bytes += size
 
-    def _flow(self, flows: dict[str, Flow], key: str) -> Flow:
-        flow = flows.get(key)
-        if flow is None:
-            flow = flows[key] = Flow()
+    def _new(self, flows: dict[str, Flow], key: str, most: int) -> Flow:
+        key = key if len(flows) < most else OTHERS
+        if key not in flows:
+            flows[key] = Flow()
             if self._ticked is not None:
-                flow.tick(self._ticked)  # none had come by then
-        return flow
+                flows[key].tick(self._ticked)  # none had come by then
+        return flows[key]
 
     def late(self, sender: str, age_s: float) -> float:
         """By how much a message of this age is later than its sender's usually are."""
@@ -413,6 +412,7 @@ def _same(one: ErrorRecord, other: ErrorRecord) -> bool:
     return alike and address_of(one.process) == address_of(other.process) and abs(one.time - other.time) < SAME_S
 
 
+@lru_cache(maxsize=1024)
 def address_of(process: str) -> str:
     """`rollout/0` and `rollout-0` are one process: the name in the table, and as it stands in a topic."""
     return process.replace("/", "-")
@@ -508,25 +508,30 @@ class RunState:
             del self.validations[next(iter(self.validations))]
 
     def handle(self, message: m.Message, now: float) -> None:
-        """A message of the bus, in any order, doubled or not."""
-        if isinstance(message, m.LearnerStateUpdate):
-            self.step(step_of(message), now)
-        elif isinstance(message, m.SchedulerState):
-            self.waiting = message.waiting
-            known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
-            self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
-        elif isinstance(message, m.ValidationStarted):
-            self.validating = True
-        elif isinstance(message, (m.ValidationDone, m.ValidationSetDone)):
-            self.validating = False
-            mean = message.mean if math.isfinite(message.mean) else None
-            name = message.set if isinstance(message, m.ValidationSetDone) else ""
-            self.validated(RoundRecord(message.round, message.version, mean, message.samples, name))
-        elif isinstance(message, m.Error):
-            at = message.time_ns / 1e9
-            self.errors.add(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
-        elif isinstance(message, (m.Hello, m.Heartbeat, m.Goodbye)):
-            self._presence(message, now)
+        """A message of the bus, in any order, doubled or not; `HEARD` are the kinds that say anything here."""
+        if (act := HEARD.get(type(message))) is not None:
+            act(self, message, now)
+
+    def _stepped(self, message: m.LearnerStateUpdate, now: float) -> None:
+        self.step(step_of(message), now)
+
+    def _scheduled(self, message: m.SchedulerState, now: float) -> None:
+        self.waiting = message.waiting
+        known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
+        self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
+
+    def _validating(self, message: m.ValidationStarted, now: float) -> None:
+        self.validating = True
+
+    def _measured(self, message: m.ValidationDone | m.ValidationSetDone, now: float) -> None:
+        self.validating = False
+        mean = message.mean if math.isfinite(message.mean) else None
+        name = message.set if isinstance(message, m.ValidationSetDone) else ""
+        self.validated(RoundRecord(message.round, message.version, mean, message.samples, name))
+
+    def _failed(self, message: m.Error, now: float) -> None:
+        at = message.time_ns / 1e9
+        self.errors.add(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
 
     def replayed(self, what: str, pace: float, over: bool) -> None:
         """This is a replay of `what`, at so many times the speed of the run; 0: as fast as it goes."""
@@ -633,6 +638,19 @@ class RunState:
                 present.pid, present.index = message.pid, message.index
             else:
                 present.activity = message.activity
+
+
+HEARD: Final[dict[type[m.Message], Callable[[RunState, Any, float], None]]] = {
+    m.LearnerStateUpdate: RunState._stepped,
+    m.SchedulerState: RunState._scheduled,
+    m.ValidationStarted: RunState._validating,
+    m.ValidationDone: RunState._measured,
+    m.ValidationSetDone: RunState._measured,
+    m.Error: RunState._failed,
+    m.Hello: RunState._presence,
+    m.Heartbeat: RunState._presence,
+    m.Goodbye: RunState._presence,
+}
 
 
 def _life(process: ProcessRecord) -> tuple[str, int]:

@@ -83,7 +83,7 @@ while True:
 """
 SCREEN = """
 import json, sys, time
-from rich.live import Live
+from rich.console import Console
 from busrl.cli import main
 from busrl.monitor import screen
 from busrl.monitor.sources import Watcher
@@ -107,7 +107,7 @@ if web:
     timed(server.Server, "_draw", "draw_cpu_s", "frames")
 else:
     timed(screen, "view", "draw_cpu_s")
-    timed(Live, "update", "draw_cpu_s", "frames")
+    timed(Console, "update_screen", "draw_cpu_s", "frames")
 begun = time.monotonic()
 main(["monitor", sys.argv[1], *sys.argv[3:]])
 json.dump(told | {"cpu_s": time.process_time(), "seconds": time.monotonic() - begun}, open(sys.argv[2], "w"))
