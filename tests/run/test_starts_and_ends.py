@@ -24,7 +24,7 @@ def busrl(*arguments: str) -> str:
 def test_children_end_with_a_killed_launch_and_the_next_start_adopts_the_ring(
     tmp_path: Path, undisturbed: Callable[[int], int]
 ) -> None:
-    run = Run(tmp_path / "run", steps=STEPS)
+    run = Run(tmp_path / "run", steps=STEPS // 2)
     with running(run):
         run.until_step(5)
         run.kill_launch()
@@ -33,7 +33,7 @@ def test_children_end_with_a_killed_launch_and_the_next_start_adopts_the_ring(
         code = run.wait()
     assert "adopted the ring" in run.text()
     check_end(run, code)
-    check_tokens(run, undisturbed(STEPS))
+    check_tokens(run, undisturbed(STEPS // 2))
 
 
 @pytest.mark.slow

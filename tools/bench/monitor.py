@@ -1,4 +1,4 @@
-"""What watching costs: the quickstart with and without a monitor and a recorder, and the broker's tap by itself.
+"""What watching costs: the quickstart with and without monitor, page and recorder, and the broker's tap by itself.
 
     python tools/bench/monitor.py --pairs 5
     python tools/bench/monitor.py --pairs 0        only the tap
@@ -28,7 +28,7 @@ import termios
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,18 +155,27 @@ def metrics_of(directory: Path) -> bool:
 
 
 def watch(directory: Path, recording: Path) -> dict[str, subprocess.Popen[bytes]]:
-    """A live monitor on a terminal of its own, which a thread empties, and a recorder."""
+    """A live monitor, a page whose stream is read, and a recorder."""
+    busrl = [sys.executable, "-m", "busrl.cli"]
+    return {
+        "monitor": on_a_terminal([*busrl, "monitor", str(directory)], empty)[0],
+        "web": on_a_terminal([*busrl, "monitor", "--web", str(directory)], look)[0],
+        "recorder": subprocess.Popen(
+            [*busrl, "record", str(directory), "-o", str(recording)], stdout=subprocess.DEVNULL
+        ),
+    }
+
+
+def on_a_terminal(command: list[str], read: Callable[[int], None]) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and the other end of a terminal of its own, which a thread reads."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    threading.Thread(target=empty, args=(master,), daemon=True).start()
-    busrl = [sys.executable, "-m", "busrl.cli"]
-    monitor = subprocess.Popen(
-        [*busrl, "monitor", str(directory)], stdin=slave, stdout=slave, stderr=slave,
-        env={**os.environ, "TERM": "xterm-256color"},
+    child = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm-256color"}
     )
     os.close(slave)
-    recorder = subprocess.Popen([*busrl, "record", str(directory), "-o", str(recording)], stdout=subprocess.DEVNULL)
-    return {"monitor": monitor, "recorder": recorder}
+    threading.Thread(target=read, args=(master,), daemon=True).start()
+    return child, master
 
 
 def empty(master: int) -> None:
@@ -289,20 +298,14 @@ def crowd(seconds: float, web: bool, senders: int = 64, rate: int = 10_000) -> d
         sender = subprocess.Popen(
             [sys.executable, "-c", SEND, folder, str(senders), str(rate)], stdout=subprocess.PIPE, text=True
         )
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         told = Path(place) / "told.json"
         command = [sys.executable, "-c", SCREEN, f"ipc://{folder}/t", str(told), *(["--web"] if web else [])]
-        screen = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm-256color"}
-        )
-        os.close(slave)
-        threading.Thread(target=look if web else empty, args=(master,), daemon=True).start()
+        screen, keys = on_a_terminal(command, look if web else empty)
         assert sender.stdout is not None
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s and sender.stdout.readline():
             pass
-        screen.send_signal(signal.SIGTERM) if web else os.write(master, b"q")
+        screen.send_signal(signal.SIGTERM) if web else os.write(keys, b"q")
         screen.wait(60)
         sender.kill()
         sender.wait()
@@ -344,9 +347,8 @@ def told_of_runs(runs: list[dict[str, Any]]) -> dict[str, Any]:
     ratios = [w["samples_per_s"] / a["samples_per_s"] for a, w in zip(alone, watched)]
     tokens = [w["tokens_per_s"] / a["tokens_per_s"] for a, w in zip(alone, watched)]
     rates_alone = [run["samples_per_s"] for run in alone]
-    watchers = {
-        name: statistics.median(run["watchers_cpu_s"][name] for run in watched) for name in ("monitor", "recorder")
-    }
+    names = watched[0]["watchers_cpu_s"]
+    watchers = {name: statistics.median(run["watchers_cpu_s"][name] for run in watched) for name in names}
     return {
         "samples_per_s": {"alone": median(alone, "samples_per_s"), "watched": median(watched, "samples_per_s")},
         "ratio_median": round(statistics.median(ratios), 4),
@@ -379,8 +381,8 @@ def table(told: dict[str, Any]) -> str:
     if "run" in told:
         run = told["run"]
         lines += [
-            f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40) and "
-            f"a recorder{''.join(f', {name}' for name in told['sinks'])} attached in every second one:", "",
+            f"Quickstart, {told['steps']} steps, {told['pairs']} pairs of runs in turn, a live monitor (120 x 40), a "
+            f"page and a recorder{''.join(f', {name}' for name in told['sinks'])} attached in every second one:", "",
             "| | alone | watched |", "|---|---|---|",
             *(f"| {name} | {run[key]['alone']:g} | {run[key]['watched']:g} |"
               for name, key in (("samples/s, median", "samples_per_s"), ("CPU s of the run", "run_cpu_s"),
