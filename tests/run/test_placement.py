@@ -122,6 +122,28 @@ def test_launch_starts_hosts_by_any_command_with_keys_that_it_makes_and_they_end
     assert not [line for line in (*home.text().splitlines(), shlex.join(command)) if line and line in secret]
 
 
+@pytest.mark.slow
+def test_a_command_that_outlives_its_host_is_ended_for_silence_and_the_host_is_back(
+    tmp_path: Path, quickstart: None
+) -> None:
+    command = ["sh", "-c", f"({HOST} {tmp_path}/scratch-{{host}}); sleep 900"]
+    home = Home(tmp_path, start(command), steps=100_000)
+    with running(home):
+        home.until_step(3)
+        pid = int(said(home, r"host gpu-0: started \(pid (\d+)\)")[0])
+        below = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, check=True).stdout.split()
+        os.kill(int(below[0]), signal.SIGKILL)
+        home.until("it is said", lambda: said(home, "nothing is heard of it for 60 s: its command is ended"))
+        home.until("it is started again", lambda: len(said(home, "host gpu-0: started")) == 2)
+        home.until_step(home.step() + 5)
+        assert not Path(f"/proc/{pid}").exists()
+        assert home.child is not None
+        home.child.send_signal(signal.SIGTERM)
+        assert home.wait() == 128 + signal.SIGTERM, home.tail()
+    assert home.audit().counts.lost == 0
+    assert not subprocess.run(["pgrep", "-f", "^sleep 900"], capture_output=True, check=False).stdout
+
+
 @pytest.mark.long
 def test_a_host_that_must_be_mended_is_named_once_and_the_run_goes_on(tmp_path: Path, quickstart: None) -> None:
     mend = ["sh", "-c", "echo no model at /models/x >&2; exit 2 # {host}"]
