@@ -65,7 +65,13 @@ def _emitted(options: argparse.Namespace) -> str:
         there = [*options.overrides, *given, 'hosts.start=["true", "{host}"]']
         topology = load(options.topology, there, options.run_dir)
     if options.emit == "slurm":
-        return clusters.slurm(topology, str(options.topology), options.overrides, str(options.run_dir or ""))
+        if options.resume == "never":
+            raise UserError(
+                "--resume never with --emit slurm: a job that is queued again would forget its run; a new job has "
+                "a run directory of its own, or give it one with --run-dir"
+            )
+        directory = options.run_dir or ("" if options.resume == "auto" else Path(options.resume).resolve())
+        return clusters.slurm(topology, str(options.topology), options.overrides, str(directory))
     return clusters.manifest(options.emit, topology)
 
 

@@ -146,6 +146,16 @@ def test_a_job_of_slurm_gives_each_host_its_node_and_goes_on_with_its_run_when_i
         assert f"--nodelist={node}" in step and step[-3:] == ["busrl", "host", "-"]
 
 
+def test_a_job_of_slurm_goes_on_in_the_directory_of_resume_and_forgets_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
+) -> None:
+    command = ["launch", str(QUICKSTART), "--emit", "slurm", *(part for one in HOSTS[:3] for part in ("--set", one))]
+    assert main([*command, "--resume", str(tmp_path / "earlier")]) == 0
+    assert f"--run-dir {tmp_path}/earlier " in capsys.readouterr().out
+    assert main([*command, "--resume", "never"]) != 0
+    assert "would forget its run" in capsys.readouterr().err
+
+
 def test_the_command_prints_it_and_a_run_on_one_host_is_refused(
     capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
