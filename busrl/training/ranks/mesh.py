@@ -29,6 +29,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from busrl.errors import ModelNotLoaded
 from busrl.training.batch import Flat, Sample
@@ -263,16 +271,12 @@ def shard(
     `dtype`: what is gathered and computed with; None: as the parameters are. `reshard`: gathered weights are given up
     between forward and backward (less memory, one more all-gather). `offload`: shards and gradients are on the host.
     """
-    from torch.distributed import fsdp  # a quarter of what a learner imports, and only teams need it
-
     _cut(model, meshes)
     reduced = None if dtype is None else torch.float32
     # No cast of inputs: a model in one type casts where it must, and the plan of a packed row is to stay one object.
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
-    pinned = (
-        fsdp.CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else fsdp.OffloadPolicy()
-    )
-    spread: Any = functools.partial(fsdp.fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    pinned = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else OffloadPolicy()
+    spread: Any = functools.partial(fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
     embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _norm(model)
     for experts in _dealt(model):
         spread(experts, mesh=meshes.experts, reshard_after_forward=reshard)
@@ -287,7 +291,7 @@ def shard(
         spread(tail, reshard_after_forward=False)
     spread(model, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):  # neither setting reaches the modules below
+        if isinstance(module, FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -321,8 +325,6 @@ class ShardedForward(Forward):
         if isinstance(way, PaddedRows):
             way.head = _Gathered(way.model.get_output_embeddings(), way.head)
             way.model.busrl_forward = types.MethodType(_called, way.model)
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
             register_fsdp_forward_method(way.model, "busrl_forward")
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
@@ -343,8 +345,6 @@ class ShardedForward(Forward):
             return compute()
         found: T = self.model.busrl_forward(compute)
         if not torch.is_grad_enabled():  # no backward will give up what was gathered, and it would be used when stale
-            from torch.distributed.fsdp import FSDPModule
-
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
