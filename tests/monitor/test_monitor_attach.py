@@ -127,9 +127,9 @@ def test_the_live_screen_follows_the_terminal_and_gives_it_back_as_it_was(
         os.write(master, b"q")
     else:
         child.send_signal(getattr(signal, ending))
-    last = read_until(master, lambda text: "\x1b[?1049l" in text)
+    read_until(master, lambda text: "\x1b[?1049l" in text and "\x1b[?25h" in text)  # screen and cursor are back
     assert child.wait(PATIENCE_S) == 0
-    assert "\x1b[?25h" in last and termios.tcgetattr(slave) == settings
+    assert termios.tcgetattr(slave) == settings
     assert scene.state() == before
     os.close(master)
     os.close(slave)

@@ -35,7 +35,8 @@ def test_a_file_of_questions_becomes_a_folder_whose_topology_is_short_and_passes
     out = tmp_path / "mine"
     done = busrl("init", "gsm8k", "--model", model, "--out", out, "--data", questions(tmp_path / "q.jsonl"))
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in out.iterdir()) == ["gsm8k.toml", "held-out.jsonl", "reward.py", "train.jsonl"]
+    files = sorted(path.name for path in out.iterdir() if path.is_file())
+    assert files == ["gsm8k.toml", "held-out.jsonl", "reward.py", "train.jsonl"]
     train, held_out = ((out / name).read_text().splitlines() for name in ("train.jsonl", "held-out.jsonl"))
     assert len(train) + len(held_out) == 60 == len({*train, *held_out}) and len(held_out) == 6
     assert json.loads(train[0])["prompt"].startswith("What is 1 + 1?\nThink step by step")
