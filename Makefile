@@ -36,13 +36,13 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 	$(PYTEST) -m "not long and not slow and not soak and not vllm" --durations=40
 
 test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
-	$(PYTEST) -m "long and not slow and not soak and not vllm" $$(grep -rl 'mark\.long' tests)
+	$(PYTEST) -m "long and not slow and not soak and not vllm" $$(grep -rl --include='*.py' 'mark\.long' tests)
 
 test-all: browser agents-env openenv-env atropos-env ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM
 	$(MAKE) -C csrc fuzz
-	$(PYTEST) -m "slow and not vllm" $$(grep -rl 'mark\.slow' tests)
+	$(PYTEST) -m "slow and not vllm" $$(grep -rl --include='*.py' 'mark\.slow' tests)
 	$(BIN)/python tools/mutants.py
-	HYPOTHESIS_PROFILE=explore $(PYTEST) -m "not long and not slow and not soak and not vllm" $$(grep -rl "from hypothesis" tests)
+	HYPOTHESIS_PROFILE=explore $(PYTEST) -m "not long and not slow and not soak and not vllm" $$(grep -rl --include='*.py' "from hypothesis" tests)
 
 soak: $(STAMP)/test ## many kills of every role; takes a long time
 	$(BIN)/pytest -m soak --timeout 7200

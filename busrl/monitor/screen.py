@@ -339,7 +339,7 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
 
 def run_live(watcher: Watcher, stdin: TextIO) -> None:
     """The live screen until `q`."""
-    console, errors_only, gave_way, due, drawn = Console(), False, False, 0.0, (0, 0)
+    console, errors_only, gave_way, due, drawn = Console(force_terminal=True), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
     with keys_of(stdin) as pressed, console.screen():
         while True:
