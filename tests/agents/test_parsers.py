@@ -120,7 +120,8 @@ def test_values_without_quotes_have_the_type_that_the_tool_declares() -> None:
 def test_a_mark_that_a_model_repeats_without_end_is_read_once(kind: str, piece: str) -> None:
     """In a time that grows with the square of the repeats none of these would end within the limit of a test."""
     for around in ("{}", "<tool_call>add{}</tool_call>", "<tool_call><function=add>{}</function></tool_call>"):
-        PARSERS[kind](around.format(piece * 100_000), TOOLS)
+        found = PARSERS[kind](around.format(piece * 100_000), TOOLS)
+        assert all(name == "add" for name, _ in found.calls) and len(found.text) + len(found.calls) + found.unparsed
 
 
 @pytest.mark.parametrize("text", ["a" + " " * 200_000, "a[CALL_ID]" + " " * 200_000, " " * 200_000])

@@ -33,7 +33,7 @@ def test_one_key_turns_the_quickstart_to_vllm(installed) -> None:
 @pytest.mark.parametrize("version", ["0.24.0", "0.33.1", "0.32.0+cpu", "0.30.0rc2"])
 def test_versions_that_were_looked_at_are_taken(installed, version: str) -> None:
     installed("vllm", version)
-    load(QUICK, [ENGINE])
+    assert load(QUICK, [ENGINE]).vllm == load(QUICK).vllm
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,8 @@ def test_another_version_or_none_is_refused_with_both_named(installed, package: 
 
 def test_an_engine_elsewhere_needs_no_vllm_here(installed) -> None:
     installed("", "")
-    load(QUICK, [ENGINE, 'process.rollout.command=["node", "rollout.mjs"]'])
+    topology = load(QUICK, [ENGINE, 'process.rollout.command=["node", "rollout.mjs"]'])
+    assert [one.spec.command for one in topology.processes() if one.role == "rollout"] == [("node", "rollout.mjs")]
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_nothing_ends_a_run_for_engines_that_are_no_models_of_ours(engine: str) 
 
 
 def test_the_limit_can_be_turned_off() -> None:
-    gate(quick("learner.mismatch_limit=0"), refuse).first(records(8, 16), 0, 0)
+    assert gate(quick("learner.mismatch_limit=0"), refuse).first(records(8, 16), 0, 0) is None
 
 
 def test_the_tolerance_is_that_of_the_coarsest_type_that_may_compute() -> None:
