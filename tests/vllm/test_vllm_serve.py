@@ -1,4 +1,5 @@
-"""Role serve over vLLM: OpenAI's client plays episodes while weights move, and one dies in the middle of its calls.
+"""Role serve over vLLM: OpenAI's client plays episodes, half of them by streams, while weights move, and one dies in
+the middle of its calls.
 
 What was trained is compared, turn by turn, with plain forward passes of the checkpoints whose weights drew it.
 """
@@ -102,17 +103,29 @@ def served(tmp_path: Path, on_update: str, steps: int, *more: str) -> Run:
 # -- those who play -----
 
 
-def play(one: dict[str, Any], in_the_middle: Callable[[], None]) -> float:
+def streamed(client: OpenAI, messages: list[Any]) -> dict[str, Any]:
+    """A turn that came piece by piece; it may say nothing but has to end."""
+    with client.chat.completions.create(model="policy", messages=messages, max_tokens=6, stream=True) as pieces:
+        got = [piece.choices[0] for piece in pieces if piece.choices]
+    assert [one.finish_reason for one in got if one.finish_reason] in (["stop"], ["length"]), got
+    return {"role": "assistant", "content": "".join(one.delta.content or "" for one in got)}
+
+
+def answered(client: OpenAI, messages: list[Any]) -> dict[str, Any]:
+    found = client.chat.completions.create(model="policy", messages=messages, max_tokens=6)
+    return found.choices[0].message.model_dump(exclude_none=True)
+
+
+def play(one: dict[str, Any], ask: Callable[..., dict[str, Any]], in_the_middle: Callable[[], None]) -> float:
     """A conversation of several turns; what it is worth hangs on what the model said."""
     messages: list[Any] = [{"role": "user", "content": "Tell me something new, and then something more."}]
     with OpenAI(base_url=one["base_url"], api_key=one["api_key"], timeout=120, max_retries=2) as client:
         for turn in range(TURNS):
             if turn == TURNS // 2:
                 in_the_middle()
-            found = client.chat.completions.create(model="policy", messages=messages, max_tokens=6)
-            said = found.choices[0].message
-            messages += [said.model_dump(exclude_none=True), {"role": "user", "content": f"Go on, {turn}."}]
-    return float(sum(map(ord, said.content or "")) % 7)
+            said = ask(client, messages)
+            messages += [said, {"role": "user", "content": f"Go on, {turn}."}]
+    return float(sum(map(ord, said.get("content", ""))) % 7)
 
 
 class Players:
@@ -130,11 +143,11 @@ class Players:
         assert status == 200, found
         return list(found)
 
-    def work(self, patient: bool) -> None:
+    def work(self, patient: bool, ask: Callable[..., dict[str, Any]]) -> None:
         while self.told.exists() and not self.problems and not self.rest.is_set():
             try:
                 for one in self.claim(1):
-                    reward = play(one, self.wait_for_a_step if patient else lambda: None)
+                    reward = play(one, ask, self.wait_for_a_step if patient else lambda: None)
                     status, said = post(f"{self.episodes}/{one['episode']}/end", one["api_key"], {"reward": reward})
                     assert (status, said["outcome"], said["turns"]) == (200, "committed", TURNS), said
             except Exception as problem:
@@ -150,7 +163,8 @@ class Players:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         self.rest.clear()
-        threads = [threading.Thread(target=self.work, args=(number < PATIENT,)) for number in range(AT_ONCE)]
+        asks = [(number < PATIENT, streamed if number % 2 else answered) for number in range(AT_ONCE)]
+        threads = [threading.Thread(target=self.work, args=one) for one in asks]
         for thread in threads:
             thread.start()
         try:

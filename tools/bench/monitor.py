@@ -3,6 +3,7 @@
     python tools/bench/monitor.py --pairs 5
     python tools/bench/monitor.py --pairs 0        only the tap
     python tools/bench/monitor.py --crowd 20       a screen of 64 senders, 10,000 messages a second
+    python tools/bench/monitor.py --first 10       how long the first picture takes, beside a run that trains
 
 Runs are taken in turn, so that a slow hour of the machine hits both kinds. A pair is two runs of the same seed. The
 throughput is samples that ended (and tokens drawn) over the time from the first step to the last one. The live view is
@@ -159,7 +160,7 @@ def watch(directory: Path, recording: Path) -> dict[str, subprocess.Popen[bytes]
     busrl = [sys.executable, "-m", "busrl.cli"]
     return {
         "monitor": on_a_terminal([*busrl, "monitor", str(directory)], empty)[0],
-        "web": on_a_terminal([*busrl, "monitor", "--web", str(directory)], look)[0],
+        "web": on_a_terminal([*busrl, "monitor", str(directory), "--web"], look)[0],
         "recorder": subprocess.Popen(
             [*busrl, "record", str(directory), "-o", str(recording)], stdout=subprocess.DEVNULL
         ),
@@ -328,6 +329,71 @@ def look(master: int) -> None:
             pass
 
 
+# ----------------------------------------------------------------------------------------------- the first picture
+
+
+def first_pictures(count: int) -> dict[str, Any]:
+    """Milliseconds from the start of a program to its first picture of a run of the quickstart that trains beside it,
+    and from a browser's request to the first picture of a page whose server is there."""
+    with tempfile.TemporaryDirectory(prefix="brl") as folder:
+        directory = Path(folder) / "run"
+        command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
+        run = subprocess.Popen(
+            [*command, "--set", "run.max_steps=100000", "--set", "limits.idle_groups=0"], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            until(lambda: metrics_of(directory), run)
+            terminal = [on_screen(["monitor", str(directory)], rb"rollout/0")[0] for _ in range(count)]
+            pages = [on_page(directory) for _ in range(count)]
+        finally:
+            run.send_signal(signal.SIGTERM)
+            run.wait()
+    return {
+        name: {"median_ms": round(1e3 * statistics.median(times)), "worst_ms": round(1e3 * max(times))}
+        for name, times in (("terminal", terminal), ("page, server started", [started for started, _ in pages]),
+                            ("page, server there", [opened for _, opened in pages]))
+    } | {"load": os.getloadavg()[0]}
+
+
+def on_screen(arguments: list[str], shown: bytes, then: Callable[[bytes], float] | None = None) -> tuple[float, float]:
+    """Seconds until a command of busrl has shown this on its terminal, and what `then` makes of all that was shown."""
+    found: dict[str, Any] = {"said": b""}
+    done = threading.Event()
+
+    def read(master: int) -> None:
+        while not re.search(shown, found["said"]):
+            found["said"] += os.read(master, 65536)
+        found["at"] = time.monotonic()
+        done.set()
+        empty(master)
+
+    begun = time.monotonic()
+    child, _ = on_a_terminal([sys.executable, "-m", "busrl.cli", *arguments], read)
+    if not done.wait(60):
+        raise SystemExit(f"busrl {arguments[0]} showed nothing within 60 s: {found['said'][-500:]!r}")
+    more = then(found["said"]) if then else 0.0
+    ended_cpu(child)
+    return found["at"] - begun, more
+
+
+def on_page(directory: Path) -> tuple[float, float]:
+    """Seconds from the server's start to its first picture, and from the request of a page to its own."""
+
+    def open_page(said: bytes) -> float:
+        address = re.search(rb"http://\S+", said)
+        assert address is not None
+        begun = time.monotonic()
+        urllib.request.urlopen(address[0].decode()).read()
+        with urllib.request.urlopen(address[0].decode() + "events") as stream:
+            while b"data:" not in stream.readline():
+                pass
+        return time.monotonic() - begun
+
+    started, opened = on_screen(["monitor", str(directory), "--web"], rb"http://\S+\s", open_page)
+    return started + opened, opened
+
+
 def cpu_ns(pid: int) -> int:
     """CPU nanoseconds of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -412,11 +478,15 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5, help="of the tap alone")
     arguments.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results" / "monitor.json")
     arguments.add_argument("--crowd", type=float, default=0.0, help="seconds; nothing else is done then")
+    arguments.add_argument("--first", type=int, default=0, help="pictures of each kind; nothing else is done then")
     options = arguments.parse_args()
     os.environ.update(
         OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     )
     sys.path.insert(0, str(ROOT))
+    if options.first:
+        print(json.dumps(first_pictures(options.first), indent=1))
+        return
     if options.crowd:
         for web in (False, True):
             print(json.dumps(crowd(options.crowd, web), indent=1), flush=True)
