@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import threading
@@ -61,9 +62,9 @@ class Game(ABC):
 
 
 class Adapter(ABC):
-    """Plays episodes of one environment; `options` make the environment."""
+    """Plays episodes of one environment; `options` make the environment. `beside`: the folder of the topology."""
 
-    package, remedy = "", ""
+    package, remedy, beside = "", "", "."
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self.name, self.options = name, dict(options)
@@ -444,15 +445,26 @@ class _OpenEnvGame(Game):
 
 class Verifiers(Adapter):
     """Environments that play an episode by themselves, with a client of their own for the model; the index is that of a
-    task. The options are the environment's configuration, as verifiers has it."""
+    task. The options are the environment's configuration, as verifiers has it; `client` is the client's: verifiers' one
+    for evaluation, which sends messages, or with `type = "train"` the one that renders them itself and sends ids."""
 
     package, remedy = "verifiers", "make agents-env, and python = \"...\" with the Python of that environment"
     _serving: Any = None
+
+    def _client_config(self, vf: Any, given: dict[str, Any]) -> Any:
+        """Of every episode, but for its address and its key."""
+        if given.get("type") != "train":
+            return vf.EvalClientConfig(**given, api_key_var="")
+        if not given.get("renderer_model_name"):
+            raise AgentNotLoaded('client: one of type "train" needs renderer_model_name, the folder of the model')
+        given["renderer_model_name"] = os.path.join(self.beside, given["renderer_model_name"])
+        return vf.TrainClientConfig(**given, api_key_var="")
 
     async def setup(self) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
+        self._client = self._client_config(vf, dict(self.options.pop("client", {})))
         own = {"taskset": {"id": self.name}, "agent": {"runtime": {"type": "subprocess"}}}
         self._vf, self._environment = vf, load_environment(resolve_env_config(_merged(own, self.options)))
         self._tasks = list(islice(iter(self._environment.taskset), INDICES))
@@ -463,9 +475,8 @@ class Verifiers(Adapter):
 
     async def episode(self, task: dict[str, Any], llm: Llm) -> float:
         given = llm.openai
-        client = self._vf.EvalClientConfig(
-            base_url=given["base_url"], api_key_var="", headers={"x-busrl-episode": given["api_key"]}
-        )
+        own = {"base_url": given["base_url"], "headers": {"x-busrl-episode": given["api_key"]}}
+        client = self._client.model_copy(update=own)
         context = self._vf.ModelContext(model="policy", client=client)
         found = await self._environment.run_episode(self._tasks[int(task[INDEX]) % len(self._tasks)], context)
         if not found.ok:
@@ -493,7 +504,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
 }
 
 
-async def load(environment: str, options: Mapping[str, Any], trial: bool = False) -> Adapter:
+async def load(environment: str, options: Mapping[str, Any], trial: bool = False, beside: str = ".") -> Adapter:
     """The adapter of `kind:name`, set up; with `trial` an episode was begun. AgentNotLoaded says what is missing."""
     named = f"environment = {environment!r}"
     match = ENVIRONMENT.fullmatch(environment)
@@ -501,7 +512,9 @@ async def load(environment: str, options: Mapping[str, Any], trial: bool = False
         raise AgentNotLoaded(f"{named}: must be one of {', '.join(ADAPTERS)}, a colon, and a name")
     kind = ADAPTERS[match[1]]
     try:
-        return await _begun(kind(match[2], options), trial)
+        made = kind(match[2], options)
+        made.beside = beside
+        return await _begun(made, trial)
     except ModuleNotFoundError as problem:
         if problem.name and problem.name.partition(".")[0] == kind.package:
             raise AgentNotLoaded(f"{named}: the package {kind.package} is not installed: {kind.remedy}") from None

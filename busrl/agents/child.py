@@ -151,7 +151,7 @@ class Process:
             sys.path.insert(0, beside)
             # Of programs that an environment starts, too: verifiers runs a tool server as a module.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [beside, os.environ.get("PYTHONPATH")]))
-            made = await adapters.load(setup.environment, setup.options, setup.trial)
+            made = await adapters.load(setup.environment, setup.options, setup.trial, beside)
             self._function, self._close = made.episode, made.close
             return
         module = setup.function.rpartition(":")[0]

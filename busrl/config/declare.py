@@ -220,7 +220,7 @@ def _table(kind: Any, rule: Rule, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Wrong("expected a table of tables", rule.doc)
         return {name: _table(typing.get_args(kind)[1], rule, item) for name, item in value.items()}
-    noun = "numbers" if kind is float else "strings, numbers, true and false, or lists of these"
+    noun = "numbers" if kind is float else "strings, finite numbers, true and false, or lists and tables of these"
     if not isinstance(value, dict) or not all(map(_simple, value.values())):
         raise Wrong(f"expected a table of {noun}", rule.doc)
     return {name: _number(float, Rule("", above=0), item) if kind is float else item for name, item in value.items()}
@@ -230,6 +230,8 @@ def _simple(value: Any) -> bool:
     """Whether JSON has it."""
     if isinstance(value, list):
         return all(map(_simple, value))
+    if isinstance(value, dict):
+        return all(map(_simple, value.values()))
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 

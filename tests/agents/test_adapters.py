@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -354,3 +355,9 @@ def test_a_session_that_cannot_be_opened_is_not_counted_as_open() -> None:
 
 def test_an_openenv_server_that_is_away_is_said_before_the_start() -> None:
     assert "openenv:ws://127.0.0.1:9" in refusal("openenv:ws://127.0.0.1:9")
+
+
+def test_a_training_client_of_verifiers_needs_the_folder_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    assert "renderer_model_name, the folder of the model" in refusal("verifiers:any", client={"type": "train"})

@@ -37,7 +37,7 @@ def test_what_a_run_records_has_the_options(loaded: Loaded) -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ('optimizer = "adamw16bit"', "did you mean \"adamw8bit\"?"),
     ("options = { momentum = 0.9 }", "adamw takes none: its settings are learner.betas, eps and weight_decay"),
-    ('optimizer = "adafactor"\noptions = { when = 2020-01-01 }', "expected a table of strings, numbers"),
+    ('optimizer = "adafactor"\noptions = { when = 2020-01-01 }', "expected a table of strings, finite numbers"),
 ])
 def test_settings_that_cannot_be_used_are_refused(refused: Refused, text: str, said: str) -> None:
     (problem,) = refused(f"[learner]\n{text}\n")

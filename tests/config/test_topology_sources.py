@@ -107,8 +107,8 @@ def test_a_function_that_hangs_is_named_with_the_row_before(
 
 def test_tools_and_arguments_of_the_template_are_plain_values(loaded: Loaded, refused: Refused) -> None:
     chat = '[data]\ntrain = "train.jsonl"\ntemplate_arguments = '
-    (found,) = refused(base=MODEL + chat + '{ enable_thinking = { a = 1 } }\n')
-    assert "expected a table of strings, numbers, true and false" in found
+    (found,) = refused(base=MODEL + chat + '{ enable_thinking = { a = 2020-01-01 } }\n')
+    assert "expected a table of strings, finite numbers" in found
     (found,) = refused(base=MODEL + chat + "{ enable_thinking = false }\n")
     assert "a prompt as plain text has no template" in found
     (found,) = refused(base=MODEL + chat.replace("template_arguments", "chat_template_kwargs") + "{}\n")

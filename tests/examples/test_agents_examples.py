@@ -52,6 +52,31 @@ def test_an_environment_of_verifiers_teaches_its_model_what_to_say_around_the_ca
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make agents-env")
+@pytest.mark.parametrize("client", [
+    "", 'client = { type = "train", renderer_model_name = "made/model", renderer = { name = "default" } }',
+], ids=["evaluation", "training"])
+def test_both_clients_of_verifiers_play_episodes_of_two_turns_as_one_sequence(
+    tmp_path: Path, games: Path, client: str
+) -> None:
+    """The one for evaluation sends messages, the one for training ids that it rendered itself, few of them otherwise
+    than they were drawn."""
+    shutil.copy(ROOT / "tests" / "examples" / "typed_taskset.py", games)
+    config = games / f"typed_{len(client)}.toml"
+    text = (games / "calculator.toml").read_text().replace("verifiers:calculator_taskset", "verifiers:typed_taskset")
+    config.write_text(text.replace("[agents]\n", f"options = {{ {client} }}\n\n[agents]\n"))
+    run = Run(tmp_path / "run", f"process.agent.python={AGENTS_PYTHON}", "validation.samples=0",
+              "generation.max_new_tokens=2", config=config, steps=4)
+    with running(run):
+        check_end(run, run.wait(1500))
+    for row in run.metrics():
+        episodes = row["episodes"]
+        assert episodes["turns_mean"] > 1.5 and 1 <= episodes["sequences_mean"] <= (1.1 if client else 1), episodes
+        assert episodes["refused"] == episodes["overridden"] == 0, episodes
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not OPENENV_PYTHON.exists(), reason="make openenv-env")
 def test_a_run_trains_on_episodes_of_a_server_of_openenv_that_has_fewer_sessions(tmp_path: Path, games: Path) -> None:
