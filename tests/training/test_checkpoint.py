@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from forks import forks
+from safetensors.torch import load_file, save_file
 
 from busrl.errors import DiskFull
 from busrl.training import checkpoint
@@ -182,43 +183,65 @@ def test_a_step_that_is_saved_again_replaces_the_torn_one(lab: Any, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
-CHILD = """
-    import os, resource, signal, sys
-    from pathlib import Path
-    import torch
-    from safetensors.torch import save_file
-    from busrl.errors import DiskFull
-    from busrl.training import checkpoint
-    root, what, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    class Model:  # saves as transformers does, without the seconds that importing it takes
-        def save_pretrained(self, folder):
-            os.makedirs(folder)
-            (Path(folder) / "config.json").write_text("{}")
-            save_file({"weight": torch.zeros(20000)}, folder + "/model.safetensors")
-    if what == "full":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    else:
-        calls = [0]
-        good = getattr(checkpoint.os, what)
-        def dying(*arguments):
-            calls[0] += 1
-            if calls[0] == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return good(*arguments)
-        setattr(checkpoint.os, what, dying)
+class Model:
+    """Saves as transformers does."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "config.json").write_text("{}")
+        save_file({"weight": torch.zeros(20000)}, f"{folder}/model.safetensors")
+
+
+def dies_at(where: Any, name: str, at: int) -> None:
+    """This process is killed where it calls that function for the `at`-th time."""
+    good, calls = getattr(where, name), [0]
+
+    def dying(*arguments: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return good(*arguments, **more)
+
+    setattr(where, name, dying)
+
+
+def write(said: Any, root: Path) -> None:
     try:
         checkpoint.save(root, 2, model=Model(), optimizer_state={"a": torch.zeros(9000)}, meta={}, keep_last=1,
                         extras=lambda path: (path / "trained.bin").write_bytes(bytes(150000)))
     except DiskFull as error:
-        print(error)
-        sys.exit(28)
-"""
+        said.send(str(error))
 
 
-def child(root: Path, what: str, limit: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(root), what, str(limit)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def write_and_die(said: Any, root: Path, what: str, at: int) -> None:
+    dies_at(checkpoint.os, what, at)
+    write(said, root)
+
+
+def write_on_a_full_disk(said: Any, root: Path, limit: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    write(said, root)
+
+
+def replace_and_die(said: Any, root: Path, call: str, at: int) -> None:
+    dies_at({"rename": os, "rmtree": checkpoint.shutil, "sync": checkpoint}[call], call, at)
+    with checkpoint.whole_directory(root / "global_step_7") as folder:
+        (folder / "new").write_text("new")
+
+
+def child(target: Callable[..., None], *arguments: Any) -> tuple[int, str]:
+    """What a process that ran this ended with, and what it said."""
+    here, there = forks.Pipe()
+    process = forks.Process(target=target, args=(there, *arguments))
+    process.start()
+    there.close()
+    process.join(120)
+    assert process.exitcode is not None, "it has not ended"
+    try:
+        return process.exitcode, here.recv()
+    except EOFError:
+        return process.exitcode, ""
 
 
 @pytest.mark.parametrize(
@@ -229,30 +252,11 @@ def test_a_writer_killed_on_the_way_leaves_the_one_before_or_the_new_one_whole(
 ) -> None:
     trainer = lab.trainer("qwen3", double=False)
     save(tmp_path, 1, trainer)
-    result = child(tmp_path, what, limit)
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert child(write_and_die, tmp_path, what, limit) == (-signal.SIGKILL, "")
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == left
     save(tmp_path, 3, trainer, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
-
-
-REPLACING = """
-    import os, signal, sys
-    from pathlib import Path
-    from busrl.training import checkpoint
-    root, call, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    where = {"rename": os, "rmtree": checkpoint.shutil, "sync": checkpoint}[call]
-    good, calls = getattr(where, call), [0]
-    def dying(*arguments, **more):
-        calls[0] += 1
-        if calls[0] == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return good(*arguments, **more)
-    setattr(where, call, dying)
-    with checkpoint.whole_directory(root / "global_step_7") as folder:
-        (folder / "new").write_text("new")
-"""
 
 
 @pytest.mark.parametrize(("call", "at"), [("rename", 1), ("rename", 2), ("rmtree", 1), ("rmtree", 2), ("sync", 3)])
@@ -263,9 +267,7 @@ def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
     for name in ("old", "older"):
         (root / "global_step_7").mkdir(parents=True, exist_ok=True)
         (root / "global_step_7" / name).write_text(name)
-    code = [sys.executable, "-c", textwrap.dedent(REPLACING), str(root), call, str(at)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert child(replace_and_die, root, call, at)[0] in (0, -signal.SIGKILL)
     checkpoint.finish_replacements(root)
     found = sorted(path.name for path in (root / "global_step_7").iterdir())
     assert found in (["old", "older"], ["new"]), found
@@ -276,9 +278,8 @@ def test_a_directory_that_is_replaced_is_there_whole_whenever_its_writer_dies(
 @pytest.mark.parametrize("limit", [100, 30000, 60000, 100000])
 def test_a_full_disk_leaves_the_one_before_and_says_what_to_do(lab: Any, tmp_path: Path, limit: int) -> None:
     save(tmp_path, 1, lab.trainer("qwen3", double=False))
-    result = child(tmp_path, "full", limit)
-    assert result.returncode == 28, result.stderr
-    assert "free space on the file system" in result.stdout
+    code, said = child(write_on_a_full_disk, tmp_path, limit)
+    assert code == 0 and "free space on the file system" in said
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 1

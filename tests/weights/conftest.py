@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import forks
 
 sys.path[:0] = [str(Path(__file__).parent)]
 import members  # noqa: E402
-
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["members"])
 
 
 @pytest.fixture

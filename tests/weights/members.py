@@ -29,15 +29,19 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 class Trap:
-    """Kills or stops its own process when a point is reached, once it is armed. "" is never reached."""
+    """Kills or stops its own process when a point is reached, once it is armed; `point@2`: when for the second time.
+    "" is never reached."""
 
     def __init__(self, point: str, armed: bool, how: int) -> None:
-        self.point, self.armed, self.how = point, armed, how
+        self.point, _, count = point.partition("@")
+        self.left, self.armed, self.how = int(count or 1), armed, how
 
     def __call__(self, reached: str) -> None:
         if self.armed and self.point and reached.startswith(self.point):
-            self.armed = False
-            os.kill(os.getpid(), self.how)
+            self.left -= 1
+            if self.left == 0:
+                self.armed = False
+                os.kill(os.getpid(), self.how)
 
 
 def engine(

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from members import members, settle
+from members import BUCKET, PATIENCE_S, Child, engine, learner, members, settle, tensors
 
 from busrl.errors import UserError, WeightsTimeout
 from busrl.weights.base import NOTHING, GroupCallbacks
@@ -20,92 +20,35 @@ from busrl.weights.broadcast.receiver import BroadcastReceiver
 from busrl.weights.broadcast.sender import BroadcastSender
 
 TIMEOUT_S = 12.0  # a third of it is what a slow machine has for a phase
-PATIENCE_S = 60.0
-BUCKET = 4096  # several buckets a version
-
-# A member: prints every version that it fetched, in order, after a check that it is of one piece.
-MEMBER = """
-import os, signal, sys, torch
+# A member that fetches two versions and then just ends.
+LEAVING = """
+import sys
+from members import tensors
 from busrl.weights.broadcast.receiver import BroadcastReceiver
-file, name, kill_at, timeout_s, bucket = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
-receiver = BroadcastReceiver(file, name, timeout_s=timeout_s)
-point, _, count = kill_at.partition("@")
-left = [int(count or 0)]
-def die(reached):
-    if reached == point:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-receiver.hook = die if kill_at else None
-here = {f"t{k}": torch.zeros(300, 7) for k in range(5)}
-newest = 0
-while True:
-    newest, _ = receiver.wait_for(newest + 1, 120)
-    version, step = receiver.fetch(here)
-    whole = all(bool((tensor == version).all()) for tensor in here.values()) and step == version * 10
-    print(version if whole else "TORN", flush=True)
-    newest = version
+receiver = BroadcastReceiver(sys.argv[1], "rollout/0", timeout_s=float(sys.argv[2]))
+for version in (1, 2):
+    receiver.wait_for(version, 120)
+    print(*receiver.fetch(tensors(0)), flush=True)
 """
-
-# A learner that publishes one version and stays.
-LEARNER = """
-import sys, time, torch, threading
-from busrl.weights.broadcast.sender import BroadcastSender
-sender = BroadcastSender(sys.argv[1], timeout_s=float(sys.argv[3]), bucket_bytes=int(sys.argv[4]))
-version = int(sys.argv[2])
-sender.publish(version, version * 10, {f"t{k}": torch.full((300, 7), float(version)) for k in range(5)})
-threading.Event().wait(120)
-"""
-
-
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {f"t{k}": torch.full((300, 7), float(value)) for k in range(5)}
 
 
 class Cast:
-    """The processes of a test, ended with it."""
+    """Members and learners of a test, each a process of its own."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.processes: list[subprocess.Popen[str]] = []
+    def __init__(self, file: Path, start: Callable[..., Child]) -> None:
+        self.file, self._start = file, start
 
-    def member(self, name: str, kill_at: str = "") -> subprocess.Popen[str]:
-        return self._start(MEMBER, name, kill_at, str(TIMEOUT_S), str(BUCKET))
+    def member(self, name: str, kill_at: str = "") -> Child:
+        return self._start(engine, str(self.file), name, TIMEOUT_S, kill_at)
 
-    def learner(self, version: int) -> subprocess.Popen[str]:
-        return self._start(LEARNER, str(version), str(TIMEOUT_S), str(BUCKET))
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-
-    def _start(self, code: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code, str(self.file), *arguments]
-        self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return self.processes[-1]
-
-
-def says(process: subprocess.Popen[str], version: int) -> bool:
-    """Read what a member fetched until it names `version`; versions come in order and of one piece."""
-    assert process.stdout is not None
-    last = 0
-    for line in process.stdout:
-        assert line.strip() != "TORN"
-        assert int(line) > last
-        last = int(line)
-        if last >= version:
-            return last == version
-    return False  # it has ended
+    def learner(self, version: int) -> Child:
+        """One that publishes a version and stays."""
+        return self._start(learner, str(self.file), version, TIMEOUT_S)
 
 
 @pytest.fixture
-def cast(tmp_path: Path) -> Iterator[Cast]:
-    made = Cast(tmp_path / "weights.store")
-    yield made
-    made.end()
+def cast(tmp_path: Path, start: Callable[..., Child]) -> Cast:
+    return Cast(tmp_path / "weights.store", start)
 
 
 @pytest.fixture
@@ -133,10 +76,12 @@ def test_every_version_reaches_every_member_and_a_late_joiner_gets_the_newest(
     first, second = cast.member("rollout/0"), cast.member("rollout/1")
     for version in (1, 2, 3):
         publish(sender, version)
-        assert says(first, version) and says(second, version)
-    assert says(cast.member("rollout/2"), 3)
+        first.until(version)
+        second.until(version)
+    cast.member("rollout/2").until(3)
     publish(sender, 4)
-    assert says(first, 4) and says(second, 4)
+    first.until(4)
+    second.until(4)
     settle(sender)
     assert members(sender) == ["rollout/0", "rollout/1", "rollout/2"]
     assert sender.newest() == (4, 40)
@@ -147,15 +92,19 @@ def test_a_member_killed_in_mid_broadcast_is_left_out_and_named(
 ) -> None:
     first, doomed, third = cast.member("rollout/0"), cast.member("rollout/1", "bucket 3@2"), cast.member("rollout/2")
     publish(sender, 1)
-    assert says(first, 1) and says(doomed, 1) and says(third, 1)
+    first.until(1)
+    doomed.until(1)
+    third.until(1)
     publish(sender, 2)  # bucket 3 of its second transfer at the latest is where rollout/1 dies
-    assert says(first, 2) and says(third, 2)
-    assert doomed.wait(PATIENCE_S) == -signal.SIGKILL
+    first.until(2)
+    third.until(2)
+    doomed.fell(signal.SIGKILL)
     settle(sender)
     assert missing == ["rollout/1"]
     assert members(sender) == ["rollout/0", "rollout/2"]
     publish(sender, 3)
-    assert says(first, 3) and says(third, 3)
+    first.until(3)
+    third.until(3)
 
 
 def test_a_killed_member_is_not_waited_for_and_its_successor_joins(
@@ -163,15 +112,17 @@ def test_a_killed_member_is_not_waited_for_and_its_successor_joins(
 ) -> None:
     first, doomed = cast.member("rollout/0"), cast.member("rollout/1")
     publish(sender, 1)
-    assert says(first, 1) and says(doomed, 1)
-    doomed.kill()
-    doomed.wait()
+    first.until(1)
+    doomed.until(1)
+    doomed.process.kill()
+    doomed.fell(signal.SIGKILL)
     publish(sender, 2)
-    assert says(first, 2)
+    first.until(2)
     successor = cast.member("rollout/1")
-    assert says(successor, 2)
+    successor.until(2)
     publish(sender, 3)
-    assert says(first, 3) and says(successor, 3)
+    first.until(3)
+    successor.until(3)
 
 
 def test_a_stopped_member_holds_up_the_others_for_a_while_only_and_may_come_back(
@@ -179,16 +130,17 @@ def test_a_stopped_member_holds_up_the_others_for_a_while_only_and_may_come_back
 ) -> None:
     first, stopped = cast.member("rollout/0"), cast.member("rollout/1")
     publish(sender, 1)
-    assert says(first, 1) and says(stopped, 1)
-    stopped.send_signal(signal.SIGSTOP)
+    first.until(1)
+    stopped.until(1)
+    os.kill(stopped.process.pid, signal.SIGSTOP)
     publish(sender, 2)
-    assert says(first, 2)
+    first.until(2)
     settle(sender)
     assert missing == ["rollout/1"]
-    stopped.send_signal(signal.SIGCONT)
+    stopped.go_on()
     publish(sender, 3)
-    assert says(first, 3)
-    assert says(stopped, 3)
+    first.until(3)
+    stopped.until(3)
 
 
 def test_a_member_that_dies_in_the_roll_call_delays_nobody_for_good(
@@ -196,26 +148,26 @@ def test_a_member_that_dies_in_the_roll_call_delays_nobody_for_good(
 ) -> None:
     first = cast.member("rollout/0")
     publish(sender, 1)
-    assert says(first, 1)
+    first.until(1)
     doomed = cast.member("rollout/1", "roll call 2@1")
-    assert doomed.wait(PATIENCE_S) == -signal.SIGKILL
+    doomed.fell(signal.SIGKILL)
     publish(sender, 2)
-    assert says(first, 2)
+    first.until(2)
     settle(sender)
     assert missing == ["rollout/1"]
 
 
 def test_members_keep_the_newest_version_of_a_killed_learner_and_follow_its_successor(cast: Cast) -> None:
-    learner, member = cast.learner(5), cast.member("rollout/0")
+    fallen, member = cast.learner(5), cast.member("rollout/0")
     receiver = BroadcastReceiver(cast.file, "rollout/1", timeout_s=TIMEOUT_S)
-    assert says(member, 5)
+    member.until(5)
     assert receiver.wait_for(5, PATIENCE_S) == (5, 50)
-    learner.kill()
-    learner.wait()
+    fallen.process.kill()
+    fallen.fell(signal.SIGKILL)
     here = tensors(0)
     assert receiver.fetch(here) == (5, 50)
     cast.learner(6)
-    assert says(member, 6)
+    member.until(6)
     assert receiver.wait_for(6, PATIENCE_S) == (6, 60)
     receiver.fetch(here)
     assert all(bool((tensor == 6).all()) for tensor in here.values())
@@ -226,21 +178,18 @@ def test_publishing_waits_for_nobody_and_an_overtaken_version_is_skipped(sender:
     for version in range(1, 30):
         publish(sender, version)
     assert members(sender) == []
-    assert says(cast.member("rollout/0"), 29)
+    cast.member("rollout/0").until(29)
 
 
 def test_a_process_that_ends_without_closing_ends_cleanly(sender: BroadcastSender, cast: Cast) -> None:
-    code = MEMBER.replace("while True", "while newest < 2")
-    leaving = subprocess.Popen(
-        [sys.executable, "-c", code, str(cast.file), "rollout/0", "", str(TIMEOUT_S), str(BUCKET)],
-        stdout=subprocess.PIPE, text=True,
-    )
-    cast.processes.append(leaving)
-    publish(sender, 1)
-    assert says(leaving, 1)
-    publish(sender, 2)
-    assert says(leaving, 2)
-    assert leaving.wait(PATIENCE_S) == 0
+    command = [sys.executable, "-c", LEAVING, str(cast.file), str(TIMEOUT_S)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as leaving:
+        assert leaving.stdout is not None
+        for version in (1, 2):
+            publish(sender, version)
+            assert leaving.stdout.readline() == f"{version} {version * 10}\n"
+        assert leaving.wait(PATIENCE_S) == 0
 
 
 def test_waiting_has_a_deadline_that_says_what_is_missing(cast: Cast) -> None:
