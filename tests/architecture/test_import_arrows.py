@@ -85,6 +85,7 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path, runtime_only: bool = False) -> set[str]:
     """Full names that a file imports, those in `if TYPE_CHECKING` left out when asked for."""
     package = ".".join(("busrl", *path.relative_to(ROOT).parts[:-1]))

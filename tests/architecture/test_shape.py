@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import statistics
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -174,7 +173,8 @@ def _arrows_module():  # type: ignore[no-untyped-def]
     return module
 
 
-imports = cache(_arrows_module().imports)
+_arrows = _arrows_module()
+imports, parsed = _arrows.imports, _arrows.parsed
 
 
 def name_of(path: Path) -> str:
@@ -196,7 +196,7 @@ def test_the_packages_have_few_files_of_a_size_that_can_be_read() -> None:
 def test_functions_are_short() -> None:
     sizes: dict[str, int] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
                 sizes[f"{name_of(path)}.{node.name}:{node.lineno}"] = node.end_lineno - node.lineno + 1

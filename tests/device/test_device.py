@@ -29,7 +29,8 @@ def test_no_other_module_names_a_kind_of_accelerator() -> None:
         if path.name == "device.py" and path.parent == ROOT:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            named = isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu")
+            attribute = isinstance(node, ast.Attribute) and node.attr in ("cuda", "npu")
+            named = attribute and ast.unparse(node) in ("torch.cuda", "torch.npu")
             imported = isinstance(node, (ast.Import, ast.ImportFrom)) and any(
                 name in ast.unparse(node) for name in ("torch.cuda", "torch_npu", "torch.npu")
             )
