@@ -177,6 +177,7 @@ def gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_tool_ends_its_check_and_reports_what_was_done(
     sleeper: tuple[subprocess.Popen[bytes], list[int]], tmp_path: Path, number: signal.Signals
@@ -192,6 +193,7 @@ def test_a_stopped_tool_ends_its_check_and_reports_what_was_done(
     assert found["checks"][2]["why"] == f"not begun: {number.name}"
 
 
+@pytest.mark.slow
 def test_a_killed_tool_takes_its_check_with_it_and_leaves_a_report_of_what_was_done(
     sleeper: tuple[subprocess.Popen[bytes], list[int]], tmp_path: Path
 ) -> None:
