@@ -20,12 +20,15 @@ from busrl.ring import Ring
 
 @pytest.mark.long
 def test_rollouts_on_two_other_hosts_train_a_run_to_its_end(tmp_path: Path, quickstart: None) -> None:
-    home = Home(tmp_path, names=("gpu-0", "gpu-1"), steps=8)
+    parity = ("learner.parity.every=1", "learner.parity.wait_s=100")
+    home = Home(tmp_path, *parity, names=("gpu-0", "gpu-1"), steps=8)
     hosts = [Host(home, name) for name in ("gpu-0", "gpu-1")]
     with running(home), running(hosts[0]), running(hosts[1]):
         assert home.wait() == 0, home.tail()
         assert [host.wait(30) for host in hosts] == [0, 0], hosts[0].tail()
     check_end(home, 0)
+    compared = [row["parity"] for row in home.metrics() if row["parity_engines"]]
+    assert len(compared) >= 4 and max(compared) < 1e-4, "engines there say what the learner says"
     assert all("the run is over" in host.text() for host in hosts)
     assert not [path for host in hosts for path in (host.paths.ring_file, host.paths.weights_file) if path.exists()]
 

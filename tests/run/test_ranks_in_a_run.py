@@ -26,10 +26,12 @@ def a_run(folder: Path, *settings: str, ranks: int = 2, steps: int = 6) -> Run:
 
 @pytest.mark.long
 def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstart: None) -> None:
-    run = a_run(tmp_path, "validation.data=", steps=3)
+    run = a_run(tmp_path, "validation.data=", "learner.parity.every=1", "learner.parity.wait_s=100", steps=3)
     with running(run):
         code = run.wait()
     check_end(run, code)
+    compared = [row["parity"] for row in run.metrics() if row["parity_engines"]]
+    assert len(compared) >= 2 and max(compared) < 1e-4
     assert run.paths.log("rank/1").exists() and run.restarts("rank/1") == run.restarts("learner") == 0
     assert len(run.metrics()) == 3 and all(row["grad_norm"] > 0 for row in run.metrics())
 

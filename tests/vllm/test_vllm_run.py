@@ -16,6 +16,7 @@ SETTINGS = (
     "process.rollout.engine=vllm", "limits.ready_s=420", "limits.progress_s=120", "vllm.start_s=400", "vllm.rpc_s=60",
     "validation.samples=8", "validation.every=0", "validation.at_start=false", "generation.max_batch=32",
 )
+PARITY = ("learner.parity.every=1", "learner.parity.wait_s=100")  # each version's answer is waited for
 LIMIT_S = 600.0
 
 
@@ -33,10 +34,12 @@ def model() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
 def test_the_quickstart_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path, transport: str) -> None:
-    run = Run(tmp_path / "run", *SETTINGS, f'weights.transport="{transport}"', steps=4)
+    run = Run(tmp_path / "run", *SETTINGS, *PARITY, f'weights.transport="{transport}"', steps=4)
     with running(run):
         check_end(run, run.wait(LIMIT_S))
     assert run.restarts("rollout/0") == 0, run.tail()
+    compared = [row["parity"] for row in run.metrics() if row["parity_engines"]]
+    assert len(compared) >= 3 and max(compared) < 1e-3 and "engine vllm of" not in run.paths.errors.read_text()
     log = run.paths.log("rollout/0").read_text()
     assert "log-probabilities differ by at most" in log and "updates=" in log, log
     assert "workers did not leave" not in log, log
