@@ -191,19 +191,18 @@ class _Search:
 
     def _rollout(self, name: str) -> _Step:
         row, newest = self.rows[name], self.run.version
-        if row.activity == "first weights":
-            return _Step("waits for its first weights", row.activity_age_s, next="learner")
-        behind = reason_of(row)[0] == "weights"
-        if behind or row.activity == "new weights":
-            because = f"takes version {newest} of the weights"
-            if behind:
-                because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
-            # The learner sends, and a transfer to all is done when each has it.
-            other = "learner" if self._trouble("learner") is not None else ""
-            other = other or (self._troubled("rollout") if self.facts.transport == TOGETHER else "")
-            root = "" if other else f"the transport of weights ({self.facts.transport})"
-            return _Step(because, row.activity_age_s, next=other, root=root)
-        return self._holds(row, "its engine", f"{row.tokens} tokens so far")
+        behind, first = reason_of(row)[0] == "weights", row.activity == "first weights"
+        if not behind and not first and row.activity != "new weights":
+            return self._holds(row, "its engine", f"{row.tokens} tokens so far")
+        because = "waits for its first weights" if first else f"takes version {newest} of the weights"
+        if behind:
+            because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
+        # The learner sends, and a transfer to all is done when each has it.
+        other = "learner" if self._trouble("learner") is not None or (first and "learner" not in self.seen) else ""
+        if self._trouble("learner") is None and self.facts.transport == TOGETHER:
+            other = self._troubled("rollout") or other
+        root = "" if other else f"the transport of weights ({self.facts.transport})"
+        return _Step(because, row.activity_age_s, next=other, root=root)
 
     def _reward(self, name: str) -> _Step:
         row = self.rows[name]

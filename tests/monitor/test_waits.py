@@ -156,6 +156,11 @@ def test_weights_that_are_not_taken_are_traced_to_the_engine_or_to_the_transport
     assert found(run)[0] == ["learner", "rollout/0"], "of its own each engine takes them from shared memory"
     run.facts = replace(FACTS, transport="broadcast")
     assert found(run) == (["learner", "rollout/0", "rollout/1"], "kill -CONT 5")
+    late = process("rollout/0", "first weights", state="starting")
+    run = picture(WAITING, late, process("rollout/1", stopped=True, pid=5), slots=(Held("queued", "", 9, 4.0, draw=7),))
+    assert found(run) == (["learner", "rollout/0"], "the transport of weights (shm)"), "the learner waits for it"
+    run.facts = replace(FACTS, transport="broadcast")
+    assert found(run) == (["learner", "rollout/0", "rollout/1"], "kill -CONT 5")
     run = picture(process("learner", stopped=True, pid=6), process("rollout/0", "new weights"))
     assert found(run) == (["learner"], "kill -CONT 6")
 
