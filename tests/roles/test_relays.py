@@ -91,7 +91,7 @@ def folder_begun(relays: Relays, name: str, version: int) -> bool:
     return any(drafts) or relays.newest(name) >= version
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_folders_stay_whole_and_in_order_while_relays_are_killed_in_the_middle_of_one(tmp_path: Path) -> None:
     chance = random.Random(5)
     with Relays(tmp_path, NAMES, 4, "weights.transport=checkpoint_restart") as relays:
@@ -114,7 +114,7 @@ def test_folders_stay_whole_and_in_order_while_relays_are_killed_in_the_middle_o
             assert len(versions(relays.folders[name])) <= 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sparse_updates_reach_hosts_as_whole_versions_while_relays_are_killed(tmp_path: Path) -> None:
     chance, wanted = random.Random(3), torch.empty(0)
     with Relays(tmp_path, NAMES, 4, "weights.sparse.enabled=true") as relays:

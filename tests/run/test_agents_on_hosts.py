@@ -47,7 +47,7 @@ EXACT = (
 AWAY = ('process.agent.hosts=["gpu-0"]', "agents.episodes=24", "learner.checkpoint_every=0", "validation.data=")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_agents_on_a_host_train_a_run_whoever_dies_there(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, *AWAY, "validation.data=tiny:sort", "validation.samples=16", config=AGENTS, steps=14)
     host = Host(home)

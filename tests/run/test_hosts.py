@@ -52,7 +52,7 @@ def test_a_run_survives_deaths_of_every_process_of_a_host_and_of_those_at_home_t
     check_end(home, 0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rewards_on_hosts_judge_what_is_generated_there_whoever_dies(tmp_path: Path, quickstart: None) -> None:
     names = ("gpu-0", "gpu-1")
     home = Home(tmp_path, 'process.reward.hosts=["gpu-0", "gpu-1"]', names=names, steps=24)
@@ -97,7 +97,7 @@ def _segments(host: Host) -> int:
         return int(ring.lines()["segs"].max())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_hosts_make_answers_in_segments_of_their_own_whoever_dies(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, "segments.length=8", "segments.max_segments=8", steps=16)
     host = Host(home)
@@ -141,8 +141,10 @@ def test_a_host_whose_launch_is_killed_goes_on_with_its_ring(tmp_path: Path, qui
     check_end(home, 0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("change", ["", "its ring is lost", "another topology"])
+@pytest.mark.parametrize("change", [
+    pytest.param("", marks=pytest.mark.slow), pytest.param("its ring is lost", marks=pytest.mark.long),
+    pytest.param("another topology", marks=pytest.mark.slow),
+])
 def test_home_is_killed_and_started_again_while_its_host_waits(change: str, tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, steps=16)
     host = Host(home)
@@ -205,8 +207,9 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing_but_time(tmp_path: Pa
     assert all(row["tokens"] for row in home.metrics()), "nothing was drawn with weights that are too old to train"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("clock", ["", "behind"])
+@pytest.mark.parametrize("clock", [
+    pytest.param("", marks=pytest.mark.slow), pytest.param("behind", marks=pytest.mark.long),
+])
 def test_a_second_host_of_one_name_takes_the_place_of_the_first_which_ends(
     clock: str, tmp_path: Path, quickstart: None
 ) -> None:

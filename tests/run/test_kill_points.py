@@ -40,7 +40,7 @@ def survive(tmp_path: Path, learner: str, rollout: str, scheduler: str) -> None:
     assert all(run.restarts(name) > 0 for name in ("learner", "rollout/0", "scheduler")), run.summary()["processes"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("learner", "rollout", "scheduler"),
     [

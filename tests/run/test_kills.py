@@ -31,7 +31,7 @@ def test_a_run_survives_a_death_of_each_process(tmp_path: Path, undisturbed: Cal
     survive(tmp_path, ROLES, 1, 0, STEPS // 2, undisturbed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_survives_two_deaths_of_each_process(tmp_path: Path, undisturbed: Callable[[int], int]) -> None:
     survive(tmp_path, ROLES, 2, 0, STEPS, undisturbed)
 

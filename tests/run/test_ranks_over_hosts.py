@@ -45,7 +45,7 @@ def test_ranks_of_two_hosts_take_the_steps_of_two_at_home(tmp_path: Path, quicks
 AGAIN = ("validation.data=", "learner.checkpoint_every=3", "learner.parallel.collective_timeout_s=10")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whatever_dies_of_a_learner_over_hosts_each_sample_is_trained_once(tmp_path: Path, quickstart: None) -> None:
     home = Home(tmp_path, *AGAIN, ranks=2, steps=16)
