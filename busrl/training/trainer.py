@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,8 @@ class Trainer:
         self.teacher: Callable[[Sequence[Sample], Flat], tuple[Tensor, Tensor]] | None = None
         self.copies = 1  # ranks that compute the same samples as this one, itself included
         self.saving: Writing | None = None  # of these tensors, by a thread
+        self.watched: Collection[int] = ()  # uids of samples of which `gaps` tells
+        self._gaps: dict[int, Tensor] = {}
         self._clear()
 
     def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
@@ -287,6 +289,7 @@ class Trainer:
         assert inputs.entropy is not None
         self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun, of_values)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
+        self._keep_gaps(samples, inputs)
         whole = loss if of_values is None else loss + of_values.loss.detach()
         self._blame.append((flat.uids, per_sample.index_add_(0, flat.rows, whole)))
         context = sum(sample.generated - sample.trained for sample in samples)
@@ -295,6 +298,20 @@ class Trainer:
         self._sequences += len(samples)
         self._computed += self.forward.size(samples)
         self._real += sum(len(piece.ids) for piece in pieces_of(samples))
+
+    def _keep_gaps(self, samples: Sequence[Sample], inputs: losses.LossInputs) -> None:
+        """On the device, so that nothing waits for it; of several updates with a sample the first one's."""
+        ends = np.cumsum([sample.generated for sample in samples])
+        for sample, end in zip(samples, ends.tolist(), strict=True):
+            if sample.uid in self.watched and sample.uid not in self._gaps:
+                own = slice(end - sample.generated, end)
+                self._gaps[sample.uid] = (inputs.trainer_logprobs[own] - inputs.behaviour_logprobs[own]).detach()
+
+    def gaps(self) -> dict[int, Floats]:
+        """Of the watched samples that this process has trained since the last call: of each generated token its
+        log-probability here, before the update, minus that of the engine."""
+        found, self._gaps = self._gaps, {}
+        return {uid: own.float().cpu().numpy() for uid, own in found.items()}
 
     def _of_these_weights(self, flat: Flat, version: int | None) -> tuple[Tensor | None, Tensor | None]:
         """Which tokens the weights of `version` drew, and which of them in samples that began with these weights."""

@@ -29,7 +29,8 @@ def visit(scene: Scene, started: Start, what: Callable[[Page, str], Awaitable[No
     """Look at the scene with a browser; its console must stay silent."""
     samples = [
         {"step": step, "uid": step, "group": step, "prompt": f"Q{step} {EVIL}", "completion": f"A{step} {EVIL}",
-         "reward": 0.5, "tokens": 5, "version_runs": [[step - 1, 3], [step, 2]], "rewards_of_group": [0.5, 1.0]}
+         "reward": 0.5, "tokens": 5, "version_runs": [[step - 1, 3], [step, 2]], "rewards_of_group": [0.5, 1.0],
+         "logprob_gap": {"mean": 0.01, "most": 0.03, "at": 4, "each": [0.0, 0.01, 0.0, 0.01, -0.03]}}
         for step in (38, 39, 40)
     ]
     scene.paths.samples.write_text("".join(json.dumps(one) + "\n" for one in samples))
@@ -73,6 +74,7 @@ def test_it_goes_by_keyboard(scene: Scene, started: Start) -> None:
         for key, step in (("j", 39), ("j", 38), ("j", 38), ("k", 39)):
             await page.press(key)
             assert f"step {step}" in await page.value(TEXT.format("#sample p"))
+        assert "at most 0.030, at token 5" in await page.value(TEXT.format("#sample"))
         await page.press("?")
         assert await page.value("document.getElementById('help').open")
         await page.press("Escape")
@@ -96,7 +98,7 @@ def test_texts_of_a_model_are_never_markup(scene: Scene, started: Start) -> None
         assert EVIL in await page.value(TEXT.format("#sample .answer"))
         assert await page.value(f"document.images.length + {COUNT.format('main script, main pre b')}") == 0
         assert await page.value("window.taken ?? 'nothing'") == "nothing"
-        assert await page.value("[...document.querySelectorAll('.strip i')].map((i) => i.style.flexGrow) + ''") == "3,2"
+        assert await page.value("[...document.querySelectorAll('.strip:not(.gaps) i')].map((i) => i.style.flexGrow) + ''") == "3,2"
 
     visit(scene, started, look)
 

@@ -96,6 +96,8 @@ def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
     assert {len(one.turn_array()) for one in samples} == {3}
     measured = [row["mismatch"] for row in run.metrics() if row["mismatch"] is not None]
     assert measured and max(measured) < 1e-4, "what was trained is not what was drawn"
+    shown = [one for one in read_lines(run.paths.samples) if one["versions"] == [one["step"] - 1]]
+    assert shown and all(one["logprob_gap"]["most"] < 1e-4 for one in shown), "of every turn of what people see"
     for row in run.metrics():
         assert row["episodes"]["prefix_hit_share"] > 0.1, "no row was continued"
         assert 0 < row["episodes"]["computed_per_trained"] < row["episodes"]["context_tokens_mean"]

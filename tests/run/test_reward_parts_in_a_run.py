@@ -68,6 +68,10 @@ def test_parts_are_told_by_name_and_their_weighted_sum_is_trained(tmp_path: Path
         judged = 2.0 * parts["share"] + parts["brief"] + 0.25 * parts["varied"]
         assert sample["reward"] == pytest.approx(judged - 0.5 * over, abs=1e-5), sample
         assert parts["regex"] == float(any(letter.islower() for letter in sample["completion"]))
+        gap = sample["logprob_gap"]
+        assert len(gap["each"]) == sample["tokens"]
+        assert gap["most"] == pytest.approx(abs(gap["each"][gap["at"]]), abs=1e-5)
+        assert gap["most"] < 1e-4 or sample["versions"][0] < sample["step"] - 1, "of the present weights it is rounding"
     assert len({sample["tokens"] for sample in samples}) > 2 and any(sample["tokens"] > 8 for sample in samples)
     told = [line["text"] for line in read_lines(run.paths.errors) if line["where"] == "reward"]
     assert any("part brief: ValueError: not this time" in text for text in told), told

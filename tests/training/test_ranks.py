@@ -66,8 +66,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-5)
     assert found["weights"].keys() == expected["weights"].keys()
-    for name, weight in expected["weights"].items():
-        np.testing.assert_allclose(found["weights"][name], weight, atol=1e-5, err_msg=name)
+    for name, weight in expected["weights"].items():  # Adam makes a step of what rounding left of a gradient near 0
+        np.testing.assert_allclose(found["weights"][name], weight, atol=5e-5, err_msg=name)
 
 
 def assert_nearly_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -155,6 +155,20 @@ def test_the_mismatch_counts_tokens_of_the_present_version_alone(lab: Any, with_
     assert stats.diagnostics.mismatch == pytest.approx(0.25, rel=1e-5)
 
 
+def test_of_watched_samples_it_tells_how_each_token_differs_from_the_engine(lab: Any) -> None:
+    trainer, samples = lab.trainer("qwen3"), lab.samples()
+    watched = samples[1::2]
+    expected = [row - one.behaviour_logprobs for one, row in zip(watched, trainer.score(watched), strict=True)]
+    trainer.watched = {one.uid for one in watched}
+    for _ in range(2):  # of a sample that is trained twice in a step the first time counts
+        trainer.accumulate(samples, lab.advantages(len(samples)))
+        trainer.step(1e-2)
+    gaps = trainer.gaps()
+    assert gaps.keys() == trainer.watched and trainer.gaps() == {}
+    for one, wanted in zip(watched, expected, strict=True):
+        np.testing.assert_allclose(gaps[one.uid], wanted, atol=1e-6)
+
+
 def test_in_bfloat16_parameters_and_gradients_stay_float32_and_published_weights_are_rounded(
     lab: Any, apart: Any
 ) -> None:

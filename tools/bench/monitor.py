@@ -3,6 +3,7 @@
     python tools/bench/monitor.py --pairs 5
     python tools/bench/monitor.py --pairs 0        only the tap
     python tools/bench/monitor.py --crowd 20       a screen of 64 senders, 10,000 messages a second
+    python tools/bench/monitor.py --windows 12     one run, its watchers stopped (SIGSTOP) every other 15 seconds
     python tools/bench/monitor.py --first 10       how long the first picture takes, beside a run that trains
 
 Runs are taken in turn, so that a slow hour of the machine hits both kinds. A pair is two runs of the same seed. The
@@ -142,6 +143,43 @@ def run_once(watched: bool, seed: int, steps: int, sinks: Sequence[str] = ()) ->
         if code != 0:
             raise SystemExit(f"the run ended with {code}")
         return {"watched": watched, "seed": seed, "load": before, **rates(directory), "watchers_cpu_s": cpu}
+
+
+def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
+    """Samples a second while watchers watch over those while they are stopped, in turns within one run: what differs
+    between two runs, or two minutes of a machine, is in neither."""
+    with tempfile.TemporaryDirectory(prefix="brl") as folder:
+        directory = Path(folder) / "run"
+        command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
+        for setting in ("run.max_steps=100000", "limits.idle_groups=0", f"sinks.to={json.dumps(list(sinks))}"):
+            command += ["--set", setting]
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until(lambda: ring_of(directory).exists(), run)
+        watchers = watch(directory, Path(folder) / "a.rec")
+        until(lambda: len(step_lines(directory / "metrics.jsonl")) > 40, run)
+        spans: list[tuple[bool, float, float]] = []
+        for number in range(2 * pairs):
+            on = number % 4 in (0, 3)  # on, off, off, on: what drifts is in both
+            for child in watchers.values():
+                child.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+            begun = time.time()
+            time.sleep(seconds)
+            spans.append((on, begun, time.time()))
+        for child in watchers.values():
+            child.send_signal(signal.SIGCONT)
+            child.terminate()
+        run.send_signal(signal.SIGTERM)
+        run.wait()
+        rows = step_lines(directory / "metrics.jsonl")
+    rate = [(on, sum(row["samples_ended"] for row in rows if a < row["time"] <= b) / (b - a)) for on, a, b in spans]
+    ratios = []
+    for one, two in zip(rate[::2], rate[1::2]):
+        (_, off), (_, on_rate) = sorted((one, two))
+        ratios.append(on_rate / off)
+    return {"median": round(statistics.median(ratios), 4), "mean": round(statistics.mean(ratios), 4),
+            "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 4),
+            "ratios": [round(one, 3) for one in ratios], "seconds": seconds, "sinks": list(sinks),
+            "load": os.getloadavg()[0]}
 
 
 def ring_of(directory: Path) -> Path:
@@ -478,12 +516,17 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5, help="of the tap alone")
     arguments.add_argument("--out", type=Path, default=ROOT / "tools" / "bench" / "results" / "monitor.json")
     arguments.add_argument("--crowd", type=float, default=0.0, help="seconds; nothing else is done then")
+    arguments.add_argument("--windows", type=int, default=0, help="pairs of them; nothing else is done then")
+    arguments.add_argument("--seconds", type=float, default=15.0, help="of a window")
     arguments.add_argument("--first", type=int, default=0, help="pictures of each kind; nothing else is done then")
     options = arguments.parse_args()
     os.environ.update(
         OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     )
     sys.path.insert(0, str(ROOT))
+    if options.windows:
+        print(json.dumps(windows(options.windows, options.seconds, options.sinks), indent=1))
+        return
     if options.first:
         print(json.dumps(first_pictures(options.first), indent=1))
         return

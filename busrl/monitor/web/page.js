@@ -115,7 +115,7 @@ function sample(one) {
   $("sample").replaceChildren(el("p", {}, said.filter(Boolean).join(" · ")), ...turns,
     ...(rest.length ? [el("h3", {}, "of its line"), el("p", {}, rest.map(([name, value]) => `${name} ${plain(value)}`).join(" · "))] : []),
     ...(parts.length ? [el("h3", {}, "reward parts"), el("p", {}, parts.map(([name, value]) => `${name} ${number(value)}`).join(" · "))] : []),
-    ...rewards(one), ...strip(one));
+    ...rewards(one), ...strip(one), ...gaps(one));
 }
 function rewards(one) {
   const all = one.rewards_of_group || [], low = Math.min(0, ...all), span = Math.max(...all, 0) - low || 1;
@@ -130,6 +130,14 @@ function strip(one) {
   const made = runs.map(([version, count]) => { const part = el("i", { title: `${count} tokens of version ${version}` }); part.style.flexGrow = count; part.style.opacity = shade(version); return part; });
   const words = runs.map(([version, count]) => `${count} of v${version}`).join(", then ");
   return [el("h3", {}, `tokens by version, the newest strongest: ${words}`), el("div", { class: "strip", role: "img", "aria-label": words }, ...made)];
+}
+
+function gaps(one) {
+  const gap = one.logprob_gap;
+  if (!gap || !Array.isArray(gap.each) || !known(gap.most)) return [];
+  const words = `log-probability, learner minus engine: ${gap.mean.toPrecision(2)} on average, at most ${gap.most.toPrecision(2)}, at token ${gap.at + 1}`;
+  const made = gap.each.map((value, at) => { const part = el("i", { title: `token ${at + 1}: ${value}` }); part.style.opacity = Math.abs(value) / (gap.most || 1); return part; });
+  return [el("h3", {}, words), el("div", { class: "strip gaps", role: "img", "aria-label": words }, ...made)];
 }
 
 // -- what comes, and keys ----------------------------------------------------------------------------------------------

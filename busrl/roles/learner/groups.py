@@ -214,6 +214,7 @@ def overlong(lengths: npt.NDArray[np.int64], limit: int, buffer: int, penalty: f
 
 
 EXCERPT = 1 << 15  # characters of a text
+GAPS = 512  # tokens of which the difference of log-probabilities is told one by one
 
 
 def excerpt(text: str) -> str:
@@ -241,6 +242,11 @@ class Excerpts:
         order = [(group, k) for k in range(most) for group in groups if k < len(group.records)]
         kept = len(order) if isinstance(self.kept, str) else self.kept
         return [self._of(ring, group, k) for group, k in order[:kept]]
+
+    def watched(self, groups: Sequence[Claimed]) -> set[int]:
+        """Those of these groups that `of_step` may tell of: which groups a step has is not known before its end."""
+        most = None if isinstance(self.kept, str) else self.kept
+        return {record.uid for group in groups for record in group.records[:most]}
 
     def glimpse(self, ring: Ring, slot: int, line: np.void) -> dict[str, object]:
         """A sample that is not claimed; its slot may move meanwhile, which costs the texts."""
@@ -288,6 +294,16 @@ class Excerpts:
             return self._chat.text(prompt_of(record, self.data)), rest
         except DataError:  # of a scripted run, say, whose model needs no template
             return plain_text(record.get(self.data.prompt_key, "")), rest
+
+
+def gap_of(logprobs: npt.NDArray[np.float32] | None) -> dict[str, Any]:
+    """What a sample says of its tokens' log-probabilities, the learner's minus the engine's: mean and largest size,
+    where that is, and the first tokens one by one. Nothing where it was trained elsewhere or one is no number."""
+    if logprobs is None or not len(logprobs) or not np.isfinite(logprobs).all():
+        return {}
+    size, each = np.abs(logprobs), np.round(logprobs[:GAPS].astype(np.float64), 5)
+    told = {"mean": float(size.mean()), "most": float(size.max()), "at": int(size.argmax()), "each": each.tolist()}
+    return {"logprob_gap": told}
 
 
 def _episode(ring: Ring, slot: int, record: SampleRecord) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from busrl.roles.learner.groups import (
     claim_groups,
     context_at,
     end,
+    gap_of,
     give_back,
     parts_of,
     shaped,
@@ -364,6 +365,7 @@ class Learner(Actor):
         groups, self.pending = self.pending, []
         self.training.stale.at(self.publisher.version, self.history.step)
         records = [record for group in groups for record in group.records]
+        self.training.trainer.watched = self.excerpts.watched(groups)
         with self.activity("accumulate", self.deadline.begin()), self._blamed():
             self.training.accumulate(records, self._present_version())
 
@@ -401,7 +403,9 @@ class Learner(Actor):
                 return
             excerpts = self._end_slots(groups)
             self.training.stale.at(record.version, self.history.step)
-            stats = self._train(record.samples, len(groups))
+            stats = self._train(record.samples, groups)
+            gaps = self.training.trainer.gaps()
+            excerpts = [row | gap_of(gaps.get(row["uid"])) for row in excerpts]
             self.history.finished(record)
             self.ring.set_header(HeaderWord.STEP, self.history.step)
             published_s = self._publish() if self.history.step % self.topology.publish_every == 0 else 0.0
@@ -483,14 +487,15 @@ class Learner(Actor):
         self.ring.set_header(HeaderWord.UNPUBLISHED_GROUPS, waiting + len(record.groups))
         return self.write_or_wait("training", lambda: self.history.append(record))
 
-    def _train(self, samples: Sequence[SampleRecord], groups: int) -> StepStats:
+    def _train(self, samples: Sequence[SampleRecord], groups: Sequence[Claimed]) -> StepStats:
         if self.plan.streaming:
             self._accumulate()
             with self._blamed():
-                return self.training.finish(groups)
+                return self.training.finish(len(groups))
         self.pending = []
+        self.training.trainer.watched = self.excerpts.watched(groups)
         with self._blamed():
-            return self.training.train(samples, groups, self._present_version())
+            return self.training.train(samples, len(groups), self._present_version())
 
     @contextlib.contextmanager
     def _blamed(self) -> Iterator[None]:
