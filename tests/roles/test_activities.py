@@ -193,7 +193,10 @@ def test_a_learner_declares_micro_batches_between_steps_and_moves_with_each() ->
             during.append((version, *learner.ring.said))
             learner._on_progress()
 
-    learner.training = SimpleNamespace(stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate)
+    learner.excerpts = SimpleNamespace(watched=lambda groups: set())
+    learner.training = SimpleNamespace(
+        stale=SimpleNamespace(at=lambda version, step: None), accumulate=accumulate, trainer=SimpleNamespace(),
+    )
     learner.pending = [SimpleNamespace(records=["a", "b", "c"])]
     learner._accumulate()
     assert during == [(4, ("accumulate", 600.0))] * 3 and len(moved) == 4 and learner.pending == []
