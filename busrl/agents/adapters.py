@@ -453,18 +453,24 @@ class Verifiers(Adapter):
 
     def _client_config(self, vf: Any, given: dict[str, Any]) -> Any:
         """Of every episode, but for its address and its key."""
+        given["api_key_var"] = ""
         if given.get("type") != "train":
-            return vf.EvalClientConfig(**given, api_key_var="")
-        if not given.get("renderer_model_name"):
-            raise AgentNotLoaded('client: one of type "train" needs renderer_model_name, the folder of the model')
-        given["renderer_model_name"] = os.path.join(self.beside, given["renderer_model_name"])
-        return vf.TrainClientConfig(**given, api_key_var="")
+            return vf.EvalClientConfig(**given)
+        name = str(given.get("renderer_model_name", ""))
+        folder = os.path.join(self.beside, name)
+        if not name or not os.path.isdir(folder):
+            raise AgentNotLoaded(f'client.renderer_model_name = {name!r}: a client of type "train" needs the folder of '
+                                 f"the model; there is none at {folder}")
+        return vf.TrainClientConfig(**{**given, "renderer_model_name": folder})
 
     async def setup(self) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        self._client = self._client_config(vf, dict(self.options.pop("client", {})))
+        asked = self.options.pop("client", {})
+        if not isinstance(asked, dict):
+            raise AgentNotLoaded(f'client = {asked!r}: expected a table, for example {{ type = "train" }}')
+        self._client = self._client_config(vf, dict(asked))
         own = {"taskset": {"id": self.name}, "agent": {"runtime": {"type": "subprocess"}}}
         self._vf, self._environment = vf, load_environment(resolve_env_config(_merged(own, self.options)))
         self._tasks = list(islice(iter(self._environment.taskset), INDICES))
@@ -475,8 +481,8 @@ class Verifiers(Adapter):
 
     async def episode(self, task: dict[str, Any], llm: Llm) -> float:
         given = llm.openai
-        own = {"base_url": given["base_url"], "headers": {"x-busrl-episode": given["api_key"]}}
-        client = self._client.model_copy(update=own)
+        headers = {**self._client.headers, "x-busrl-episode": given["api_key"]}
+        client = self._client.model_copy(update={"base_url": given["base_url"], "headers": headers})
         context = self._vf.ModelContext(model="policy", client=client)
         found = await self._environment.run_episode(self._tasks[int(task[INDEX]) % len(self._tasks)], context)
         if not found.ok:

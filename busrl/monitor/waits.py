@@ -198,9 +198,10 @@ class _Search:
         if behind:
             because = f"takes no samples: it has version {row.version} of the weights, {newest} is published"
         # The learner sends, and a transfer to all is done when each has it.
-        other = "learner" if self._trouble("learner") is not None or (first and "learner" not in self.seen) else ""
-        if self._trouble("learner") is None and self.facts.transport == TOGETHER:
-            other = self._troubled("rollout") or other
+        other = "learner" if self._trouble("learner") is not None else ""
+        other = other or (self._troubled("rollout") if self.facts.transport == TOGETHER else "")
+        if first and not other and "learner" not in self.seen:  # it has not published yet
+            other = "learner"
         root = "" if other else f"the transport of weights ({self.facts.transport})"
         return _Step(because, row.activity_age_s, next=other, root=root)
 

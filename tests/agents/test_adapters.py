@@ -360,4 +360,7 @@ def test_an_openenv_server_that_is_away_is_said_before_the_start() -> None:
 def test_a_training_client_of_verifiers_needs_the_folder_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
-    assert "renderer_model_name, the folder of the model" in refusal("verifiers:any", client={"type": "train"})
+    assert "needs the folder of the model" in refusal("verifiers:any", client={"type": "train"})
+    nowhere = {"type": "train", "renderer_model_name": "made/nothing"}
+    assert "there is none at ./made/nothing" in refusal("verifiers:any", client=nowhere)
+    assert "client = 'train': expected a table" in refusal("verifiers:any", client="train")

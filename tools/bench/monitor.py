@@ -145,17 +145,28 @@ def run_once(watched: bool, seed: int, steps: int, sinks: Sequence[str] = ()) ->
         return {"watched": watched, "seed": seed, "load": before, **rates(directory), "watchers_cpu_s": cpu}
 
 
-def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
-    """Samples a second while watchers watch over those while they are stopped, in turns within one run: what differs
-    between two runs, or two minutes of a machine, is in neither."""
+@contextmanager
+def training(*settings: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The quickstart without an end of its own, past its first step, and its run directory; it ends with the block."""
     with tempfile.TemporaryDirectory(prefix="brl") as folder:
         directory = Path(folder) / "run"
         command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
-        for setting in ("run.max_steps=100000", "limits.idle_groups=0", f"sinks.to={json.dumps(list(sinks))}"):
+        for setting in ("run.max_steps=100000", "limits.idle_groups=0", *settings):
             command += ["--set", setting]
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: ring_of(directory).exists(), run)
-        watchers = watch(directory, Path(folder) / "a.rec")
+        try:
+            until(lambda: metrics_of(directory), run)
+            yield run, directory
+        finally:
+            run.send_signal(signal.SIGTERM)
+            run.wait()
+
+
+def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
+    """Samples a second while watchers watch over those while they are stopped, in turns within one run: what differs
+    between two runs, or two minutes of a machine, is in neither."""
+    with training(f"sinks.to={json.dumps(list(sinks))}") as (run, directory):
+        watchers = watch(directory, directory.parent / "a.rec")
         until(lambda: len(step_lines(directory / "metrics.jsonl")) > 40, run)
         spans: list[tuple[bool, float, float]] = []
         for number in range(2 * pairs):
@@ -168,14 +179,11 @@ def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
         for child in watchers.values():
             child.send_signal(signal.SIGCONT)
             child.terminate()
-        run.send_signal(signal.SIGTERM)
-        run.wait()
+            child.wait()
         rows = step_lines(directory / "metrics.jsonl")
     rate = [(on, sum(row["samples_ended"] for row in rows if a < row["time"] <= b) / (b - a)) for on, a, b in spans]
-    ratios = []
-    for one, two in zip(rate[::2], rate[1::2]):
-        (_, off), (_, on_rate) = sorted((one, two))
-        ratios.append(on_rate / off)
+    both = [dict(pair) for pair in zip(rate[::2], rate[1::2])]
+    ratios = [one[True] / one[False] for one in both]
     return {"median": round(statistics.median(ratios), 4), "mean": round(statistics.mean(ratios), 4),
             "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 4),
             "ratios": [round(one, 3) for one in ratios], "seconds": seconds, "sinks": list(sinks),
@@ -373,20 +381,9 @@ def look(master: int) -> None:
 def first_pictures(count: int) -> dict[str, Any]:
     """Milliseconds from the start of a program to its first picture of a run of the quickstart that trains beside it,
     and from a browser's request to the first picture of a page whose server is there."""
-    with tempfile.TemporaryDirectory(prefix="brl") as folder:
-        directory = Path(folder) / "run"
-        command = [sys.executable, "-m", "busrl.cli", "launch", str(TOPOLOGY), "--run-dir", str(directory)]
-        run = subprocess.Popen(
-            [*command, "--set", "run.max_steps=100000", "--set", "limits.idle_groups=0"], stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            until(lambda: metrics_of(directory), run)
-            terminal = [on_screen(["monitor", str(directory)], rb"rollout/0")[0] for _ in range(count)]
-            pages = [on_page(directory) for _ in range(count)]
-        finally:
-            run.send_signal(signal.SIGTERM)
-            run.wait()
+    with training() as (_, directory):
+        terminal = [on_screen(["monitor", str(directory)], rb"rollout/0")[0] for _ in range(count)]
+        pages = [on_page(directory) for _ in range(count)]
     return {
         name: {"median_ms": round(1e3 * statistics.median(times)), "worst_ms": round(1e3 * max(times))}
         for name, times in (("terminal", terminal), ("page, server started", [started for started, _ in pages]),
