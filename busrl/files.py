@@ -379,6 +379,15 @@ class LineFile:
             raise write_error(self.path, len(data), exc) from exc
         self._torn, self._end = False, before + len(data)
 
+    def extend(self, lines: Sequence[bytes]) -> None:
+        """Add lines: all at once, for who reads along, or one by one where they are much for an earlier part."""
+        block = b"\n".join(lines)
+        if self._keep and len(block) > self._keep // PARTS // 2:
+            for line in lines:
+                self.append(line)
+        elif lines:
+            self.append(block)
+
     def flush(self) -> None:
         """Make all lines so far durable."""
         try:
@@ -472,15 +481,15 @@ def tail(path: Path) -> list[bytes]:
 
 def _name_part(path: Path, made: Path, size: int, keep: int) -> None:
     """Give the `size` bytes that stand in `made` the name of the newest earlier part, and drop the oldest: those that
-    with the file to come would be more than `keep`."""
+    with the file to come would be more than `keep`, or more than `PARTS` files."""
     earlier = parts(path)
     end = (earlier[-1][0] if earlier else 0) + size
     os.rename(made, path.with_name(f"{path.name}.{end:0{DIGITS}d}"))
     room = keep - keep // PARTS - size
-    for _, one in reversed(earlier):
+    for newer, (_, one) in enumerate(reversed(earlier), start=1):
         with contextlib.suppress(OSError):
             room -= one.stat().st_size
-            if room < 0:
+            if room < 0 or newer > PARTS - 2:
                 one.unlink()
 
 

@@ -228,6 +228,7 @@ class Launch:
             return outcome
         finally:
             self._kill_all()
+            self._bound_logs()
             self._placement.kill()
             for line in self._events.tick(time.monotonic(), everything=True):
                 self._say(line)
@@ -549,8 +550,7 @@ class Launch:
             self._note("somebody ended the guardian, which ends what outlives launch; there is another one now")
         if now >= self._bound_at:
             self._bound_at = now + BOUND_EVERY_S
-            for path in (self._paths.errors, *self._paths.logs.glob("*.log")):
-                bound(path, self.topology.log.keep)
+            self._bound_logs()
         pids = [("launch", os.getpid()), *((name, running.pid) for name, running in self._running.items())]
         step, stats = self._run.ring.header(HeaderWord.STEP), self._run.ring.stats()
         self.usage.look(pids, self._entries, step, now)
@@ -558,6 +558,10 @@ class Launch:
         self.progress.run.look(ring_record(self._run.ring), now)
         if self._stall.look(self.progress.run, passed) and (waits := self._waits()):
             self._warn(f"no step for {self._stall.quiet_s:.0f} s, the run stands still: {said(waits)}")
+
+    def _bound_logs(self) -> None:
+        for path in (self._paths.errors, *self._paths.logs.glob("*.log")):
+            bound(path, self.topology.log.keep)
 
     def _waits(self) -> list[Link]:
         """Who waits for whom now."""

@@ -57,6 +57,23 @@ def test_the_end_is_read_over_the_parts(tmp_path: Path) -> None:
     writer.close()
 
 
+@given(keep=st.integers(100, 4000), blocks=st.lists(st.lists(st.integers(1, 24), max_size=60), max_size=40))
+@settings(deadline=None)
+def test_lines_added_together_stay_below_the_bound_however_many_they_are(
+    tmp_path_factory: pytest.TempPathFactory, keep: int, blocks: list[list[int]]
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "lines"
+    writer, told = LineFile(path, keep=keep), []
+    for block in blocks:
+        lines = [b"x" * length for length in block]
+        writer.extend(lines)
+        told += lines
+        assert bytes_of(path) <= keep and len(parts(path)) < PARTS
+    found = [line.rstrip(b"\n") for line in whole_file(path)]
+    assert found == told[len(told) - len(found):] and (found or not told)
+    writer.close()
+
+
 def test_a_line_longer_than_the_bound_is_kept(tmp_path: Path) -> None:
     writer = LineFile(tmp_path / "lines", keep=40)
     for line in (b"a", b"b" * 100, b"c"):

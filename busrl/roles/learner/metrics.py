@@ -329,8 +329,7 @@ class StepMetrics:
         # A full disk does not stop training here: these lines are to read, the log is for the ledger.
         with contextlib.suppress(MachineError, OSError):
             self._metrics.append(msgspec.json.encode(row))
-            if samples:
-                self._samples.append(b"\n".join(map(msgspec.json.encode, samples)))
+            self._samples.extend([msgspec.json.encode(sample) for sample in samples])
 
     def _write_groups(self, line: GroupsLine) -> None:
         """Lengths and rewards of groups that ended: what a successor counts, and a simulation draws from."""
