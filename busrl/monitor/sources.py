@@ -256,13 +256,14 @@ def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple
 
 def is_stopped(process: ProcessRecord) -> bool:
     """Whether a process of this host is stopped, by a signal or a debugger."""
-    if process.remote or process.state == "dead":
+    if process.remote or process.state == "dead" or process.progress_age_s < SILENT_S:
         return False
     with suppress(OSError, IndexError):
         return Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
     return False
 
 
+SILENT_S: Final = 1.0  # that a process at least is which was stopped a while ago
 HELD_PLACES: Final = (0, 4, 18, 19, 40)  # bits at which state, owner, class, group and call of a slot are told apart
 COPIED: Final = ("role", "pid", "activity", "deadline_s", "busy_ns", "tokens", "samples", "version", "remote")
 
@@ -285,8 +286,8 @@ def slots_of(lines: np.ndarray) -> dict[str, Any]:
     now, states = time.monotonic_ns(), lines["state"]
     for state in State:
         if len(since := lines["changed_ns"][states == state]):
-            passed = np.maximum(0.0, (now - since.astype(np.int64)) / 1e9)
-            ages[state.name.lower()] = (float(passed.min()), float(np.median(passed)), float(passed.max()))
+            passed = np.sort(np.maximum(0.0, (now - since.astype(np.int64)) / 1e9)).tolist()
+            ages[state.name.lower()] = (passed[0], passed[len(passed) // 2], passed[-1])
     begun = lines["version"][(states >= State.GENERATING) & (states < State.DROPPED)]
     found, counts = np.unique(begun, return_counts=True)
     newest = list(zip(found.tolist(), counts.tolist()))[-VERSIONS:]

@@ -11,8 +11,6 @@ the state before them and what went wrong lately after them.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
+import msgspec
 from msgspec.structs import asdict
 
 from busrl.errors import NoSuchRun, first_line
@@ -39,6 +37,7 @@ from busrl.protocol.messages import SEVERITIES
 from busrl.states import RunPhase
 
 SCHEMA = 1
+JSON = msgspec.json.Encoder(enc_hook=str)
 LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
 HEARD = ("replay", "unknown")  # states of what is known by an endpoint alone
 ERRORS = 20  # that a monitor's data hold
@@ -118,16 +117,8 @@ def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
 
 
 def to_json(data: dict[str, Any]) -> str:
-    return json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
-    if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """JSON with null for what is no number: files of a run may hold anything, and NaN is not JSON."""
+    return JSON.encode(data).decode()
 
 
 def as_data(found: RunStatus) -> dict[str, Any]:
@@ -166,7 +157,7 @@ def _more(found: RunStatus) -> dict[str, Any]:
     if found.state in (*LIVING, *HEARD):
         living: dict[str, Any] = {
             "left_s": run.left_s(found.now), "processes": [asdict(row) for row in found.processes], "hosts": run.hosts,
-            "waits": to_builtins(waits.chain(run, found.now)), "stalled_s": waits.stalled_s(run, found.now),
+            "waits": msgspec.to_builtins(waits.chain(run, found.now)), "stalled_s": waits.stalled_s(run, found.now),
         }
         return living | (_of_ring(run.ring) if run.ring is not None else {})
     if found.state == "damaged":
