@@ -287,7 +287,7 @@ def _errors(run: RunState, wall: float, height: int) -> RenderableType:
 # -- the loops of `busrl monitor` --------------------------------------------------------------------------------------
 
 NICE: Final = 19
-WAKE_S: Final = 0.25
+WAKE_S: Final = 0.5
 DRAW_S: Final = 1.0
 DRAW_SHARE: Final = 0.01
 LINE_S: Final = 5.0

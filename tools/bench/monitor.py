@@ -4,6 +4,7 @@
     python tools/bench/monitor.py --pairs 0        only the tap
     python tools/bench/monitor.py --crowd 20       a screen of 64 senders, 10,000 messages a second
     python tools/bench/monitor.py --windows 12     one run, its watchers stopped (SIGSTOP) every other 15 seconds
+    python tools/bench/monitor.py --shares 60      what each process of a watched run takes of a core, and what idles
     python tools/bench/monitor.py --first 10       how long the first picture takes, beside a run that trains
 
 Runs are taken in turn, so that a slow hour of the machine hits both kinds. A pair is two runs of the same seed. The
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import report
 import zmq
 
@@ -164,9 +166,10 @@ def training(*settings: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
 
 
 def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
-    """Samples a second while watchers watch over those while they are stopped, in turns within one run: what differs
-    between two runs, or two minutes of a machine, is in neither."""
-    with training(f"sinks.to={json.dumps(list(sinks))}") as (run, directory):
+    """Trained tokens a second while watchers watch over those while they are stopped, in turns within one run: what
+    differs between two runs, or two minutes of a machine, is in neither. The policy hardly learns, so that its answers
+    stay as long as they are."""
+    with training(f"sinks.to={json.dumps(list(sinks))}", "learner.lr=1e-9") as (run, directory):
         watchers = watch(directory, directory.parent / "a.rec")
         until(lambda: len(step_lines(directory / "metrics.jsonl")) > 40, run)
         spans: list[tuple[bool, float, float]] = []
@@ -182,7 +185,7 @@ def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
             child.terminate()
             child.wait()
         rows = step_lines(directory / "metrics.jsonl")
-    ends, sums = [row["time"] for row in rows], np.cumsum([row["samples_ended"] for row in rows])
+    ends, sums = [row["time"] for row in rows], np.cumsum([row["tokens"] for row in rows])
     # What a step brought came evenly over it, so that a window does not win or lose a whole step at its ends.
     rate = [(on, float(np.diff(np.interp(span, ends, sums))[0]) / (span[1] - span[0])) for on, *span in spans]
     both = [dict(pair) for pair in zip(rate[::2], rate[1::2])]
@@ -191,6 +194,24 @@ def windows(pairs: int, seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
             "standard_error": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 4),
             "ratios": [round(one, 3) for one in ratios], "seconds": seconds, "sinks": list(sinks),
             "load": os.getloadavg()[0]}
+
+
+def shares(seconds: float, sinks: Sequence[str]) -> dict[str, Any]:
+    """Percent of a core that each process of a watched run takes in so many seconds, and that nobody does."""
+    with training(f"sinks.to={json.dumps(list(sinks))}") as (run, directory):
+        watchers = watch(directory, directory.parent / "a.rec")
+        until(lambda: len(step_lines(directory / "metrics.jsonl")) > 40, run)
+        pids = {one.name().removeprefix("busrl:"): one.pid for one in psutil.Process(run.pid).children()}
+        pids |= {"launch": run.pid, **{f"watcher {name}": child.pid for name, child in watchers.items()}}
+        before, idle, begun = {name: cpu_ns(pid) for name, pid in pids.items()}, psutil.cpu_times().idle, time.time()
+        time.sleep(seconds)
+        share = 100 / (time.time() - begun)
+        told = {name: round((cpu_ns(pid) - before[name]) / 1e9 * share, 2) for name, pid in pids.items()}
+        idles = round((psutil.cpu_times().idle - idle) * share, 1)
+        for child in watchers.values():
+            child.terminate()
+            child.wait()
+    return {"percent_of_a_core": told, "idle": idles, "seconds": seconds, "sinks": list(sinks)}
 
 
 def ring_of(directory: Path) -> Path:
@@ -518,6 +539,7 @@ def main() -> None:
     arguments.add_argument("--crowd", type=float, default=0.0, help="seconds; nothing else is done then")
     arguments.add_argument("--windows", type=int, default=0, help="pairs of them; nothing else is done then")
     arguments.add_argument("--seconds", type=float, default=15.0, help="of a window")
+    arguments.add_argument("--shares", type=float, default=0.0, help="seconds; nothing else is done then")
     arguments.add_argument("--first", type=int, default=0, help="pictures of each kind; nothing else is done then")
     options = arguments.parse_args()
     os.environ.update(
@@ -526,6 +548,9 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     if options.windows:
         print(json.dumps(windows(options.windows, options.seconds, options.sinks), indent=1))
+        return
+    if options.shares:
+        print(json.dumps(shares(options.shares, options.sinks), indent=1))
         return
     if options.first:
         print(json.dumps(first_pictures(options.first), indent=1))

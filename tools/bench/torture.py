@@ -1,6 +1,7 @@
 """What a run with two other hosts makes of every death and of every cut of a cable: one row each.
 
     python tools/bench/torture.py [--only NAME ...] [--steps 40] [--out tools/bench/results/torture_HERE.json]
+    python tools/bench/torture.py --storm 600 [--seed 0]     one row more: deaths and cuts by chance for so many seconds
 
 One scripted run (no model that matters) with two hosts goes on through all rows. A row kills, or cuts, and then lets
 the run train `--steps` more steps; what was killed from outside (`launch`, `busrl host`) is started again at once. Home
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,7 +55,7 @@ LOST = r"^home/(?!.*\bstarted\b).*h0"
 SETTINGS = (
     "run.max_steps=1000000", "generation.max_new_tokens=64", "generation.max_batch=16", "mock.token_s=0.02",
     "mock.prefill_s_per_token=0", "learner.trigger.n_min=4", "scheduler.ahead=8", "process.rollout.count=1",
-    f"limits.lease_s={LEASE_S}", f"hosts.orphan_s={ORPHAN_S}", "learner.checkpoint_every=20",
+    "limits.crash_attempts=0", f"limits.lease_s={LEASE_S}", f"hosts.orphan_s={ORPHAN_S}", "learner.checkpoint_every=20",
 )
 
 
@@ -405,6 +408,39 @@ def flapping(world: World) -> tuple[float, float | None]:
     return world.until_answer("h0"), whole
 
 
+def storm(seconds: float, seed: int, blows: Counter[str]) -> Callable[[World], tuple[float, float | None]]:
+    """Every few seconds a process of any side, the command of one, or a cable, whether or not the last one is back."""
+    def disturb(world: World) -> tuple[float, float | None]:
+        chance, end = random.Random(seed), time.monotonic() + seconds
+        while time.monotonic() < end:
+            world.pass_time(chance.uniform(1.0, 8.0))
+            side = chance.choice(world.sides)
+            blow = chance.choices(("process", "command", "cable"), (8, 1, 2))[0]
+            if blow == "process" and (there := side.processes()):
+                one = chance.choice(there)
+                blows[f"{side.name}: {one.label}"] += 1
+                with suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
+            elif blow == "cable" and side is not world.home and not world.net.why:
+                blows[f"{side.name}: cable"] += 1
+                world.net.plug(side.name, "down")
+                world.pass_time(chance.uniform(0.5, 6.0))
+                world.net.plug(side.name, "up")
+            elif blow == "command" and side.child is not None:
+                blows[f"{side.name}: command"] += 1
+                side.child.kill()
+                side.child.wait()
+            for one in world.sides:  # what was killed, and what gave up
+                if one.child is not None and one.child.poll() is not None:
+                    one.start()
+        whole = time.monotonic()
+        for name in NAMES:
+            world.until_answer(name)
+        return world.until_step(5), whole
+
+    return disturb
+
+
 def undisturbed(world: World) -> tuple[float, float | None]:
     return time.monotonic(), None
 
@@ -511,13 +547,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold one of these")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--storm", type=float, default=0.0, help="seconds of a storm, as a last row")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="busrl-torture-"))
     failed = ""
+    blows: Counter[str] = Counter()
+    last = [Row("storm", "", storm(options.storm, options.seed, blows))] if options.storm else []
     with Net() as net, world_of(net, folder) as world:
-        for row in rows():
+        for row in (*rows(), *last):
             if options.only and row.name != "nothing" and not any(part in row.name for part in options.only):
                 continue
             if row.cable and net.why:
@@ -531,7 +571,7 @@ def main() -> int:
             print(json.dumps(found[-1]), flush=True)
     print(table(found))
     if options.out:
-        made = {"machine": machine(), "commit": commit(ROOT), "rows": found, "failed": failed}
+        made = {"machine": machine(), "commit": commit(ROOT), "rows": found, "failed": failed, "storm": dict(blows)}
         options.out.write_text(json.dumps(made, indent=1))
     if failed:
         print(f"stopped at {failed}; what it left is in {folder}", file=sys.stderr)
