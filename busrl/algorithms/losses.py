@@ -260,10 +260,9 @@ def hidden(inputs: LossInputs) -> LossInputs:
     if inputs.mask is None:
         return inputs
     trained = inputs.mask.bool()
-    given = {name: value for name in FLOATS if (value := getattr(inputs, name)) is not None}
     return replace(inputs, **{
         name: value.where(trained.unsqueeze(-1) if value.ndim > trained.ndim else trained, 0)
-        for name, value in given.items()
+        for name in FLOATS if (value := getattr(inputs, name)) is not None
     })
 
 

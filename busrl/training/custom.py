@@ -53,7 +53,11 @@ class _Checked:
         return FunctionRefused(f"{self.named}: it {what}; {remedy}")
 
 
-USES = ("prox", "entropy", "reference", "teacher")  # what a loss may say that it reads, besides what is always there
+# What a loss may say that it reads, besides what is always there -> the inputs that it gets only then.
+USES: dict[str, tuple[str, ...]] = {
+    "prox": (), "entropy": ("entropy",), "reference": ("reference_logprobs",),
+    "teacher": ("teacher_logprobs", "student_logprobs"),
+}
 
 
 class OwnLoss(_Checked):
@@ -67,7 +71,7 @@ class OwnLoss(_Checked):
         if not isinstance(self.streamable, bool):
             raise self.refuse(f"has streamable = {self.streamable!r}", "set it to True or False")
         named = () if self.uses is None else self.uses
-        if isinstance(named, str) or not set(named) <= set(USES):
+        if isinstance(named, str) or not set(named) <= USES.keys():
             raise self.refuse(f"has uses = {named!r}", f"set it to a tuple of some of {', '.join(USES)}")
 
     def reads(self, name: str) -> bool:
@@ -88,12 +92,7 @@ class OwnLoss(_Checked):
         """Without what it says that it does not read."""
         if self.uses is None:
             return inputs
-        return replace(
-            inputs, entropy=inputs.entropy if "entropy" in self.uses else None,
-            reference_logprobs=inputs.reference_logprobs if "reference" in self.uses else None,
-            teacher_logprobs=inputs.teacher_logprobs if "teacher" in self.uses else None,
-            student_logprobs=inputs.student_logprobs if "teacher" in self.uses else None,
-        )
+        return replace(inputs, **{name: None for use in USES.keys() - self.uses for name in USES[use]})
 
 
 def load_loss(target: str) -> LossFunction:

@@ -25,7 +25,7 @@ from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
 from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
 from busrl.training.head import Head
-from busrl.training.model import silence_chance, vocabulary
+from busrl.training.model import keep_first_layers, silence_chance, vocabulary
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
 
@@ -51,10 +51,7 @@ class Forward:
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, which is `samples`; of
         several tokens in the place of each where its targets are a matrix."""
-        ids, rows, columns = self._padded(samples)
-        logits = self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(flat.behaviour_logprobs.dtype)
-        logits = logits if flat.temperature is None else logits / flat.temperature[:, None]
-        every = torch.log_softmax(logits, -1)
+        every = torch.log_softmax(self._logits(samples, flat, flat.behaviour_logprobs.dtype), -1)
         # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
         one = flat.targets.ndim == 1
         found = every.gather(-1, flat.targets[:, None] if one else flat.targets)
@@ -64,11 +61,14 @@ class Forward:
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities, [tokens, count], of the most probable tokens in the place of each generated one,
         among the ids below `limit`."""
-        ids, rows, columns = self._padded(samples)
-        logits = self.model(input_ids=ids, use_cache=False).logits[rows, columns].float()
-        logits = logits if flat.temperature is None else logits / flat.temperature[:, None]
+        logits = self._logits(samples, flat, torch.float32)
         found, best = logits[:, :limit].topk(min(count, limit), -1)
         return best, found - logits.logsumexp(-1, keepdim=True)
+
+    def _logits(self, samples: Sequence[Sample], flat: Flat, dtype: torch.dtype) -> Tensor:
+        ids, rows, columns = self._padded(samples)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(dtype)
+        return logits if flat.temperature is None else logits / flat.temperature[:, None]
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         """The last hidden states that predict the generated tokens, [tokens, width]: what `of_states` takes."""
@@ -204,16 +204,11 @@ def _packed(model: Any, head: Head | None, samples: Sequence[Sample], expected: 
 @contextlib.contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
     """The model in float32 meanwhile: all of it where it is, else its first layers, which are copied for the time."""
-    base, layers = model.base_model, getattr(model.base_model, "layers", None)
     if model.dtype != torch.bfloat16:
         yield
         return
-    config = model.config
-    count = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, nn.ModuleList):
-        kinds = getattr(config, "layer_types", None) or [""] * len(layers)
-        few = 1 + max(kinds.index(kind) for kind in set(kinds))
-        base.layers, config.num_hidden_layers = layers[:few], few
+    layers, count = getattr(model.base_model, "layers", None), getattr(model.config, "num_hidden_layers", 0)
+    keep_first_layers(model)
     rounded = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
         for parameter, data in rounded:
@@ -223,7 +218,7 @@ def _in_float32(model: Any) -> Iterator[None]:
         for parameter, data in rounded:
             parameter.data = data
         if isinstance(layers, nn.ModuleList):
-            base.layers, config.num_hidden_layers = layers, count
+            model.base_model.layers, model.config.num_hidden_layers = layers, count
 
 
 def checkpoint_layers(way: Forward) -> None:
@@ -254,8 +249,7 @@ def compute_again(model: Any) -> None:
 
 
 WITHOUT = 'learner.memory.activation_checkpointing = "none"'
-
-
+UNCOMPILED = "learner.memory.compile = false"
 COMPILE_S = 1800.0  # that `compile_layers` may take
 
 
@@ -283,9 +277,6 @@ def compile_layers(way: Forward) -> None:
         ) from problem
     if not _agrees(way, samples, expected):
         raise ModelNotLoaded(f"{name} computes something else when it is compiled; {UNCOMPILED}")
-
-
-UNCOMPILED = "learner.memory.compile = false"
 
 
 def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor, limit: float = 0.0) -> bool:

@@ -1,4 +1,4 @@
-"""Loading a causal language model from a Hugging Face folder, ready to be trained, and a low-rank adapter (LoRA) on it.
+"""A causal language model from a Hugging Face folder, ready to be trained: in few bits, with an adapter (LoRA) on it.
 
 Used by the learner, the engines' makers and the tests. Talks to the file system and, for an adapter, to `peft`: nothing
 is ever downloaded. Knows nothing of optimisers, versions or publication.
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from busrl.algorithms import selection
 from busrl.errors import ModelNotLoaded, UserError
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-from busrl.training.precision import exact
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -113,6 +112,14 @@ def _look_at(folder: Path) -> None:
         raise ModelNotLoaded(f"{folder}: no weights (*.safetensors) in it; copy them there, nothing is downloaded")
 
 
+def keep_first_layers(model: Any) -> None:
+    """Leaves those first layers that have every kind of attention, if its layers stand where most models have them."""
+    if isinstance(layers := getattr(model.base_model, "layers", None), nn.ModuleList):
+        kinds = getattr(model.config, "layer_types", None) or [""] * len(layers)
+        few = 1 + max(kinds.index(kind) for kind in set(kinds))
+        model.base_model.layers, model.config.num_hidden_layers = layers[:few], few
+
+
 def silence_chance(model: Any) -> None:
     """Set every probability of the model's own modules to 0: dropout, skipped layers, noise of a router."""
     for module in model.modules():
@@ -160,6 +167,55 @@ def copied_weights(model: Any) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
 
 
+# -- fewer bits than are trained --------------------------------------------------
+
+ATTRIBUTE = "busrl_master"  # the attribute of a parameter
+
+
+def exact(parameter: Tensor) -> Tensor:
+    """The value that is trained: the master of a rounded parameter, else the parameter itself; a view."""
+    found: Tensor = getattr(parameter, ATTRIBUTE, parameter)
+    return found.detach()
+
+
+class Masters:
+    """Rounds a model in place, to train float32 masters. `named`: these, by name, with their summed gradients.
+
+    - What a forward and a backward compute with is the master, rounded, as FSDP2 does by a mixed-precision policy.
+    - A parameter's gradient goes to its master as soon as a backward has all of it: sums over micro-batches are
+      float32, and no second gradient stays.
+    - A frozen parameter is rounded and has no master: the base under an adapter has one copy, in few bits.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.named: dict[str, Tensor] = {}
+        self._rounded: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.named[name] = parameter.detach().to(torch.float32)
+                self._rounded.append(parameter)
+            parameter.data = parameter.data.to(dtype)  # buffers stay: positions need their bits
+        for parameter, master in zip(self._rounded, self.named.values(), strict=True):
+            setattr(parameter, ATTRIBUTE, master)
+            parameter.register_post_accumulate_grad_hook(_pass_on)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """After the masters have changed: the parameters are their rounded values again."""
+        for parameter, master in zip(self._rounded, self.named.values(), strict=True):
+            parameter.copy_(master)
+
+
+def _pass_on(parameter: Tensor) -> None:
+    """Adds what a backward found to the master's gradient."""
+    found, master = parameter.grad, getattr(parameter, ATTRIBUTE)
+    parameter.grad = None
+    if found is not None and master.grad is None:
+        master.grad = found.to(master.dtype)
+    elif found is not None:
+        master.grad.add_(found)
+
+
 # -- LoRA -------------------------------------------------------------------------
 
 OWN = "default"  # peft's name of an adapter
@@ -200,9 +256,9 @@ class Adapter:
             peft: Any = importlib.import_module("peft")  # only here: it takes seconds, and is an extra
         except ImportError as problem:
             raise ModelNotLoaded(f"lora.rank = {settings.rank}: {problem}; pip install 'busrl[lora]'") from problem
-        self.settings, self.model = settings, model
+        self.settings, alpha = settings, settings.scale * settings.rank
         self._config = peft.LoraConfig(
-            r=settings.rank, lora_alpha=_whole(settings.scale * settings.rank), lora_dropout=settings.dropout,
+            r=settings.rank, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=settings.dropout,
             target_modules=sorted(_targets(model, settings.targets)), bias="none", task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -328,10 +384,6 @@ def require_vocabulary(folder: Path, found: Any, own: Any) -> None:
             f"model.reference = {folder}: its vocabulary has {vocabulary(found)} tokens, that of the "
             f"trained model {vocabulary(own)}; give an earlier version of the model, or none"
         )
-
-
-def _whole(value: float) -> int | float:
-    return int(value) if value == int(value) else value
 
 
 def _plain(value: Any) -> Any:

@@ -63,7 +63,7 @@ class Writing:
 
     def __init__(self, path: Path, parts: Iterable[Part], world: int) -> None:
         self.path, self._parts = path, [part for part in parts if part.tensor.numel()]
-        self.bytes = sum(_size(part.tensor) for part in self._parts)
+        self.bytes = sum(part.tensor.nbytes for part in self._parts)
         self.copied = 0  # bytes, by `stage`
         self._head = _head(self._parts, world)
         self._at = self._size = self._crc = 0
@@ -81,7 +81,7 @@ class Writing:
         with self._lock:
             for part in self._parts[self._at:] if not self.copied else ():
                 part.tensor = part.tensor.detach().to("cpu", copy=True)
-                self.copied += _size(part.tensor)
+                self.copied += part.tensor.nbytes
 
     def entry(self) -> list[int]:
         """Size and CRC-32, once it has ended; DiskFull or WriteFailed if it ended badly."""
@@ -102,8 +102,8 @@ class Writing:
             self.path.parent.mkdir(exist_ok=True)
             with open(self.path, "wb", buffering=0) as file:
                 self._put(file, memoryview(self._head))
-                room = torch.empty(min(PIECE, max((_size(part.tensor) for part in self._parts), default=0)),
-                                   dtype=torch.uint8)
+                largest = max((part.tensor.nbytes for part in self._parts), default=0)
+                room = torch.empty(min(PIECE, largest), dtype=torch.uint8)
                 for at in range(len(self._parts)):
                     self._write(file, at, room)
                 os.fsync(file.fileno())
@@ -113,7 +113,7 @@ class Writing:
 
     def _write(self, file: Any, at: int, room: Tensor) -> None:
         self._at, part = at, self._parts[at]
-        for begin in range(0, _size(part.tensor), PIECE):
+        for begin in range(0, part.tensor.nbytes, PIECE):
             with self._lock:  # nobody changes the tensor meanwhile, for that one calls `stage` first
                 part.tensor = part.tensor.detach().contiguous()
                 piece = part.tensor.view(-1).view(torch.uint8)[begin: begin + PIECE]
@@ -131,17 +131,13 @@ class Writing:
             data = data[file.write(data):]
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _head(parts: Sequence[Part], world: int) -> bytes:
     """A header of safetensors: its length, then JSON, padded so that the tensors are aligned."""
     where = {part.name: [list(part.first), list(part.shape)] for part in parts}
     described: dict[str, Any] = {"__metadata__": {"format": "pt", WORLD: str(world), PARTS: json.dumps(where)}}
     end = 0
     for part in parts:
-        begin, end = end, end + _size(part.tensor)
+        begin, end = end, end + part.tensor.nbytes
         described[part.name] = {
             "dtype": TYPES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": [begin, end],
         }

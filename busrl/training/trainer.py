@@ -13,6 +13,7 @@ knows nothing of rings, groups that are still missing or the clock of the run.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,15 +30,14 @@ from busrl import device
 from busrl.algorithms import catalog, diagnostics, losses, terms
 from busrl.algorithms.gae import Valued, ValueSettings, value_loss
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch, optimizers, sharded, sharded_state
+from busrl.training import batch, optimizers, shard_files, sharded
 from busrl.training.batch import Flat, Sample, Worth, pieces_of
-from busrl.training.checkpoint import Checkpoint, buffers
+from busrl.training.checkpoint import WEIGHT_PREFIX, Checkpoint, buffers
 from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, Scores, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
-from busrl.training.model import Adapter, Merged, named_weights, train_only
-from busrl.training.precision import Masters
-from busrl.training.shard_files import Saving, Writing
+from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only
+from busrl.training.shard_files import Part, Saving, Shards, Writing
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.value_head import ValueHead
 
@@ -97,10 +97,6 @@ class Given:
     chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
     valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
 
-    def rows(self) -> list[Sequence[Any]]:
-        """Those that are given."""
-        return [rows for rows in vars(self).values() if rows is not None]
-
     def of(self, part: Sequence[int]) -> Given:
         """Those of the samples at these positions."""
         own: Any = {name: None if rows is None else [rows[i] for i in part] for name, rows in vars(self).items()}
@@ -122,12 +118,13 @@ class Trainer:
         self._device = self.forward.where or self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
-        self.optimizer: Any = self._made(lambda own: optimizers.make(settings.optimizer, own, adam, settings.options))
+        adam = {key: getattr(settings, key) for key in optimizers.ADAM_KEYS}
+        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options)
         value = settings.value
         self.value_head = None if value is None else ValueHead.of(model, value, self._dtype, self._device)
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
-        self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
+        # Steps since the version of each token.
+        self.ages_of: Callable[[Versions], NDArray[np.int64]] = lambda versions: np.zeros(len(versions), np.int64)
         self.adapter: Adapter | None = None  # of a team; a trainer alone has it as what `named` gives
         self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
         # A teacher's most probable tokens in the place of each generated one: ids and log-probabilities; no gradient.
@@ -137,17 +134,6 @@ class Trainer:
         self.watched: Collection[int] = ()  # uids of samples of which `gaps` tells
         self._gaps: dict[int, Tensor] = {}
         self._clear()
-
-    def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """The optimiser: of the parameters, or of this rank's parts of them where it cannot take spread ones."""
-        spread = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
-        of_spread = self.settings.optimizer == optimizers.ADAMW and sharded.alike(self.parameters)
-        if not spread or of_spread or self.settings.optimizer == optimizers.ADAFACTOR:
-            return make(self.parameters)
-        adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
-        optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
-        packed = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict
-        return sharded.OverParts(self.parameters, make, optimizers.unpacked, packed)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,23 +153,27 @@ class Trainer:
         `given` without anything else than advantages may be these alone; `version` is the policy version of the weights
         being trained, for the mismatch between engine and trainer.
         """
-        given = given if isinstance(given, Given) else Given(given)
-        self._check(samples, given)
+        given = self._checked(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], given.of(part), version)
 
-    def _check(self, samples: Sequence[Sample], given: Given) -> None:
-        if wrong := [len(rows) for rows in given.rows() if len(rows) != len(samples)]:
-            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {wrong[0]}")
+    def _checked(self, samples: Sequence[Sample], given: Given | Sequence[Worth]) -> Given:
+        given = given if isinstance(given, Given) else Given(given)
+        for rows in vars(given).values():
+            if rows is not None and len(rows) != len(samples):
+                raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {len(rows)}")
+        return given
 
     def micro_batch(self, samples: Sequence[Sample], given: Given, version: int | None) -> None:
         """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         inputs, values = self._computed_inputs(samples, flat, given)
-        marks = self._of_these_weights(flat, version)
+        # Which tokens the weights of `version` drew, and which of them in samples that began with these weights.
+        current = None if version is None else torch.from_numpy(flat.policy_versions == version).to(self._device)
+        begun = None if version is None else flat.begun(version)
         in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
-        loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
+        loss = terms.objective(self.loss, self._trained(inputs, current), self.settings, in_loss)
         of_values = None if given.valued is None else self._of_values(values, given.valued, flat)
         trained = loss if of_values is None else loss + of_values.loss
         if given.weights is not None:
@@ -193,7 +183,7 @@ class Trainer:
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, flat, inputs, loss.detach(), marks, of_values)
+        self._count(samples, flat, inputs, loss.detach(), current, begun, of_values)
         self.on_progress()
 
     def _of_values(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:
@@ -223,14 +213,29 @@ class Trainer:
         if self.settings.ratio_one:
             return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
         if self.settings.newest_ratio == "one" and current is not None:
-            return terms.as_if_drawn_by(inputs, current)
+            drawn = torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
+            return replace(inputs, behaviour_logprobs=drawn)
         return inputs
 
-    def _loss_inputs(
-        self, samples: Sequence[Sample], flat: Flat, logprobs: Tensor, entropy: Tensor, given: Given,
-        referred: Tensor | None,
-    ) -> losses.LossInputs:
-        """What the loss gets of a micro-batch."""
+    def _computed_inputs(
+        self, samples: Sequence[Sample], flat: Flat, given: Given
+    ) -> tuple[losses.LossInputs, Tensor | None]:
+        """What the loss gets, and the values of a value head, of one forward of each model."""
+        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
+        wanted, known, student = flat, None, None
+        if self.teacher is not None:
+            with torch.no_grad():
+                ids, known = self.teacher(samples, flat)
+            wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
+        (logprobs, entropy), values = self._scores_and_values(samples, wanted)
+        if known is not None:
+            logprobs, student, known = logprobs[:, 0], logprobs[:, 1:], known.to(self._dtype)
+        inputs = self._loss_inputs(flat, logprobs, given)
+        return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=known,
+                       student_logprobs=student), values
+
+    def _loss_inputs(self, flat: Flat, logprobs: Tensor, given: Given) -> losses.LossInputs:
+        """What needs no other forward than that of the log-probabilities."""
         before = logprobs.detach()
         if given.proximal is not None:
             before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
@@ -244,25 +249,8 @@ class Trainer:
             advantages=advantages, mask=flat.mask, samples=flat.turns if by_turn else flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
             ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
-            lengths=flat.turn_lengths if by_turn else flat.lengths,
-            entropy=entropy, reference_logprobs=referred, chosen=chosen,
+            lengths=flat.turn_lengths if by_turn else flat.lengths, chosen=chosen,
         )
-
-    def _computed_inputs(
-        self, samples: Sequence[Sample], flat: Flat, given: Given
-    ) -> tuple[losses.LossInputs, Tensor | None]:
-        """What the loss gets, and the values of a value head, of one forward of each model."""
-        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
-        if self.teacher is None:
-            (logprobs, entropy), values = self._scores_and_values(samples, flat)
-            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), values
-        with torch.no_grad():
-            ids, known = self.teacher(samples, flat)
-        wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
-        (every, entropy), values = self._scores_and_values(samples, wanted)
-        inputs = self._loss_inputs(samples, flat, every[:, 0], entropy, given, referred)
-        known = known.to(self._dtype)
-        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), values
 
     @torch.no_grad()
     def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
@@ -276,16 +264,10 @@ class Trainer:
         scores, hidden = self.forward.with_states(samples, flat)
         return scores, self.value_head(hidden)
 
-    @torch.no_grad()
-    def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """The value before each generated token under the present weights, in the order of `samples`."""
-        return self._rows(samples, "value")
-
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
-        marks: tuple[Tensor | None, Tensor | None], of_values: diagnostics.ValueErrors | None,
+        current: Tensor | None, begun: Tensor | None, of_values: diagnostics.ValueErrors | None,
     ) -> None:
-        current, begun = marks
         assert inputs.entropy is not None
         self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun, of_values)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
@@ -313,24 +295,10 @@ class Trainer:
         found, self._gaps = self._gaps, {}
         return {uid: own.float().cpu().numpy() for uid, own in found.items()}
 
-    def _of_these_weights(self, flat: Flat, version: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Which tokens the weights of `version` drew, and which of them in samples that began with these weights."""
-        if version is None:
-            return None, None
-        return torch.from_numpy(flat.policy_versions == version).to(self._device), flat.begun(version)
-
     @torch.no_grad()
-    def score_reference(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Log-probabilities of the generated tokens under the reference, in the order of `samples`."""
-        return self._rows(samples, "reference")
-
-    @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
-        return self._rows(samples)
-
-    def _rows(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
-        """The first of the numbers that `at_once` gives of all tokens, as a row per sample."""
+    def score(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
+        """Log-probabilities of the generated tokens under the present weights or the "reference", or the "value" before
+        each: a row per sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
         for part, values, _ in self._parts(samples, by):
             if not part:  # of a rank without work
@@ -487,10 +455,6 @@ class Trainer:
         own = {optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers}
         return {**self.optimizer.state_dict(), **own, **masters}
 
-    def save(self, folder: Path) -> Saving:
-        """Begin to write weights and optimiser in shards; training may go on meanwhile."""
-        return sharded_state.save(self, folder)
-
     def kept_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
         return {**buffers(self.model), **dict(self.model.named_parameters()), **self.trained_tensors()}
@@ -536,7 +500,7 @@ class Trainer:
 
         The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
         """
-        changed = self.take({name: self._spread(name, state[name]) for name in ("state", "param_groups")})
+        changed = self.take({"state": self._spread(state["state"]), "param_groups": state["param_groups"]})
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
                 parameter.copy_(sharded.spread_like(state[MASTER][name], parameter))
@@ -549,27 +513,30 @@ class Trainer:
         names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
         return optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(state))
 
-    def _spread(self, name: str, value: Any) -> Any:
-        """This rank's part of an optimiser's state, which has the parameters by number."""
-        if name != "state":
-            return value
+    def _spread(self, states: Mapping[int, Any]) -> dict[int, Any]:
+        """This rank's part of the states of an optimiser, by the numbers of its parameters."""
         order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        eight = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict  # a team's are unpacked
-        convert: Callable[[Any], Any] = optimizers.unpacked if hasattr(order[0], "device_mesh") else eight
         return {
             number: {
                 key: sharded.spread_like(one, order[number])
                 if isinstance(one, Tensor) and one.shape == order[number].shape else one
-                for key, one in convert(kept).items()
+                for key, one in self._as_kept(kept).items()
             }
-            for number, kept in value.items()
+            for number, kept in states.items()
         }
+
+    def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state as the optimiser takes it: adamw8bit alone in 8 bits, one of parts in float32, for it
+        packs by itself."""
+        if sharded.any_spread(self.parameters):
+            return optimizers.unpacked(state)
+        return optimizers.packed(state) if self.settings.optimizer == optimizers.ADAMW8 else state
 
     def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
         """Continue with the optimiser of a checkpoint whose model was loaded, and with the weights where they are in
         shards; what `load_optimizer_state` returns. UserError if it is of another model or optimiser than this one."""
         if found.sharded:
-            return sharded_state.restore(self, found.path, optimizer)
+            return self._restore_shards(found.path, optimizer)
         if not optimizer:
             return []
         saved = found.optimizer_state()
@@ -582,7 +549,81 @@ class Trainer:
         names = [name for name, _ in self.model.named_parameters()]
         optimizers.require_same_layers(state, self.settings.train_layers, names, folder)
 
+    # -- in shards, by names: parameters may have another order in the next run ------------------------------------
 
+    def save(self, folder: Path) -> Saving:
+        """Begin to write this rank's share of a checkpoint; training may go on meanwhile. Of a tensor that is spread
+        the first rank that has a part writes it; all others are whole, written by rank 0."""
+        if self.saving is not None:
+            self.saving.leave()
+        rank, world = sharded.rank_and_world(self.parameters)
+        rest, tensors = shard_files.flattened(self._named_state(), OPTIMIZER_PREFIX)
+        tensors |= {f"{WEIGHT_PREFIX}{name}": tensor for name, tensor in self.kept_tensors().items()}
+        parts = [
+            Part(name, sharded.local(tensor.detach()), sharded.begin(tensor), tuple(tensor.shape))
+            for name, tensor in tensors.items() if sharded.first_to_have(tensor, rank)
+        ]
+        (folder / shard_files.FOLDER).mkdir(exist_ok=True)
+        if rank == 0:
+            (folder / shard_files.FOLDER / shard_files.REST).write_text(json.dumps(rest))
+        self.saving = Writing(folder / shard_files.file_of(rank), parts, world)
+        return Saving(self.saving, rank)
+
+    def _named_state(self) -> dict[str, Any]:
+        """What the optimiser holds, by the names of its parameters."""
+        state, names = self.optimizer.state_dict(), self.numbered()
+        return {  # blocks of 8 bits are of a part
+            "state": {names[number]: optimizers.unpacked(own) for number, own in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
+            ],
+            optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers,
+        }
+
+    @torch.no_grad()
+    def _restore_shards(self, path: Path, optimizer: bool) -> list[str]:
+        """One of another model or another optimiser is refused with both values before anything is changed."""
+        found = Shards(path)
+        own = {name: one for name, one in self.kept_tensors().items() if one.numel()}  # no file has empty ones
+        shapes = {name: found.shapes[f"{WEIGHT_PREFIX}{name}"] for name in found.names(WEIGHT_PREFIX)}
+        shard_files.require_same(shapes, own, str(path), "this run's")
+        if optimizer:
+            self.require_same(found.rest, str(path))
+        for name, tensor in own.items():
+            sharded.local(tensor).copy_(sharded.local(_read_like(found, f"{WEIGHT_PREFIX}{name}", tensor)))
+            self.on_progress()
+        changed = self.take(self._state_of(found)) if optimizer else []
+        self.reset()
+        return changed
+
+    def _state_of(self, found: Shards) -> dict[str, Any]:
+        """The optimiser's state as torch has it, this rank's share of each tensor."""
+        numbers, trained = {name: number for number, name in enumerate(self.numbered())}, self.trained_tensors()
+
+        def read(tree: Any, parameter: Tensor) -> Any:
+            return shard_files.built(tree, lambda name: _read_like(
+                found, name, parameter if found.shapes[name] == tuple(parameter.shape) else None))
+
+        return {
+            "state": {
+                numbers[name]: self._as_kept(read(tree, trained[name])) for name, tree in found.rest["state"].items()
+            },
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in group["params"]]} for group in found.rest["param_groups"]
+            ],
+        }
+
+
+def _read_like(found: Shards, name: str, pattern: Any) -> Tensor:
+    """This rank's part of a tensor of a checkpoint, spread as `pattern` is; whole where that is not spread."""
+    if not hasattr(pattern, "device_mesh"):
+        return found.whole(name)
+    own = sharded.local(pattern)
+    part = found.part(name, sharded.within(pattern)) if own.numel() else torch.empty_like(own)
+    return sharded.spread_of(part, pattern)
+
+
+OPTIMIZER_PREFIX = "optimizer"  # what the names of its tensors in shards begin with
 NOTHING = Sample(
     uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
     behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
@@ -627,10 +668,6 @@ def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
     """Whether these settings ask for it, for that model on a device of that kind."""
     return device.computes_again(settings.activation_checkpointing, kind, lambda: sum(
         parameter.numel() for parameter in model.parameters()))
-
-
-def _no_age(versions: Versions) -> NDArray[np.int64]:
-    return np.zeros(len(versions), np.int64)
 
 
 MASTER = "master"

@@ -356,7 +356,7 @@ class TrainingStep:
         for row, record, penalty in zip(rows, records, self._penalties(records), strict=True):
             row -= penalty
             row[-1] += record.reward
-        before = [row.astype(np.float64) for row in self.trainer.values(self._samples(records))]
+        before = [row.astype(np.float64) for row in self.trainer.score(self._samples(records), "value")]
         found = gae.estimated(rows, before, own.gamma, own.decay, own.decay_of_values)
         if not own.whiten:
             return found
@@ -415,7 +415,7 @@ class TrainingStep:
         if self.config.kl == "none" or self.config.kl_in == "loss":
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
-        referred = self.trainer.score_reference(self._samples(records))
+        referred = self.trainer.score(self._samples(records), "reference")
         drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
         return [
             coefficient * estimator(own, torch.from_numpy(row.astype(np.float64))).numpy()

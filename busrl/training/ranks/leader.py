@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -285,8 +286,7 @@ class Leader(Trainer):
         self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        given = given if isinstance(given, Given) else Given(given)
-        self._check(samples, given)
+        given = self._checked(samples, given)
         for shares in self._rounds(samples):
             parts: list[Any] = []
             for number, share in enumerate(shares):
@@ -306,7 +306,7 @@ class Leader(Trainer):
         ])
         with self.team.together("the update", self.step_uids):
             own = self.update(lr, denominator, scale)
-        every = [own, *(RankStats(**_tuples(answer.stats)) for answer in self.team.answers())]
+        every = [own, *(msgspec.convert(answer.stats, RankStats) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
     def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
@@ -440,8 +440,3 @@ def _one_of_each(every: Sequence[RankStats], tensor: int) -> list[RankStats]:
     groups = (every[at : at + tensor] for at in range(0, len(every), tensor))
     return [replace(group[0], culprits=tuple(dict.fromkeys(name for one in group for name in one.culprits)))
             for group in groups]
-
-
-def _tuples(stats: dict[str, Any]) -> dict[str, Any]:
-    """As JSON-like messages have no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in stats.items()}

@@ -20,8 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -38,6 +37,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from busrl.device import BACKEND
 from busrl.errors import ModelNotLoaded
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
@@ -131,7 +131,8 @@ def _cut(model: Any, meshes: Meshes) -> None:
 def tensor_plan(model: Any, layout: Layout) -> dict[str, str]:
     """transformers' plan of the layers, by the names of modules and parameters. The embedding and the head stay whole:
     busrl's own head reads the weight and not the module's output."""
-    known = {name: style for name, style in (getattr(model, "tp_plan", None) or {}).items() if _in_layers(name)}
+    every = (getattr(model, "tp_plan", None) or {}).items()
+    known = {name: style for name, style in every if ".layers." in f".{name}"}
     if not known:
         raise ModelNotLoaded(
             f"{type(model).__name__}: transformers has no plan (tp_plan) to cut its layers; set "
@@ -186,15 +187,6 @@ def expert_plan(model: Any, layout: Layout) -> dict[str, str]:
     return plan
 
 
-def _dealt(model: Any) -> Iterator[nn.Module]:
-    """The modules of a model whose experts `_cut` has dealt out."""
-    return (module for module in model.modules() if getattr(module, "_is_expert_parallel", False))
-
-
-def _in_layers(name: str) -> bool:
-    return ".layers." in f".{name}"
-
-
 def _expanded(model: Any, plan: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = model._expand_parallel_plan(plan)
     return found
@@ -241,16 +233,13 @@ def join(
     layout: Layout | None = None,
 ) -> Meshes:
     """The meshes of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
+    own = BACKEND.get(device.type, device.type)
+    backend = own if device.type == "cpu" else f"cpu:{BACKEND['cpu']},{device.type}:{own}"
     dist.init_process_group(
         backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
     return meshes(layout or Layout(world), device.type)
-
-
-def _backend(device: torch.device) -> str:
-    return {"cuda": "nccl", "npu": "hccl"}.get(device.type, device.type)
 
 
 def leave() -> None:
@@ -277,12 +266,13 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     pinned = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else OffloadPolicy()
     spread: Any = functools.partial(fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
-    embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _norm(model)
-    for experts in _dealt(model):
-        spread(experts, mesh=meshes.experts, reshard_after_forward=reshard)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for module in model.modules():
+        if getattr(module, "_is_expert_parallel", False):
+            spread(module, mesh=meshes.experts, reshard_after_forward=reshard)
     for layer in layers(model):
         spread(layer, reshard_after_forward=reshard)
-    tail = [part for part in (norm, head) if part is not None]
+    tail = [part for part in (getattr(model.base_model, "norm", None), head) if isinstance(part, nn.Module)]
     if head is not None and head.weight is embedding.weight:  # torch refuses a tied weight in two groups
         tail = [embedding, *tail]
     else:
@@ -307,11 +297,6 @@ def layers(model: Any) -> list[nn.Module]:
     return list(found)
 
 
-def _norm(model: Any) -> nn.Module | None:
-    norm = getattr(model.base_model, "norm", None)
-    return norm if isinstance(norm, nn.Module) else None
-
-
 class ShardedForward(Forward):
     """Another way's scores of a model that `shard` has spread, its calls made where FSDP2 gathers the weights."""
 
@@ -324,7 +309,7 @@ class ShardedForward(Forward):
         self.way, self.name, self.together = way, f"sharded {way.name}", way.together
         if isinstance(way, PaddedRows):
             way.head = _Gathered(way.model.get_output_embeddings(), way.head)
-            way.model.busrl_forward = types.MethodType(_called, way.model)
+            way.model.busrl_forward = lambda compute: compute()
             register_fsdp_forward_method(way.model, "busrl_forward")
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
@@ -349,14 +334,6 @@ class ShardedForward(Forward):
                 if isinstance(module, FSDPModule):
                     module.reshard()
         return found
-
-    def size(self, samples: Sequence[Sample]) -> int:
-        return self.way.size(samples)
-
-
-def _called(_: Any, compute: Callable[[], T]) -> T:
-    """A method of the root module."""
-    return compute()
 
 
 class _Gathered:
@@ -386,11 +363,8 @@ class _Gathered:
 
 # -- failures --------------------------------------------------------------------------
 
-TRANSPORTS = ("gloo", "nccl", "hccl")  # one of them stands in an error that another rank is the cause of
-
-
 def of_a_peer(problem: BaseException) -> bool:
-    """Whether a collective failed because of another rank, not this one's own computation."""
+    """Whether a collective failed because of another rank, not this one's own computation: its transport says so."""
     text = str(problem).lower()
-    of_torch = isinstance(problem, RuntimeError) and any(name in text for name in TRANSPORTS)
+    of_torch = isinstance(problem, RuntimeError) and any(name in text for name in BACKEND.values())
     return of_torch or isinstance(problem, dist.DistError)
