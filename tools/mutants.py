@@ -69,7 +69,7 @@ VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py"
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
-STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/schedule.py"
+STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/roles/learner/step.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
 GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/answers.py"

@@ -1,8 +1,8 @@
 """What there is to choose from in [learner]: losses, advantages, aggregations, corrections, KL terms and recipes, with
 their properties and the settings of their papers.
 
-Read by the configuration, which parses without torch, and by the learner. The formulas themselves are in the other
-modules of this package, under the same names. Imports nothing.
+The formulas are in the other modules of this package, under the same names. Read by the configuration, which parses
+without torch: imports nothing.
 
 - A recipe and a loss set keys that a topology leaves out; a key that is written down always wins.
 - `held_back` says why the gradient of a sample needs more than its own group: such a step is computed at once, when it

@@ -1,8 +1,6 @@
 """The diagnostics of a step: how far the weights are from those that sampled, what was clipped, the entropy.
 
-The trainer adds one row of sums per micro-batch and reads it once per step. Knows nothing of models or samples.
-
-- Only sums are kept, so the numbers of a step are exact over all of its tokens, however they were cut.
+- Only sums are kept, one row per micro-batch: the numbers of a step are exact over all of its tokens, however cut.
 - Nothing is read back from the device before the step ends: a read per micro-batch would stall it.
 """
 

@@ -1,7 +1,6 @@
 """Losses per token: log-probabilities, advantages and settings in, a tensor of the same shape out, to be minimised.
 
-Called by the trainer for every micro-batch, through `per_token`. A loss never averages: the trainer divides the sum
-once, at the step. Knows nothing of models, samples or padding.
+A loss never averages: the trainer divides the sum once, at the step. Knows nothing of models, samples or padding.
 
 - Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into
   them.

@@ -73,17 +73,6 @@ def whole_directory(final: Path, on_progress: Callable[[], None] = lambda: None)
         raise
 
 
-def _delete(path: Path) -> None:
-    # Renamed first, so that no half of it is ever seen under its name.
-    aside = path.parent / f"{TEMPORARY}old-{path.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.unlink(missing_ok=True)
-
-
 def remove_leftovers(parent: Path) -> None:
     """What earlier writers left behind when they died."""
     finish_replacements(parent)
@@ -180,7 +169,13 @@ def _describe(directory: Path, step: int, meta: Mapping[str, Any], where: torch.
 
 def _thin_out(root: Path, keep_last: int) -> None:
     for old in checkpoints_of(root)[keep_last:]:
-        _delete(old)
+        aside = root / f"{TEMPORARY}old-{old.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(old, aside)  # so that no half of it is ever seen under its name
+        if aside.is_symlink():
+            aside.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 class Pending:

@@ -1,7 +1,6 @@
 """A loss, advantages, metrics and an optimiser of the user's, named in [learner] by import path (docs/extending.md).
 
-Used by the trainer, the training step and the learner's metrics; `busrl check` runs `python -m busrl.training.custom`,
-which loads each of them and tries it once on small inputs. Knows nothing of the ring, the bus or topologies.
+`busrl check` runs `python -m busrl.training.custom`, which loads each of them and tries it once on small inputs.
 
 - What they return is checked at each call, without reading the device: a broken contract is a `FunctionRefused` with
   the key, the import path, the place in the user's code, and what to return instead.

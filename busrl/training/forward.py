@@ -1,8 +1,7 @@
 """From samples to log-probability and entropy per generated token, in the flat order of `batch`, at the least cost.
 
 `choose_forward` looks at the model once and picks: packed rows without padding and the head in pieces, else padded rows
-and the head in pieces, else all logits. `checkpoint_layers` lets a way keep less for its backward. Calls the Hugging
-Face model or its decoder. Knows nothing of losses.
+and the head in pieces, else all logits. Knows nothing of losses.
 
 - A cheaper way is taken only after it gave the model's own log-probabilities on a probe, whose samples are longer than
   the sliding window where the model has one. A probe is computed in float32, of a model in fewer bits in those first
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
 from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
+from busrl.training.earlier import in_type
 from busrl.training.head import Head
 from busrl.training.model import keep_first_layers, silence_chance, vocabulary
 
@@ -209,23 +209,17 @@ def _in_float32(model: Any) -> Iterator[None]:
         return
     layers, count = getattr(model.base_model, "layers", None), getattr(model.config, "num_hidden_layers", 0)
     keep_first_layers(model)
-    rounded = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
-        for parameter, data in rounded:
-            parameter.data = data.to(torch.float32)
-        yield
+        with in_type(model, "float32"):
+            yield
     finally:
-        for parameter, data in rounded:
-            parameter.data = data
         if isinstance(layers, nn.ModuleList):
             model.base_model.layers, model.config.num_hidden_layers = layers, count
 
 
 def checkpoint_layers(way: Forward) -> None:
     """Keep the input of each layer alone and compute the rest again in backward (activation checkpointing).
-
-    ModelNotLoaded where the model cannot, or where it computes something else while it trains.
-    """
+    ModelNotLoaded where the model cannot, or where it computes something else while it trains."""
     model = way.model
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelNotLoaded(f"{type(model).__name__} cannot compute its layers again; {WITHOUT}")

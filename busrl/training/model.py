@@ -1,14 +1,12 @@
 """A causal language model from a Hugging Face folder, ready to be trained: in few bits, with an adapter (LoRA) on it.
 
-Used by the learner, the engines' makers and the tests. Talks to the file system and, for an adapter, to `peft`: nothing
-is ever downloaded. Knows nothing of optimisers, versions or publication.
+Nothing is ever downloaded. Knows nothing of optimisers, versions or publication.
 
 - Parameters are float32 whatever the folder holds, unless the caller wants less: gradients and optimiser add small
   numbers to large ones.
 - How attention is computed is the caller's choice, else the model's own: sdpa where it can, eager where that would be
   wrong (softcaps, sinks). All are causal without a mask, so rows padded at the right are right.
 - Dropout is off: a ratio between two forwards of the same weights has to be 1.
-- Base and adapter become one tensor by tensor, as each is asked for: there is no second model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packed rows: samples one after another without padding, a shared prompt once, and the attention over them.
 
 `plan_of` lays samples out; `attend` is the attention that transformers calls in every layer of a model that `adopt`
-prepared, with the plan as an argument of the model's call. Knows nothing of heads, losses or optimisers.
+prepared, with the plan as an argument of the model's call.
 
 - A token attends to the prompt of its own sequence and to what stands before it there, to nothing else.
 - Positions begin at 0 in every sample. Sliding window, cap of the scores and attention sinks are those of the layer.

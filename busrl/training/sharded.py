@@ -1,9 +1,7 @@
 """Tensors that are spread over ranks, as DTensor has them: the part of a rank, gathered ones, sums over ranks.
 
-Used by the trainer, its checkpoints and the ranks. Talks to torch.distributed; knows nothing of models, losses or
-processes. A tensor that is not spread is its own part, so that one text serves a trainer alone and a team.
-
-- A part is a box of the whole tensor; a cut whose parts are none is an error.
+A tensor that is not spread is its own part, so that one text serves a trainer alone and a team. A part is a box of the
+whole tensor; a cut whose parts are none is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ dist: Any = torch.distributed  # its stub does not export the mesh of a tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; a tensor that is not spread is its own part. Shares the memory."""
+    """This rank's part of a tensor; shares the memory."""
     own = getattr(tensor, "to_local", None)
     return tensor if own is None else own()
 

@@ -1,8 +1,6 @@
 """What one optimiser step was: the numbers of each rank, their sum over ranks, and several updates as one step.
 
-Made by the trainer, read by the learner's metrics. Pure; knows nothing of models or devices.
-
-- A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
+A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
 """
 
 from __future__ import annotations

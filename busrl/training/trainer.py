@@ -1,7 +1,7 @@
 """The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
-Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and the optimiser;
-knows nothing of rings, groups that are still missing or the clock of the run.
+Driven by the learner: `accumulate` any number of times, then `step`. Knows nothing of rings, groups that are still
+missing or the clock of the run.
 
 - The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
   step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
@@ -80,6 +80,11 @@ class TrainerSettings(LossSettings):
         pois = topology.segments.loss == "pois"
         return cls(compute_dtype=topology.model.dtype, ratio_one=pois, value=value, **values)
 
+    @property
+    def few_bits(self) -> torch.dtype | None:
+        """What forward and backward compute with, and what is published; None: as it is trained."""
+        return None if self.compute_dtype == "float32" else getattr(torch, self.compute_dtype)
+
 
 # -- the optimiser step ----------------------------------------------------------
 
@@ -148,11 +153,8 @@ class Trainer:
     def accumulate(
         self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
     ) -> None:
-        """Forward and backward of these samples, added to the step under way.
-
-        `given` without anything else than advantages may be these alone; `version` is the policy version of the weights
-        being trained, for the mismatch between engine and trainer.
-        """
+        """Forward and backward of these samples, added to the step under way. `given` may be advantages alone;
+        `version` is that of the weights being trained, for the mismatch between engine and trainer."""
         given = self._checked(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], given.of(part), version)
@@ -351,18 +353,15 @@ class Trainer:
     # -- the update ------------------------------------------------------------------------------------------------
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
-        """Divides, clips and updates with that learning rate; or skips, with the reason.
-
-        The gradient is divided by `denominator` (0: by the trained tokens) times `scale`, the number that the
-        advantages were not divided by.
-        """
+        """Divides, clips and updates with that learning rate; or skips, with the reason. The gradient is divided by
+        `denominator` (0: by the trained tokens) times `scale`, which the advantages were not divided by."""
         return stats_of([self.update(lr, denominator, scale)], lr, denominator, scale)
 
     def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> RankStats:
         """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
-        norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
+        norm, reason = 0.0, ""
         (tokens,) = sharded.added([self._tokens / self.copies], self.parameters)
         if not tokens:
             reason = "no trained token"
@@ -370,9 +369,11 @@ class Trainer:
             divisor = (denominator or tokens) * scale
             norm = normalised_norm(self.parameters, divisor)
             of_head = self._value_norm(divisor)
-            if np.isfinite(norm) and not np.isfinite(of_head):
-                reason, culprits = f"the gradient norm of the value head is {of_head}", self._culprits()
-            elif np.isfinite(norm):
+            if not np.isfinite(norm):
+                reason = f"the gradient norm is {norm}"
+            elif not np.isfinite(of_head):
+                reason = f"the gradient norm of the value head is {of_head}"
+            else:
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
@@ -382,9 +383,7 @@ class Trainer:
                 self._round()
                 if self.value_head is not None:
                     self.value_head.step(lr, of_head, self.settings.max_grad_norm)
-            else:
-                reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        stats = self._rank_stats(norm, reason, culprits, started)
+        stats = self._rank_stats(norm, reason, self._culprits() if reason and tokens else (), started)
         self._clear()
         return stats
 
@@ -421,18 +420,13 @@ class Trainer:
         """The weights to publish, by name, in the compute type; valid until the next step."""
         return self._named(self.model)
 
-    @property
-    def published_type(self) -> torch.dtype | None:
-        """What weights are cast to before they are published; None: they stay as they are."""
-        return None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
-
     def gather_weight(self, name: str) -> Tensor:
         """One of the weights to publish, whole, on every rank that it is spread over: a collective. Cast before it is
         gathered: half of the bytes, and what a forward computes with."""
         views = self.published()
         if isinstance(views, Merged):
             return views.made(name, sharded.gathered)
-        return sharded.gathered(views[name], self.published_type)
+        return sharded.gathered(views[name], self.settings.few_bits)
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         """The adapter by the names of its file, as it is trained; valid until the next step."""
@@ -451,7 +445,7 @@ class Trainer:
     def optimizer_state(self) -> dict[str, Any]:
         """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
         has them rounded."""
-        masters = {MASTER: self.trained_tensors()} if self.rounded else {}
+        masters = {MASTER: self.trained_tensors()} if self.settings.few_bits is not None else {}
         own = {optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers}
         return {**self.optimizer.state_dict(), **own, **masters}
 
@@ -468,16 +462,11 @@ class Trainer:
         """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
         Without `keep` this rank only takes part, and gets nothing."""
         state = Trainer.optimizer_state(self)
-        masters = {MASTER: self.trained_tensors()} if self.published_type is not None else {}
-        for name, tensors in {"state": state["state"], **masters}.items():
-            state[name] = _whole(tensors, keep)
+        for name in ("state", MASTER):
+            if name in state:
+                state[name] = _whole(state[name], keep)
         self.on_progress()
         return state if keep else {}
-
-    @property
-    def rounded(self) -> bool:
-        """Whether weights are published in fewer bits than they are trained in."""
-        return self._masters is not None
 
     def trained_tensors(self) -> dict[str, Tensor]:
         """What the optimiser changes, by name."""
@@ -496,10 +485,8 @@ class Trainer:
 
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
-        """The counterpart; the model's weights are loaded from the checkpoint's model folder.
-
-        The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
-        """
+        """The counterpart; weights are loaded from the checkpoint's model folder. The settings stay those of this
+        trainer: returns, as text, which of them differ from those of `state`."""
         changed = self.take({"state": self._spread(state["state"]), "param_groups": state["param_groups"]})
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
@@ -623,6 +610,7 @@ def _read_like(found: Shards, name: str, pattern: Any) -> Tensor:
     return sharded.spread_of(part, pattern)
 
 
+MASTER = "master"
 OPTIMIZER_PREFIX = "optimizer"  # what the names of its tensors in shards begin with
 NOTHING = Sample(
     uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
@@ -649,7 +637,7 @@ def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) ->
     found = forward
     if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
         found = way_of(model, settings)
-    masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
+    masters = None if settings.few_bits is None else Masters(model, settings.few_bits)
     found = found or way_of(model, settings)
     if computes_again(settings, model, model.device.type):
         checkpoint_layers(found)
@@ -668,9 +656,6 @@ def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
     """Whether these settings ask for it, for that model on a device of that kind."""
     return device.computes_again(settings.activation_checkpointing, kind, lambda: sum(
         parameter.numel() for parameter in model.parameters()))
-
-
-MASTER = "master"
 
 
 def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from busrl.training import optimizers, sharded
-from busrl.training.checkpoint import Checkpoint
 from busrl.training.batch import Sample
+from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings
 from busrl.training.ranks import mesh
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder

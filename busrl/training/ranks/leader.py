@@ -1,7 +1,6 @@
 """Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
 
-`Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
-the trainer, over the process group of `mesh`. Knows nothing of rings, logs or groups.
+`Leader` is a trainer whose calls run on all ranks. Knows nothing of rings, logs or groups.
 
 - Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
   empty one where there is no work. A sample is never cut over ranks.
@@ -327,7 +326,7 @@ class Leader(Trainer):
 
     def named_weights(self) -> Mapping[str, Tensor]:
         """The weights to publish, each gathered when it is asked for; valid until the next step."""
-        return Gathered(self.gather_weight, self.published(), self.published_type)
+        return Gathered(self.gather_weight, self.published(), self.settings.few_bits)
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         own = adapter.tensors()

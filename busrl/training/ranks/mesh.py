@@ -1,7 +1,6 @@
 """The mesh of a learner's ranks, and a model spread over it: FSDP2 of torch, sums instead of means.
 
-Used by `leader`, `follower` and `builder`. Talks to torch.distributed; knows nothing of losses, plans of micro-batches,
-messages or processes.
+Knows nothing of losses, plans of micro-batches or messages.
 
 - A gradient is the *sum* over ranks: FSDP2's own division by their number is off in every module, and the sum is
   forced, for the setting of the factor alone becomes an operation that Gloo refuses.
@@ -28,14 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed import fsdp
 
 from busrl.device import BACKEND
 from busrl.errors import ModelNotLoaded
@@ -263,9 +255,9 @@ def shard(
     _cut(model, meshes)
     reduced = None if dtype is None else torch.float32
     # No cast of inputs: a model in one type casts where it must, and the plan of a packed row is to stay one object.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
-    pinned = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else OffloadPolicy()
-    spread: Any = functools.partial(fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    pinned = fsdp.CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else fsdp.OffloadPolicy()
+    spread: Any = functools.partial(fsdp.fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for module in model.modules():
         if getattr(module, "_is_expert_parallel", False):
@@ -281,7 +273,7 @@ def shard(
         spread(tail, reshard_after_forward=False)
     spread(model, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setting reaches the modules below
+        if isinstance(module, fsdp.FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -310,7 +302,7 @@ class ShardedForward(Forward):
         if isinstance(way, PaddedRows):
             way.head = _Gathered(way.model.get_output_embeddings(), way.head)
             way.model.busrl_forward = lambda compute: compute()
-            register_fsdp_forward_method(way.model, "busrl_forward")
+            fsdp.register_fsdp_forward_method(way.model, "busrl_forward")
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         return self._forward(lambda: self.way.score(samples, flat))
@@ -331,7 +323,7 @@ class ShardedForward(Forward):
         found: T = self.model.busrl_forward(compute)
         if not torch.is_grad_enabled():  # no backward will give up what was gathered, and it would be used when stale
             for module in self.model.modules():
-                if isinstance(module, FSDPModule):
+                if isinstance(module, fsdp.FSDPModule):
                     module.reshard()
         return found
 

@@ -1,7 +1,6 @@
 """The control stream between the ranks of a learner: its messages, and the samples that a micro-batch takes along.
 
-One socket per follower (`meeting`), length-prefixed msgpack. Used by `leader` and `follower`; knows nothing of models,
-process groups or files.
+One socket per follower (`meeting`), length-prefixed msgpack.
 
 - A stream may be silent for hours; its end is the death of the rank. What is waited for has a deadline, and the rank
   that missed it is named.
