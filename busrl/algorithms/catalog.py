@@ -125,7 +125,6 @@ def trains_flat(learner: Any) -> bool:
 
 
 def taught(learner: Any) -> bool:
-    """Whether the loss reads a teacher."""
     facts = LOSSES.get(learner.loss)
     return learner.teacher_coef > 0 or (facts is not None and facts.teacher)
 

@@ -277,7 +277,6 @@ def ratio_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def chosen_of(inputs: LossInputs) -> Tensor:
-    """What was chosen for the whole update."""
     if inputs.chosen is None:
         raise ValueError("this loss chooses among all tokens of an update: compute its CHOICES first")
     return inputs.chosen
@@ -300,12 +299,10 @@ def sample_mean(values: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log(pi / reference), clamped."""
     return (logprobs - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def clip_bounds(settings: LossSettings) -> tuple[float, float]:
-    """The interval the ratio is clipped to."""
     return 1.0 - settings.clip_low, 1.0 + settings.clip_high
 
 

@@ -63,12 +63,10 @@ def correction(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log p - log reference."""
     return log_ratio(logprobs, reference)
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(log p - log reference)^2 / 2."""
     return log_ratio(logprobs, reference).square() / 2
 
 

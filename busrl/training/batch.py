@@ -93,17 +93,14 @@ class Sample:
 
     @property
     def longest(self) -> int:
-        """Length of its longest piece."""
         return max(len(piece.ids) for piece in self.pieces)
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated."""
         return len(self.token_ids) if self.turns is None else int(self.turns.lengths.sum())
 
     @property
     def trained(self) -> int:
-        """How many of them are trained."""
         return self.generated - (self.context if self.turns is None else int(self.turns.skipped.sum()))
 
     def targets(self) -> NDArray[np.int32]:
@@ -257,7 +254,6 @@ class Flat:
 
 
 def by_turn(worth: Worth, turns: int) -> Sequence[float]:
-    """A sample's value for each of its turns."""
     return [worth] * turns if isinstance(worth, (int, float)) else worth
 
 

@@ -74,7 +74,6 @@ def whole_directory(final: Path, on_progress: Callable[[], None] = lambda: None)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """What earlier writers left behind when they died."""
     finish_replacements(parent)
     for path in parent.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -101,8 +100,6 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trai
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
-
     path: Path
     step: int
     meta: dict[str, Any]
@@ -131,7 +128,6 @@ class Checkpoint:
 
 
 def is_sharded(checkpoint: Path) -> bool:
-    """Whether its weights and optimiser are in shards."""
     return (checkpoint / FOLDER).is_dir()
 
 

@@ -74,7 +74,6 @@ class OwnLoss(_Checked):
             raise self.refuse(f"has uses = {named!r}", f"set it to a tuple of some of {', '.join(USES)}")
 
     def reads(self, name: str) -> bool:
-        """Whether it says that it reads that."""
         return self.uses is not None and name in self.uses
 
     def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -100,7 +99,6 @@ def load_loss(target: str) -> LossFunction:
 
 
 def load_estimator(target: str) -> AdvantageEstimator:
-    """The advantage estimator of that name, or that of an import path."""
     if ":" not in target:
         return advantages.ADVANTAGES[target]
     own = _Checked(ADVANTAGE, target)

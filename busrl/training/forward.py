@@ -44,7 +44,6 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         found: torch.device = self.where or self.model.device
         return found
 

@@ -151,7 +151,6 @@ def _parts(names: Iterable[str]) -> str:
 
 
 def vocabulary(model: Any) -> int:
-    """How many token ids the model knows."""
     return int(model.get_input_embeddings().num_embeddings)
 
 
@@ -205,7 +204,6 @@ class Masters:
 
 
 def _pass_on(parameter: Tensor) -> None:
-    """Adds what a backward found to the master's gradient."""
     found, master = parameter.grad, getattr(parameter, ATTRIBUTE)
     parameter.grad = None
     if found is not None and master.grad is None:
@@ -322,8 +320,6 @@ class Adapter:
 
 
 class Merged(Mapping[str, Tensor]):
-    """A model and its adapter as one, tensor by tensor."""
-
     def __init__(self, model: Any, layers: Mapping[str, Any], scale: float) -> None:
         self._layers, self._scale = {f"{name}.weight": layer for name, layer in layers.items()}, scale
         self._base: dict[str, Tensor] = {

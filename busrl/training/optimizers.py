@@ -254,7 +254,6 @@ class OverParts:
             mine.update({name: value for name, value in own.items() if name != "params"})
 
     def _parts(self) -> list[Any]:
-        """By number."""
         return [part for group in self.inner.param_groups for part in group["params"]]
 
 
@@ -411,7 +410,6 @@ def _update(target: str, tried: _Tried, rate: float, seed: int) -> None:
 
 
 def _step(target: str, tried: _Tried, rate: float, gradients: Sequence[Tensor]) -> None:
-    """One update at that rate."""
     for parameter, gradient in zip(tried[0], gradients, strict=True):
         parameter.grad = gradient
     for group in tried[1].param_groups:

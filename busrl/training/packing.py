@@ -286,7 +286,6 @@ class Layout:
 
 
 def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:
-    """The layout for a query like this one."""
     spans, some = sequences.before + sequences.lengths, sequences.lengths > 0
     short = some & (spans <= LONGEST_TOGETHER) & (like.device.type == "cpu")
     made = [_rectangle(sequences[chosen], window, like.dtype) for chosen in _cuts(sequences, np.flatnonzero(short))]

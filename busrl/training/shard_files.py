@@ -40,7 +40,6 @@ TYPES = {
 
 
 def file_of(rank: int) -> str:
-    """Name of the file of a rank, below the folder of a checkpoint."""
     return f"{FOLDER}/rank-{rank}.safetensors"
 
 
@@ -166,7 +165,6 @@ class Saving:
         return {file_of(self.rank): self.own.entry()}
 
     def leave(self) -> None:
-        """Give it up."""
         self.own.leave()
 
 

@@ -167,7 +167,6 @@ class Trainer:
         return given
 
     def micro_batch(self, samples: Sequence[Sample], given: Given, version: int | None) -> None:
-        """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         inputs, values = self._computed_inputs(samples, flat, given)
@@ -256,11 +255,9 @@ class Trainer:
 
     @torch.no_grad()
     def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
-        """Log-probabilities under the reference, where there is one."""
         return None if self.reference is None else self.reference(samples, flat)
 
     def _scores_and_values(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor | None]:
-        """Of one forward."""
         if self.value_head is None:
             return self.forward.score(samples, flat), None
         scores, hidden = self.forward.with_states(samples, flat)
@@ -347,7 +344,6 @@ class Trainer:
 
     @property
     def step_uids(self) -> list[int]:
-        """The samples of the step under way."""
         return [uid for uids, _ in self._blame for uid in uids]
 
     # -- the update ------------------------------------------------------------------------------------------------
@@ -433,7 +429,6 @@ class Trainer:
         return adapter.tensors()
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:
-        """Continue with an adapter that was written."""
         adapter.load(folder, sharded.spread_like)
 
     def published(self) -> Mapping[str, Tensor]:
@@ -557,7 +552,6 @@ class Trainer:
         return Saving(self.saving, rank)
 
     def _named_state(self) -> dict[str, Any]:
-        """What the optimiser holds, by the names of its parameters."""
         state, names = self.optimizer.state_dict(), self.numbered()
         return {  # blocks of 8 bits are of a part
             "state": {names[number]: optimizers.unpacked(own) for number, own in state["state"].items()},
@@ -675,5 +669,4 @@ def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's parts of them; views."""
     return [sharded.local(parameter.grad) for parameter in parameters if parameter.grad is not None]

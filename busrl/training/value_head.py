@@ -37,7 +37,6 @@ class ValueHead:
 
     @classmethod
     def of(cls, model: Any, settings: ValueSettings, dtype: torch.dtype, device: torch.device) -> ValueHead:
-        """For that model's hidden states, computed on that device."""
         found = model.get_output_embeddings()
         if not isinstance(found, nn.Linear):
             raise ModelNotLoaded(

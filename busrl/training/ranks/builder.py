@@ -125,8 +125,6 @@ def digest(trainer: Trainer) -> str:
 
 @dataclass
 class TrainerBuilder:
-    """Builds the trainer of a rank."""
-
     settings: TrainerSettings
     team: TeamSettings
     meshes: Meshes

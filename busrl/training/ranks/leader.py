@@ -134,7 +134,6 @@ class Team:
             self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
 
     def tell(self, messages: Sequence[wire.ControlMessage]) -> None:
-        """To each follower its own."""
         self.seq += 1
         for stream, message in zip(self.followers, messages, strict=True):
             message.seq = self.seq
@@ -225,7 +224,6 @@ class Team:
         mesh.leave()
 
     def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
-        """A trainer of the model of that folder, on all ranks."""
         self.bring(folder)
         self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
         if self.builder is None or self.builder.settings != settings:
