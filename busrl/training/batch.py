@@ -300,8 +300,7 @@ Round = list[list[int]]  # of each rank the positions of its samples
 
 def rounds_of(lengths: Sequence[int], ranks: int, budget: int, quadratic: float = 0.0) -> list[Round]:
     """Every position once, the longest first to the rank that has the least to do, at most `budget` tokens per rank and
-    round; a single longer one is a share by itself. `quadratic`: cost of a token per token before it, in tokens.
-    """
+    round; a single longer one is a share by itself. `quadratic`: cost of a token per token before it, in tokens."""
     rounds, left = [], sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
     while left:
         shares: Round = [[] for _ in range(ranks)]

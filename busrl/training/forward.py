@@ -58,8 +58,7 @@ class Forward:
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities, [tokens, count], of the most probable tokens in the place of each generated one,
-        among the ids below `limit`."""
+        """Ids and log-probabilities, [tokens, count], of each place's most probable tokens with an id below `limit`."""
         logits = self._logits(samples, flat, torch.float32)
         found, best = logits[:, :limit].topk(min(count, limit), -1)
         return best, found - logits.logsumexp(-1, keepdim=True)
@@ -149,8 +148,7 @@ class PackedRows(PaddedRows):
 
 
 class JoinedRows(PaddedRows):
-    """The decoder over one row of whole samples, in each of which positions begin at 0: there an attention of
-    transformers finds the borders."""
+    """The decoder over one row of whole samples; their positions begin at 0, by which transformers finds borders."""
 
     name, together = "joined", True
 
@@ -247,9 +245,8 @@ COMPILE_S = 1800.0  # that `compile_layers` may take
 
 
 def compile_layers(way: Forward) -> None:
-    """Compile each layer with torch.compile, for any number of rows; forward, backward and scoring are tried here, for
-    the first of each takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes
-    something else."""
+    """Compile each layer for any number of rows; forward, backward and scoring are tried here, for the first of each
+    takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes something else."""
     model = way.model
     layers, name = getattr(model.base_model, "layers", None), type(model).__name__
     if not isinstance(layers, nn.ModuleList):

@@ -65,8 +65,7 @@ class Head:
         self, hidden: Tensor, weight: Tensor, count: int, limit: int, temperature: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities, [n, count], of each row's most probable tokens among those below `limit`; the
-        log-probabilities are over all tokens."""
+        """Ids and log-probabilities (over all tokens), [n, count], of each row's most probable tokens below `limit`."""
         dtype = self.dtype or hidden.dtype
         hidden, weight, found = hidden.to(dtype), weight.to(dtype), []
         rows = self._rows(len(weight), hidden.device.type)

@@ -128,8 +128,7 @@ def silence_chance(model: Any) -> None:
 
 
 def train_only(model: Any, text: str) -> None:
-    """Freeze every parameter but those that `learner.train_layers` names; all are trained by an empty text. UserError
-    for an item that names none."""
+    """Freeze every parameter but those that `learner.train_layers` names, if it does. UserError for a wrong item."""
     named = dict(model.named_parameters())
     chosen, empty = selection.chosen(text, named)
     if empty:
@@ -287,8 +286,8 @@ class Adapter:
         return of_base
 
     def merged(self, model: Any) -> Mapping[str, Tensor]:
-        """Base and adapter as one, by the names that the model has without an adapter, in the base's number type; each
-        tensor is made when it is asked for, valid until the next step."""
+        """Base and adapter as one, by the names of the model alone, in the base's number type; each tensor is made when
+        it is asked for, valid until the next step."""
         return Merged(model, self._layers, self.settings.scale)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:

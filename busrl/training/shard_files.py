@@ -45,8 +45,7 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class Part:
-    """What begins at `first` (per axis) of the tensor `name`, whose whole shape is `shape`; `tensor` may still be in
-    use."""
+    """What begins at `first` (per axis) of the tensor `name` of that whole shape; `tensor` may still be in use."""
 
     name: str
     tensor: Tensor

@@ -209,8 +209,7 @@ class Trainer:
         self.on_progress()
 
     def _trained(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
-        """What the loss sees: a ratio of exactly 1 for all tokens (pois), or for those of the present weights. The
-        diagnostics are of the true ratio."""
+        """With a ratio of exactly 1 for all tokens (pois), or for those of the present weights; for the loss alone."""
         if self.settings.ratio_one:
             return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
         if self.settings.newest_ratio == "one" and current is not None:
@@ -323,9 +322,8 @@ class Trainer:
 
     @torch.no_grad()
     def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; by "reference"
-        its log-probabilities alone, by "value" the values. Of none, where a rank without work has to make a forward
-        like the others."""
+        """Log-probabilities and entropies of the generated tokens, computed at once; by "reference" or "value" those
+        numbers alone. Of no sample, where a rank without work has to make a forward like the others."""
         chosen = list(samples) or [NOTHING]
         if by == "value":
             assert self.value_head is not None
@@ -417,8 +415,7 @@ class Trainer:
         return self._named(self.model)
 
     def gather_weight(self, name: str) -> Tensor:
-        """One of the weights to publish, whole, on every rank that it is spread over: a collective. Cast before it is
-        gathered: half of the bytes, and what a forward computes with."""
+        """One of the weights to publish, whole, on every rank: a collective. Cast before: half of the bytes."""
         views = self.published()
         if isinstance(views, Merged):
             return views.made(name, sharded.gathered)
@@ -438,8 +435,7 @@ class Trainer:
         return self._views
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
-        has them rounded."""
+        """Tensors, numbers and lists only. `master`: what is trained, where the model's folder has it rounded."""
         masters = {MASTER: self.trained_tensors()} if self.settings.few_bits is not None else {}
         own = {optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers}
         return {**self.optimizer.state_dict(), **own, **masters}
@@ -490,8 +486,7 @@ class Trainer:
         return changed
 
     def take(self, state: dict[str, Any]) -> list[str]:
-        """Load a state of the optimiser as torch has it, its tensors spread as the parameters are; the settings stay
-        those of this trainer."""
+        """Load a state whose tensors are spread as the parameters are; the settings stay those of this trainer."""
         names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
         return optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(state))
 
@@ -508,8 +503,7 @@ class Trainer:
         }
 
     def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state as the optimiser takes it: adamw8bit alone in 8 bits, one of parts in float32, for it
-        packs by itself."""
+        """A parameter's state as the optimiser takes it: in 8 bits, but for one of parts, which packs by itself."""
         if sharded.any_spread(self.parameters):
             return optimizers.unpacked(state)
         return optimizers.packed(state) if self.settings.optimizer == optimizers.ADAMW8 else state
@@ -653,8 +647,7 @@ def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
 
 
 def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
-    """Divides the accumulated gradient by a number of the step, in place, and returns its norm: that of all
-    ranks together where the parameters are spread over some, which is a collective then."""
+    """Divides the accumulated gradient in place, and returns its norm over all ranks: a collective if it is spread."""
     gradients = _gradients(parameters)
     torch._foreach_div_(gradients, divisor)
     shares = torch.tensor([sharded.weight_in_sum(one.grad) for one in parameters if one.grad is not None]).double()

@@ -191,28 +191,28 @@ class Team:
         try:
             yield
         except RuntimeError as problem:
-            took, words, uids = time.monotonic() - begun, list[str](), list[int]()
             if not mesh.of_a_peer(problem):
                 raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", own) from problem
-            for text, samples in self._last_words():
-                words.append(text)
-                uids += samples
+            took = time.monotonic() - begun
+            words, uids = self._last_words()
             text = f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}"
             raise (RankFailed(text, uids) if uids else RankLost(text)) from problem
 
-    def _last_words(self) -> Iterator[tuple[str, list[int]]]:
-        """What each follower said, and its samples if it has failed."""
-        deadline = time.monotonic() + wire.LAST_WORDS_S
+    def _last_words(self) -> tuple[list[str], list[int]]:
+        """What each follower said, and the samples of those that have failed."""
+        deadline, said, uids = time.monotonic() + wire.LAST_WORDS_S, list[str](), list[int]()
         for stream in self.followers:
             try:
                 words = stream.receive(max(0.01, deadline - time.monotonic()))
             except RankLost as lost:
-                yield str(lost), []
+                said.append(str(lost))
                 continue
             if isinstance(words, wire.LastWords):
-                yield f"{stream.name} failed: {words.text}", words.uids
+                said.append(f"{stream.name} failed: {words.text}")
+                uids += words.uids
             else:
-                yield f"{stream.name} says nothing: it is stopped or stuck", []
+                said.append(f"{stream.name} says nothing: it is stopped or stuck")
+        return said, uids
 
     def close(self) -> None:
         """Dismiss the others, if they are still there."""

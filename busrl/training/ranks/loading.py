@@ -118,8 +118,7 @@ class _Source:
         return whole[left]
 
     def _needed(self, place: Place) -> tuple[list[tuple[str, str]], Place]:
-        """What has to be read for these rows, and which rows of what is made of it: of a list of experts those alone
-        that are asked for."""
+        """What has to be read for these rows, and which rows of what it makes: of experts only those wanted."""
         operation = self.converter.operations[0]
         if type(operation).__name__ != "MergeModulelist" or operation.dim or not place:
             return self.keys, place

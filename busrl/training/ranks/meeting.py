@@ -162,8 +162,7 @@ def _watched(connected: socket.socket, silent_s: float) -> socket.socket:
 
 
 def use_network_of(address: str) -> None:
-    """Let Gloo and NCCL of this process listen on the interface that has the address, unless the environment says
-    where. DeviceMissing: none has it."""
+    """Let Gloo and NCCL of this process listen on the interface with that address, if the environment does not say."""
     if all(name in os.environ for name in VARIABLES):
         return
     found = interface_of(address)

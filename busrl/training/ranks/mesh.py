@@ -206,8 +206,7 @@ def _require_even(name: str, tensor: Tensor, axis: int, over: int, key: str) -> 
 
 
 def open_store(world: int, timeout_s: float, address: str = HOST) -> Any:
-    """The store through which `world` ranks find each other, on a free port of this address alone; its `port` says
-    which."""
+    """The store through which `world` ranks find each other, on a free port of this address alone (its `port`)."""
     bound = socket.create_server((address, 0), backlog=max(128, world))
     return dist.TCPStore(
         address, bound.getsockname()[1], world, is_master=True, timeout=timedelta(seconds=timeout_s),
@@ -246,8 +245,7 @@ def leave() -> None:
 def shard(
     model: Any, meshes: Meshes, dtype: torch.dtype | None = None, reshard: bool = True, offload: bool = False
 ) -> None:
-    """Spread a model over the meshes in place, layer by layer. ModelNotLoaded for one without known layers, or without
-    a plan for an axis.
+    """Spread a model over the meshes in place, layer by layer; ModelNotLoaded without known layers or plans.
 
     `dtype`: what is gathered and computed with; None: as the parameters are. `reshard`: gathered weights are given up
     between forward and backward (less memory, one more all-gather). `offload`: shards and gradients are on the host.

@@ -122,16 +122,14 @@ class Step(ControlMessage):
 
 
 class Gather(ControlMessage):
-    """Take part in gathering the weight `name` (in the number type that is published), that of the "adapter", or
-    "state" (optimiser)."""
+    """Take part in gathering the "weight" or the part of the "adapter" of that name, or the optimiser's "state"."""
 
     what: str
     name: str = ""
 
 
 class Save(ControlMessage):
-    """Begin to write a shard of the state into that folder; answered by Saved as soon as it is on disk, whatever is
-    said and answered meanwhile."""
+    """Begin to write a shard of the state into that folder; answered by Saved when it is on disk."""
 
     path: str
 
