@@ -90,7 +90,8 @@ class OwnLoss(_Checked):
         """Without what it says that it does not read."""
         if self.uses is None:
             return inputs
-        return replace(inputs, **{name: None for use in USES.keys() - self.uses for name in USES[use]})
+        unread: dict[str, Any] = {name: None for use in USES.keys() - self.uses for name in USES[use]}
+        return replace(inputs, **unread)
 
 
 def load_loss(target: str) -> LossFunction:

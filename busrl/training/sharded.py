@@ -52,7 +52,7 @@ def weight_in_sum(tensor: Any) -> float:
 def begin(tensor: Any) -> tuple[int, ...]:
     """Where this rank's part of a tensor begins, per axis; it ends by its own size."""
     if not hasattr(tensor, "device_mesh"):
-        return (0,) * tensor.ndim
+        return tuple(0 for _ in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

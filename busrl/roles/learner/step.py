@@ -55,8 +55,6 @@ from busrl.weights.tensors import fingerprint
 ONCE = [name for name, made in catalog.ADVANTAGES.items() if made == catalog.SCALE]
 UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
 KEPT = 256  # versions whose step is remembered; older ones count as at most as old as the oldest of these
-
-
 COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
 
 
