@@ -125,7 +125,7 @@ def test_one_call_of_a_kernel_gives_every_token_what_its_sample_gives_alone(
     model, own = build(kind), samples(40)
     expected = alone(model, own)
     slopes = gradients(model, (expected * torch.arange(len(expected))).sum())
-    monkeypatch.setattr(packing, "_flash", lambda: kernel_on_a_cpu)
+    monkeypatch.setattr(packing, "_flash", lambda: (kernel_on_a_cpu, False))
     monkeypatch.setattr(packing, "_flash_knows", lambda query, key, rule: True)
     way = choose_forward(model)
     assert way.name == "packed"
