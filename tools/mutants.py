@@ -69,7 +69,7 @@ VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py"
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
-STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/training/schedule.py"
+STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/roles/learner/step.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
 GROUPS, SEGMENTS = "busrl/roles/learner/groups.py", "busrl/roles/answers.py"
@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant("the mean of a sample is over all of its tokens", LOSSES,
            "return total / inputs.lengths.clamp(min=1)[inputs.samples]",
            "return total / inputs.samples.bincount()[inputs.samples]", VECTORS),
-    Mutant("gradients of several micro-batches are summed in bfloat16", "busrl/training/precision.py",
+    Mutant("gradients of several micro-batches are summed in bfloat16", "busrl/training/model.py",
            "master.grad.add_(found)", "master.grad.copy_(master.grad.to(found.dtype) + found)",
            ("tests/training/test_precision.py",)),
     Mutant("parameters are not rounded after an update", TRAINER,
@@ -310,8 +310,8 @@ MUTANTS = (
     Mutant("a checkpoint without the file of a rank is read", "busrl/training/shard_files.py",
            "if worlds != {len(paths)}:", "if not worlds:",
            ("tests/training/test_shards.py::test_the_file_of_a_rank_that_is_missing_is_told",)),
-    Mutant("the optimiser's states go to other parameters", "busrl/training/sharded_state.py",
-           "{numbers[name]: pack(read(tree, trained[name])) for name, tree", "{len(numbers) - 1 - numbers[name]: pack(read(tree, trained[name])) for name, tree",
+    Mutant("the optimiser's states go to other parameters", "busrl/training/trainer.py",
+           "numbers[name]: self._as_kept(read(tree, trained[name]))", "len(numbers) - 1 - numbers[name]: self._as_kept(read(tree, trained[name]))",
            ("tests/training/test_shards.py::test_training_goes_on_while_it_is_written_and_from_it_bit_for_bit",)),
     Mutant("a rank gets the old log-probabilities in another order", "busrl/training/ranks/follower.py",
            "np.frombuffer(row, np.float32) for row in work.proximal]",

@@ -1,7 +1,6 @@
 """Advantages of samples from their rewards, how samples are weighted in a step, and what the sum is divided by.
 
-The learner calls an estimator once per group (or once per step, for those of the whole step). Knows nothing of tokens
-but their number: a sample has one advantage for all of them.
+A sample has one advantage for all of its tokens.
 
 - Most estimators depend on their own group alone, so groups can be trained as they become ready. `batch_std` is
   (R - mean of the group) over one number of the step, so the division can follow the gradient.
@@ -126,11 +125,8 @@ def advantages(estimator: AdvantageEstimator, rewards: Sequence[float], lengths:
 
 
 def weights(aggregation: str, tokens: Sequence[int], groups: Sequence[int], norm: int) -> tuple[list[float], float]:
-    """What the loss of each sample's tokens is multiplied by, and what these samples add to the denominator.
-
-    `tokens`: trained tokens of each sample, at least 1; `groups` names its group, which is whole; `norm` is
-    learner.length_norm. The gradient of the step is the weighted sum over the sum of all denominators.
-    """
+    """What the loss of each sample's tokens is multiplied by, and what these samples add to the denominator. `tokens`:
+    trained tokens of each sample, at least 1; `groups` names its group, which is whole; `norm`: learner.length_norm."""
     if aggregation == "token-mean":
         return [1.0] * len(tokens), float(sum(tokens))
     if aggregation == "seq-mean-token-mean":

@@ -1,8 +1,8 @@
 """What there is to choose from in [learner]: losses, advantages, aggregations, corrections, KL terms and recipes, with
 their properties and the settings of their papers.
 
-Read by the configuration, which parses without torch, and by the learner. The formulas themselves are in the other
-modules of this package, under the same names. Imports nothing.
+The formulas are in the other modules of this package, under the same names. Read by the configuration, which parses
+without torch: imports nothing.
 
 - A recipe and a loss set keys that a topology leaves out; a key that is written down always wins.
 - `held_back` says why the gradient of a sample needs more than its own group: such a step is computed at once, when it
@@ -74,40 +74,31 @@ CORRECTIONS: dict[str, tuple[float, float]] = {
 }
 KL_TERMS = ("none", "k1", "k2", "k3", "k3_is")
 
+
+def _recipe(loss: str, advantage: str = "group_std", aggregation: str = "", **learner: Any) -> dict[str, Any]:
+    """By dotted key; without an aggregation that of the loss or of the schema."""
+    named = {"loss": loss, "advantage": advantage, **({"aggregation": aggregation} if aggregation else {}), **learner}
+    return {f"learner.{name}": value for name, value in named.items()}
+
+
+def _clipped(advantage: str, aggregation: str, clip_high: float = 0.2, **learner: Any) -> dict[str, Any]:
+    return _recipe("ppo_clip", advantage, aggregation, clip_high=clip_high, dual_clip=NO_DUAL, **learner)
+
+
 RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "learner.loss": "ppo_clip", "learner.advantage": "group_std", "learner.aggregation": "seq-mean-token-mean",
-        "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL, "learner.kl": "k3", "learner.kl_coef": 0.04,
-    },
-    "dr_grpo": {
-        "learner.loss": "ppo_clip", "learner.advantage": "group_mean",
-        "learner.aggregation": "seq-mean-token-sum-norm", "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
-        "learner.length_norm": OfLimit(1),
-    },
-    "dapo": {
-        "learner.loss": "ppo_clip", "learner.advantage": "group_std", "learner.aggregation": "token-mean",
-        "learner.clip_high": 0.28, "learner.dual_clip": NO_DUAL, "reward.overlong_tokens": OfLimit(5),
-    },
-    "gspo": {"learner.loss": "gspo", "learner.advantage": "group_std"},
-    "cispo": {"learner.loss": "cispo", "learner.advantage": "group_std", "learner.aggregation": "token-mean"},
+    "grpo": _clipped("group_std", "seq-mean-token-mean", kl="k3", kl_coef=0.04),
+    "dr_grpo": _clipped("group_mean", "seq-mean-token-sum-norm", length_norm=OfLimit(1)),
+    "dapo": {**_clipped("group_std", "token-mean", 0.28), "reward.overlong_tokens": OfLimit(5)},
+    "gspo": _recipe("gspo"),
+    "cispo": _recipe("cispo", aggregation="token-mean"),
     "scalerl": {
-        "learner.loss": "cispo", "learner.advantage": "batch_std", "learner.aggregation": "prompt-mean",
-        "data.skip.max_pass_rate": 0.9, "data.skip.rest": 0,
+        **_recipe("cispo", "batch_std", "prompt-mean"), "data.skip.max_pass_rate": 0.9, "data.skip.rest": 0,
     },
-    "rloo": {
-        "learner.loss": "reinforce", "learner.advantage": "leave_one_out",
-        "learner.aggregation": "seq-mean-token-sum", "learner.correction": "token_tis",
-    },
-    "reinforce_pp": {
-        "learner.loss": "ppo_clip", "learner.advantage": "batch_whiten", "learner.aggregation": "token-mean",
-        "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
-    },
-    "ppo": {
-        "learner.loss": "ppo_clip", "learner.advantage": "gae", "learner.aggregation": "token-mean",
-        "learner.clip_high": 0.2, "learner.dual_clip": NO_DUAL,
-    },
-    "distill": {"learner.loss": "topk_kl", "learner.advantage": "reward", "learner.aggregation": "token-mean"},
-    **{name: {"learner.loss": name, "learner.advantage": "group_std"} for name in (
+    "rloo": _recipe("reinforce", "leave_one_out", "seq-mean-token-sum", correction="token_tis"),
+    "reinforce_pp": _clipped("batch_whiten", "token-mean"),
+    "ppo": _clipped("gae", "token-mean"),
+    "distill": _recipe("topk_kl", "reward", "token-mean"),
+    **{name: _recipe(name) for name in (
         "sapo", "gmpo", "two_sided", "dppo", "opsm", "m2po", "clip_cov", "kl_cov")},
 }
 
@@ -134,7 +125,6 @@ def trains_flat(learner: Any) -> bool:
 
 
 def taught(learner: Any) -> bool:
-    """Whether the loss reads a teacher."""
     facts = LOSSES.get(learner.loss)
     return learner.teacher_coef > 0 or (facts is not None and facts.teacher)
 

@@ -1,8 +1,6 @@
 """The diagnostics of a step: how far the weights are from those that sampled, what was clipped, the entropy.
 
-The trainer adds one row of sums per micro-batch and reads it once per step. Knows nothing of models or samples.
-
-- Only sums are kept, so the numbers of a step are exact over all of its tokens, however they were cut.
+- Only sums are kept, one row per micro-batch: the numbers of a step are exact over all of its tokens, however cut.
 - Nothing is read back from the device before the step ends: a read per micro-batch would stall it.
 """
 
@@ -66,23 +64,22 @@ def sums(
     rows += [falling & (ratio < low), rising & (ratio > high), falling & (ratio > settings.dual_clip)]
     whole = same if begun is None else same * begun.to(difference)
     rows += [entropy.detach(), loss.detach(), same, same * difference.abs(), whole, whole * difference.abs()]
-    rows += _of_terms(inputs, settings)
-    rows += _of_values(of_values, torch.zeros_like(difference))
-    rows += _of_teacher(inputs, settings, torch.zeros_like(difference))
+    nothing = torch.zeros_like(difference)
+    rows += _of_terms(inputs, settings, nothing)
+    rows += _of_values(of_values, nothing)
+    rows += _of_teacher(inputs, settings, nothing)
     every = torch.stack([row.to(difference.dtype) for row in rows])
     # Not a product with the mask: a masked position may hold NaN.
     kept = every if inputs.mask is None else every.where(inputs.mask.bool(), 0)
     return kept.flatten(1).sum(1, dtype=torch.float64)
 
 
-def _of_terms(inputs: losses.LossInputs, settings: losses.LossSettings) -> list[Tensor]:
+def _of_terms(inputs: losses.LossInputs, settings: losses.LossSettings, nothing: Tensor) -> list[Tensor]:
     """Whether a correction dropped a token; whether there is a reference, and the KL to it."""
-    logprobs, reference = inputs.trainer_logprobs.detach(), inputs.reference_logprobs
-    nothing = torch.zeros_like(logprobs)
     dropped = nothing if settings.correction == "none" else terms.correction(losses.hidden(inputs), settings) == 0
-    if reference is None:
+    if inputs.reference_logprobs is None:
         return [dropped, nothing, nothing]
-    return [dropped, torch.ones_like(logprobs), terms.k3(logprobs, reference)]
+    return [dropped, torch.ones_like(nothing), terms.k3(inputs.trainer_logprobs.detach(), inputs.reference_logprobs)]
 
 
 def _of_values(found: ValueErrors | None, nothing: Tensor) -> list[Tensor]:
@@ -104,16 +101,17 @@ def finish(total: Tensor | Sequence[float]) -> Diagnostics:
     value = dict(zip(FIELDS, total.tolist() if isinstance(total, Tensor) else total, strict=True))
     count = max(value["tokens"], 1.0)
     weights = value["weight_squared"] * count
+
+    def mean(name: str, over: str) -> float | None:
+        return value[name] / value[over] if value[over] else None
+
     return Diagnostics(
-        log_ratio_mean=value["log_ratio"] / count, k3=value["k3"] / count,
-        ess=value["weight"] ** 2 / weights if weights else 0.0, clip_low=value["clip_low"] / count,
-        clip_high=value["clip_high"] / count, dual_clip=value["dual"] / count, entropy=value["entropy"] / count,
-        loss=value["loss"], mismatch=value["current_abs"] / value["current"] if value["current"] else None,
-        mismatch_begun=value["begun_abs"] / value["begun"] if value["begun"] else None,
-        dropped=value["dropped"] / count, kl=value["kl"] / value["referred"] if value["referred"] else None,
-        teacher_kl=value["teacher_kl"] / value["taught"] if value["taught"] else None,
-        value_loss=value["value_loss"] / value["valued"] if value["valued"] else None,
-        explained_variance=_explained(value))
+        log_ratio_mean=value["log_ratio"] / count, ess=value["weight"] ** 2 / weights if weights else 0.0,
+        dual_clip=value["dual"] / count, loss=value["loss"], mismatch=mean("current_abs", "current"),
+        mismatch_begun=mean("begun_abs", "begun"), kl=mean("kl", "referred"), teacher_kl=mean("teacher_kl", "taught"),
+        value_loss=mean("value_loss", "valued"), explained_variance=_explained(value),
+        **{name: value[name] / count for name in ("k3", "clip_low", "clip_high", "entropy", "dropped")},
+    )
 
 
 def _explained(value: dict[str, float]) -> float | None:

@@ -1,9 +1,7 @@
 """Distillation on a teacher's k most probable tokens per position (on its log-softmax over the full vocabulary).
 
-For a loss of the user's or a learner that has a teacher: plain functions on tensors. Knows nothing of models. Teacher
-and student must have the same tokenizer.
-
-- The teacher is a constant; position t of its arrays is about the same token as row t of the student's.
+- Teacher and student have the same tokenizer; the teacher is a constant; position t of its arrays is about the same
+  token as row t of the student's.
 - `tail` gives 0 for a student equal to its teacher. `renormalised` too; it says nothing of the mass outside of the k.
 """
 
@@ -14,11 +12,8 @@ from torch import Tensor
 
 
 def topk_kl(student: Tensor, teacher: Tensor, tail: bool = True) -> Tensor:
-    """KL(teacher || student) per position in nats, [n]; both log-probabilities at the teacher's k ids, [n, k].
-
-    `tail`: all other tokens are one more outcome (TRL), of the mass that is left on either side. Without: both sides
-    are renormalised over the k.
-    """
+    """KL(teacher || student) per position in nats, [n]; both log-probabilities at the teacher's k ids, [n, k]. `tail`:
+    all other tokens are one more outcome (TRL); without it both sides are renormalised over the k."""
     known = teacher.detach()
     if tail:
         known, student = _with_tail(known), _with_tail(student)

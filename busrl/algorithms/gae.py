@@ -1,7 +1,6 @@
 """Values of tokens: generalised advantages, what a value head is trained towards, and its loss (PPO).
 
 The learner estimates a step's samples once, before its first update; the trainer adds the loss to that of the policy.
-Knows nothing of models, nor of how a value is computed.
 
 - V_t is the value before token t was drawn, from all tokens before it. After the last token it is 0, for a cut answer
   too: the reward is what the whole answer was worth.

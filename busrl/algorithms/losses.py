@@ -1,7 +1,6 @@
 """Losses per token: log-probabilities, advantages and settings in, a tensor of the same shape out, to be minimised.
 
-Called by the trainer for every micro-batch, through `per_token`. A loss never averages: the trainer divides the sum
-once, at the step. Knows nothing of models, samples or padding.
+A loss never averages: the trainer divides the sum once, at the step. Knows nothing of models, samples or padding.
 
 - Behaviour and proximal log-probabilities, advantages and correction weights are constants: no gradient flows into
   them.
@@ -260,10 +259,9 @@ def hidden(inputs: LossInputs) -> LossInputs:
     if inputs.mask is None:
         return inputs
     trained = inputs.mask.bool()
-    given = {name: value for name in FLOATS if (value := getattr(inputs, name)) is not None}
     return replace(inputs, **{
         name: value.where(trained.unsqueeze(-1) if value.ndim > trained.ndim else trained, 0)
-        for name, value in given.items()
+        for name in FLOATS if (value := getattr(inputs, name)) is not None
     })
 
 
@@ -279,7 +277,6 @@ def ratio_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def chosen_of(inputs: LossInputs) -> Tensor:
-    """What was chosen for the whole update."""
     if inputs.chosen is None:
         raise ValueError("this loss chooses among all tokens of an update: compute its CHOICES first")
     return inputs.chosen
@@ -302,12 +299,10 @@ def sample_mean(values: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log(pi / reference), clamped."""
     return (logprobs - reference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def clip_bounds(settings: LossSettings) -> tuple[float, float]:
-    """The interval the ratio is clipped to."""
     return 1.0 - settings.clip_low, 1.0 + settings.clip_high
 
 

@@ -1,7 +1,6 @@
 """Which parameters a run trains, by `learner.train_layers`: numbers of layers, and parts of names.
 
-Read by the configuration, for its checks and its sum of memory, and by the learner, which freezes all others. Knows
-names alone, no model. Imports nothing but the standard library.
+Read by the configuration too: knows names alone, no model, and imports nothing but the standard library.
 
 - "20-31, lm_head": commas between items; each is a number, a range with both ends, or a part of a name between dots
   (`mlp`, `self_attn.q_proj`, `*norm`; `*` stands for anything).

@@ -1,9 +1,6 @@
 """The whole objective of a token: the policy's loss with its correction, plus KL to a reference, less entropy, plus
 what separates it from a teacher.
 
-Called by the trainer for every micro-batch. Talks to `losses` alone; knows nothing of models or of where the reference
-log-probabilities come from.
-
 - rho = proximal / behaviour, what separates trainer and engine; a correction is a constant that multiplies the loss of
   the policy. It never changes a denominator: a token that it drops still counts.
 - KL and entropy are in nats per token and share the aggregation of the policy's loss: there is one denominator.
@@ -14,7 +11,6 @@ log-probabilities come from.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,75 +19,54 @@ from busrl.algorithms import losses
 from busrl.algorithms.catalog import CORRECTIONS
 from busrl.algorithms.losses import LOG_RATIO_BOUND, LossFunction, LossInputs, LossSettings, log_ratio
 
-# -- corrections: (log rho per token, inputs, low, high) -> weight per token -----
-
-Correction = Callable[[Tensor, LossInputs, float, float], Tensor]
+# -- corrections -----------------------------------------------------------------
 
 
-def token_tis(logs: Tensor, inputs: LossInputs, low: float, high: float) -> Tensor:
-    """min(rho, high): truncated importance sampling per token."""
-    return logs.exp().clamp(max=high)
+def rho(logs: Tensor, inputs: LossInputs) -> Tensor:
+    return logs.exp()
 
 
-def seq_tis(logs: Tensor, inputs: LossInputs, low: float, high: float) -> Tensor:
-    """min(product of the sample's rho, high)."""
-    return _product(logs, inputs).clamp(max=high)
-
-
-def icepop(logs: Tensor, inputs: LossInputs, low: float, high: float) -> Tensor:
-    """rho where it is within [low, high], else 0 (2510.18855)."""
-    return _within(logs.exp(), low, high, logs.exp())
-
-
-def seq_mis(logs: Tensor, inputs: LossInputs, low: float, high: float) -> Tensor:
-    """The product of the sample's rho where that is within [low, high], else 0."""
-    product = _product(logs, inputs)
-    return _within(product, low, high, product)
-
-
-def geo_rs(logs: Tensor, inputs: LossInputs, low: float, high: float) -> Tensor:
-    """1 for samples whose geometric mean of rho is within [low, high], else 0."""
-    mean = losses.sample_mean(logs, inputs).exp()
-    return _within(mean, low, high, torch.ones_like(mean))
-
-
-def k3_rs(logs: Tensor, inputs: LossInputs, low: float, high: float) -> Tensor:
-    """1 for samples whose mean of rho - log rho - 1 is within [low, high], else 0."""
-    mean = losses.sample_mean(logs.exp() - logs - 1, inputs)
-    return _within(mean, low, high, torch.ones_like(mean))
-
-
-def _product(logs: Tensor, inputs: LossInputs) -> Tensor:
+def product(logs: Tensor, inputs: LossInputs) -> Tensor:
+    """Of all rho of the sample."""
     return losses.sample_sum(logs, inputs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _within(value: Tensor, low: float, high: float, weight: Tensor) -> Tensor:
-    return torch.where((value >= low) & (value <= high), weight, 0)
+def geometric_mean(logs: Tensor, inputs: LossInputs) -> Tensor:
+    return losses.sample_mean(logs, inputs).exp()
 
 
-WEIGHTS: dict[str, Correction] = {
-    "token_tis": token_tis, "seq_tis": seq_tis, "icepop": icepop, "seq_mis": seq_mis, "geo_rs": geo_rs, "k3_rs": k3_rs,
+def mean_k3(logs: Tensor, inputs: LossInputs) -> Tensor:
+    """Of rho - log rho - 1 over the sample."""
+    return losses.sample_mean(logs.exp() - logs - 1, inputs)
+
+
+TRUNCATE, MASK, REJECT = "min(x, high)", "x within [low, high], else 0", "1 within [low, high], else 0"
+# name -> x of log rho per token, and the weight that is made of it. icepop: 2510.18855.
+WEIGHTS: dict[str, tuple[Callable[[Tensor, LossInputs], Tensor], str]] = {
+    "token_tis": (rho, TRUNCATE), "seq_tis": (product, TRUNCATE), "icepop": (rho, MASK), "seq_mis": (product, MASK),
+    "geo_rs": (geometric_mean, REJECT), "k3_rs": (mean_k3, REJECT),
 }
 
 
 def correction(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """The weight of each token's loss, without gradient. Bounds of 0 are those of the correction's own default."""
     low, high = CORRECTIONS[settings.correction]
-    logs = log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs).detach()
-    own = WEIGHTS[settings.correction]
-    return own(logs, inputs, settings.correction_low or low, settings.correction_high or high)
+    low, high = settings.correction_low or low, settings.correction_high or high
+    measure, rule = WEIGHTS[settings.correction]
+    found = measure(log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs).detach(), inputs)
+    if rule == TRUNCATE:
+        return found.clamp(max=high)
+    return torch.where((found >= low) & (found <= high), found if rule == MASK else torch.ones_like(found), 0)
 
 
 # -- KL to a reference -----------------------------------------------------------
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log p - log reference."""
     return log_ratio(logprobs, reference)
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(log p - log reference)^2 / 2."""
     return log_ratio(logprobs, reference).square() / 2
 
 
@@ -132,9 +107,3 @@ def objective(loss: LossFunction, inputs: LossInputs, settings: LossSettings, kl
         return found
 
     return losses.per_token(whole, inputs, settings)
-
-
-def as_if_drawn_by(inputs: LossInputs, here: Tensor) -> LossInputs:
-    """The inputs in which the tokens of `here` were drawn by the weights of this forward: their ratio is exactly 1."""
-    own = inputs.trainer_logprobs.detach()
-    return replace(inputs, behaviour_logprobs=torch.where(here, own, inputs.behaviour_logprobs))

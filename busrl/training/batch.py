@@ -1,7 +1,6 @@
 """Samples, their cut into micro-batches, and the flat tensors of the tokens that are trained.
 
-The trainer hands samples in; `forward` turns the same samples into the model's inputs. Knows nothing of models and
-losses.
+Knows nothing of models and losses.
 
 - Trained are the generated tokens: the prompt never, the end token always, and a length cut has no end token. The
   first `context` of a sample are left out: they get a place in the flat order, and are masked.
@@ -35,7 +34,6 @@ class Piece(NamedTuple):
 
     ids: NDArray[np.int32]
     spans: Ints  # [spans, 2]: begin and end of what was generated; at least one, ascending, none at the very start
-    offset: int  # of its first generated token among all of the sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +56,10 @@ class Turns:
         return numbered(self.lengths) + np.repeat(begins, self.lengths)
 
     def pieces(self, ids: NDArray[np.int32]) -> list[Piece]:
-        begins, offsets = np.cumsum(self.seqs) - self.seqs, np.cumsum(self.lengths) - self.lengths
         found = []
-        for number, begin in enumerate(begins.tolist()):
-            own = self.rows[:, 0] == number
-            spans = self.rows[own, 1:]
-            found.append(Piece(ids[begin : begin + int(spans[-1, 1])], spans, int(offsets[own][0])))
+        for number, begin in enumerate((np.cumsum(self.seqs) - self.seqs).tolist()):
+            spans = self.rows[self.rows[:, 0] == number, 1:]
+            found.append(Piece(ids[begin : begin + int(spans[-1, 1])], spans))
         return found
 
 
@@ -93,21 +89,18 @@ class Sample:
         if self.turns is not None:
             return self.turns.pieces(self.token_ids)
         begin = len(self.prompt_ids)
-        return [Piece(np.concatenate([self.prompt_ids, self.token_ids]), np.array([[begin, self.length]]), 0)]
+        return [Piece(np.concatenate([self.prompt_ids, self.token_ids]), np.array([[begin, self.length]]))]
 
     @property
     def longest(self) -> int:
-        """Length of its longest piece."""
         return max(len(piece.ids) for piece in self.pieces)
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated."""
         return len(self.token_ids) if self.turns is None else int(self.turns.lengths.sum())
 
     @property
     def trained(self) -> int:
-        """How many of them are trained."""
         return self.generated - (self.context if self.turns is None else int(self.turns.skipped.sum()))
 
     def targets(self) -> NDArray[np.int32]:
@@ -166,11 +159,8 @@ def _sample_at(place: int, lengths: Sequence[int]) -> int:
 
 
 def cut(samples: Sequence[Sample], budget: int, together: bool = False) -> list[list[int]]:
-    """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`.
-
-    `together` is for a forward that computes a shared prompt once and pads nothing: the members of a group stay in one
-    place, and the budget is in real tokens. A single sample above the budget is one micro-batch.
-    """
+    """Micro-batches as lists of indices, each sorted by length, so that little is padded; padded size at most `budget`,
+    but for a single sample. `together`: a group stays in one place, and the budget is in real tokens."""
     lengths = [sample.length for sample in samples]
     widths = lengths if together else [sample.longest for sample in samples]
     by_length = [(widths[i], s.group, s.member) for i, s in enumerate(samples)]
@@ -264,7 +254,6 @@ class Flat:
 
 
 def by_turn(worth: Worth, turns: int) -> Sequence[float]:
-    """A sample's value for each of its turns."""
     return [worth] * turns if isinstance(worth, (int, float)) else worth
 
 
@@ -311,8 +300,7 @@ Round = list[list[int]]  # of each rank the positions of its samples
 
 def rounds_of(lengths: Sequence[int], ranks: int, budget: int, quadratic: float = 0.0) -> list[Round]:
     """Every position once, the longest first to the rank that has the least to do, at most `budget` tokens per rank and
-    round; a single longer one is a share by itself. `quadratic`: cost of a token per token before it, in tokens.
-    """
+    round; a single longer one is a share by itself. `quadratic`: cost of a token per token before it, in tokens."""
     rounds, left = [], sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
     while left:
         shares: Round = [[] for _ in range(ranks)]

@@ -1,8 +1,7 @@
 """Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder and the optimiser in a file, or
 both in shards; random state and meta; and directories that appear whole or not at all.
 
-Written and read by the learner, and by transports that publish folders. Talks to the file system and to the model's own
-save function; knows nothing of the log: the learner adds its files (the trained set) through `extras`.
+Knows nothing of the log: the learner adds its files (the trained set) through `extras`.
 
 - A checkpoint is there whole or not at all; `files.json` lists every file with size and CRC-32. One that does not match
   is torn: it is skipped with a warning and never removed, and an older one is used.
@@ -21,8 +20,8 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +46,9 @@ TEMPORARY = ".tmp-"
 def whole_directory(final: Path, on_progress: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A temporary directory to fill; it becomes `final`, in place of one that is there, when the block ends well.
 
-    Every file and folder in it is synced before it is renamed, and its parent after. A writer that dies on the way
-    leaves a temporary directory, which the next writer removes, never half of a real one. A directory that is replaced
-    has a name meanwhile from which `finish_replacements` restores it. One writer per parent at a time: the caller
-    holds the lock. `on_progress` is called after each file that was synced.
+    A writer that dies on the way leaves a temporary directory, which the next writer removes, never half of a real one.
+    A directory that is replaced has a name meanwhile from which `finish_replacements` restores it. One writer per
+    parent at a time: the caller holds the lock. `on_progress` is called after each file that was synced.
     """
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +58,11 @@ def whole_directory(final: Path, on_progress: Callable[[], None] = lambda: None)
     try:
         yield temporary
         sync_tree(temporary, on_progress)
-        _take_the_place(temporary, final)
+        if os.path.lexists(final):
+            os.rename(final, parent / f"{REPLACED}{final.name}")
+        os.rename(temporary, final)
+        sync(parent)
+        finish_replacements(parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in FULL:
@@ -71,27 +73,7 @@ def whole_directory(final: Path, on_progress: Callable[[], None] = lambda: None)
         raise
 
 
-def _take_the_place(temporary: Path, final: Path) -> None:
-    if os.path.lexists(final):
-        os.rename(final, final.parent / f"{REPLACED}{final.name}")
-    os.rename(temporary, final)
-    sync(final.parent)
-    finish_replacements(final.parent)
-
-
-def _delete(path: Path) -> None:
-    """Rename it first, so that no half of it is ever seen under its name."""
-    aside = path.parent / f"{TEMPORARY}old-{path.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.unlink(missing_ok=True)
-
-
 def remove_leftovers(parent: Path) -> None:
-    """What earlier writers left behind when they died."""
     finish_replacements(parent)
     for path in parent.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -118,8 +100,6 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")  # weights: the trai
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
-
     path: Path
     step: int
     meta: dict[str, Any]
@@ -148,7 +128,6 @@ class Checkpoint:
 
 
 def is_sharded(checkpoint: Path) -> bool:
-    """Whether its weights and optimiser are in shards."""
     return (checkpoint / FOLDER).is_dir()
 
 
@@ -158,11 +137,10 @@ def save(
     extras: Callable[[Path], None] = lambda directory: None, keep_last: int = 2,
     on_progress: Callable[[], None] = lambda: None, where: torch.device | None = None,
 ) -> Checkpoint:
-    """Writes checkpoint `step` under `root` and removes old ones.
+    """Writes checkpoint `step` under `root` and removes old ones; DiskFull leaves what was there before as it was.
 
-    `named` are the weights where they are not the model's own. `source` is the folder the model came from: its
-    tokenizer goes along. `extras(directory)` writes the caller's own files, `on_progress` is called after each part.
-    `where`: the device that trains. DiskFull leaves what was there before as it was.
+    `named`: the weights where they are not the model's own. `source`: the folder the model came from, whose tokenizer
+    goes along. `extras(directory)` writes the caller's own files. `where`: the device that trains.
     """
     final = root / f"{CHECKPOINT}{step}"
     with whole_directory(final, on_progress) as directory:
@@ -187,15 +165,18 @@ def _describe(directory: Path, step: int, meta: Mapping[str, Any], where: torch.
 
 def _thin_out(root: Path, keep_last: int) -> None:
     for old in checkpoints_of(root)[keep_last:]:
-        _delete(old)
+        aside = root / f"{TEMPORARY}old-{old.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(old, aside)  # so that no half of it is ever seen under its name
+        if aside.is_symlink():
+            aside.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 class Pending:
-    """A checkpoint in shards that is being written: `commit` makes it one, `leave` gives it up.
-
-    Small files are written at once; `trainer.save(directory)` begins to write the shards and gives what has `ready`,
-    `entries` and `leave`. The other arguments are those of `save`.
-    """
+    """A checkpoint in shards that is being written: `commit` makes it one, `leave` gives it up. Small files are written
+    at once. The arguments are those of `save`."""
 
     def __init__(
         self, root: Path, step: int, *, trainer: Any, meta: Mapping[str, Any], source: Path | None,
@@ -271,14 +252,17 @@ def _tensor(text: str) -> torch.Tensor:
 def export(
     model: Any, folder: Path, source: Path | None, named: Mapping[str, Any] | None = None, buffered: bool = True
 ) -> None:
-    """A Hugging Face folder of the model, or of its architecture with the weights `named`, in their number type; with
-    its tokenizer. `buffered`: the model's own buffers belong to them."""
+    """A Hugging Face folder of the model, or of its architecture with the weights `named`; with its tokenizer.
+    `buffered`: the model's own buffers belong to them."""
     try:
-        named = None if named is None else dict(named)  # each is made when it is asked for, perhaps
-        more = {} if named is None else {"state_dict": {**(buffers(model) if buffered else {}), **named}}
-        model.save_pretrained(str(folder), **more)
+        more, types = dict[str, Any](), set[str]()
         if named is not None:
-            _name_type(folder / "config.json", named)
+            named = dict(named)  # each is made when it is asked for, perhaps
+            more = {"state_dict": {**(buffers(model) if buffered else {}), **named}}
+            types = {str(one.dtype).removeprefix("torch.") for one in named.values() if one.is_floating_point()}
+        model.save_pretrained(str(folder), **more)
+        if len(types) == 1:  # the config has that of the model that is trained; these may have fewer bits
+            _write_type(folder / "config.json", *types)
     except Exception as error:
         # The weights are written by a library whose errors are no OSError but quote the number of one.
         number = OS_ERROR.search(str(error))
@@ -290,14 +274,11 @@ def export(
 
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str = "") -> None:
     """The model of a checkpoint as a new Hugging Face folder, which is there whole or not at all; nothing is
-    overwritten.
-
-    `dtype`: torch's name of what its weights become; empty: that in which the run published them.
-    """
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    overwritten. `dtype`: torch's name of what its weights become; empty: that in which the run published them."""
+    temporary = out.parent / f".{out.name}-{secrets.token_hex(4)}"
+    temporary.mkdir()
     try:
         (_put_together if is_sharded(checkpoint) else _copied)(checkpoint, temporary, dtype)
-        temporary.chmod(0o777 & ~_umask())
         sync_tree(temporary)
         os.rename(temporary, out)
         sync(out.parent)
@@ -336,23 +317,11 @@ def _put_together(checkpoint: Path, folder: Path, dtype: str) -> None:
     export(model, folder, checkpoint / MODEL, named, buffered=False)
 
 
-def _umask() -> int:
-    os.umask(found := os.umask(0o022))
-    return found
-
-
 def _cast(source: Path, target: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import load_file, save
 
     tensors = {name: one.to(dtype) if one.is_floating_point() else one for name, one in load_file(source).items()}
     target.write_bytes(save(tensors, {"format": "pt"}))  # its own file writer hides the error of a full disk
-
-
-def _name_type(config: Path, named: Mapping[str, Any]) -> None:
-    """The folder's config has the number type of the model that is trained; its weights may have fewer bits."""
-    types = {str(tensor.dtype).removeprefix("torch.") for tensor in named.values() if tensor.is_floating_point()}
-    if len(types) == 1:
-        _write_type(config, *types)
 
 
 def _write_type(config: Path, name: str) -> None:

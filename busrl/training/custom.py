@@ -1,7 +1,6 @@
 """A loss, advantages, metrics and an optimiser of the user's, named in [learner] by import path (docs/extending.md).
 
-Used by the trainer, the training step and the learner's metrics; `busrl check` runs `python -m busrl.training.custom`,
-which loads each of them and tries it once on small inputs. Knows nothing of the ring, the bus or topologies.
+`busrl check` runs `python -m busrl.training.custom`, which loads each of them and tries it once on small inputs.
 
 - What they return is checked at each call, without reading the device: a broken contract is a `FunctionRefused` with
   the key, the import path, the place in the user's code, and what to return instead.
@@ -53,7 +52,11 @@ class _Checked:
         return FunctionRefused(f"{self.named}: it {what}; {remedy}")
 
 
-USES = ("prox", "entropy", "reference", "teacher")  # what a loss may say that it reads, besides what is always there
+# What a loss may say that it reads, besides what is always there -> the inputs that it gets only then.
+USES: dict[str, tuple[str, ...]] = {
+    "prox": (), "entropy": ("entropy",), "reference": ("reference_logprobs",),
+    "teacher": ("teacher_logprobs", "student_logprobs"),
+}
 
 
 class OwnLoss(_Checked):
@@ -67,11 +70,10 @@ class OwnLoss(_Checked):
         if not isinstance(self.streamable, bool):
             raise self.refuse(f"has streamable = {self.streamable!r}", "set it to True or False")
         named = () if self.uses is None else self.uses
-        if isinstance(named, str) or not set(named) <= set(USES):
+        if isinstance(named, str) or not set(named) <= USES.keys():
             raise self.refuse(f"has uses = {named!r}", f"set it to a tuple of some of {', '.join(USES)}")
 
     def reads(self, name: str) -> bool:
-        """Whether it says that it reads that."""
         return self.uses is not None and name in self.uses
 
     def __call__(self, inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -88,12 +90,8 @@ class OwnLoss(_Checked):
         """Without what it says that it does not read."""
         if self.uses is None:
             return inputs
-        return replace(
-            inputs, entropy=inputs.entropy if "entropy" in self.uses else None,
-            reference_logprobs=inputs.reference_logprobs if "reference" in self.uses else None,
-            teacher_logprobs=inputs.teacher_logprobs if "teacher" in self.uses else None,
-            student_logprobs=inputs.student_logprobs if "teacher" in self.uses else None,
-        )
+        unread: dict[str, Any] = {name: None for use in USES.keys() - self.uses for name in USES[use]}
+        return replace(inputs, **unread)
 
 
 def load_loss(target: str) -> LossFunction:
@@ -102,7 +100,6 @@ def load_loss(target: str) -> LossFunction:
 
 
 def load_estimator(target: str) -> AdvantageEstimator:
-    """The advantage estimator of that name, or that of an import path."""
     if ":" not in target:
         return advantages.ADVANTAGES[target]
     own = _Checked(ADVANTAGE, target)

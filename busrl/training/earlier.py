@@ -1,7 +1,6 @@
 """A model with other weights for a moment: those of an earlier version, of a part of its layers, or fewer bits.
 
-Used by the parity gate, which scores the same tokens under what an engine may have had. Talks to a model's parameters
-and, for keys of an earlier version, to its cache. Knows nothing of engines or versions' meaning.
+For the parity gate, which scores the same tokens under what an engine may have had.
 
 - Parameters are pointed to other tensors and back: what was there is there again, bit for bit, also after an error.
 - The copy is of what is trained alone, in host memory; it is made once and written over.

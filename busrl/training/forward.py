@@ -1,8 +1,7 @@
 """From samples to log-probability and entropy per generated token, in the flat order of `batch`, at the least cost.
 
 `choose_forward` looks at the model once and picks: packed rows without padding and the head in pieces, else padded rows
-and the head in pieces, else all logits. `checkpoint_layers` lets a way keep less for its backward. Calls the Hugging
-Face model or its decoder. Knows nothing of losses.
+and the head in pieces, else all logits. Knows nothing of losses.
 
 - A cheaper way is taken only after it gave the model's own log-probabilities on a probe, whose samples are longer than
   the sliding window where the model has one. A probe is computed in float32, of a model in fewer bits in those first
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 from busrl.errors import ModelNotLoaded, cause
 from busrl.training import packing
 from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
+from busrl.training.earlier import in_type
 from busrl.training.head import Head
-from busrl.training.model import silence_chance, vocabulary
+from busrl.training.model import keep_first_layers, silence_chance, vocabulary
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
 
@@ -44,17 +44,13 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         found: torch.device = self.where or self.model.device
         return found
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         """Log-probability and entropy, at the sampling temperature, of the tokens of `flat`, which is `samples`; of
         several tokens in the place of each where its targets are a matrix."""
-        ids, rows, columns = self._padded(samples)
-        logits = self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(flat.behaviour_logprobs.dtype)
-        logits = logits if flat.temperature is None else logits / flat.temperature[:, None]
-        every = torch.log_softmax(logits, -1)
+        every = torch.log_softmax(self._logits(samples, flat, flat.behaviour_logprobs.dtype), -1)
         # A token that cannot occur (-inf) adds nothing to the entropy; 0 * -inf would.
         one = flat.targets.ndim == 1
         found = every.gather(-1, flat.targets[:, None] if one else flat.targets)
@@ -62,13 +58,15 @@ class Forward:
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities, [tokens, count], of the most probable tokens in the place of each generated one,
-        among the ids below `limit`."""
-        ids, rows, columns = self._padded(samples)
-        logits = self.model(input_ids=ids, use_cache=False).logits[rows, columns].float()
-        logits = logits if flat.temperature is None else logits / flat.temperature[:, None]
+        """Ids and log-probabilities, [tokens, count], of each place's most probable tokens with an id below `limit`."""
+        logits = self._logits(samples, flat, torch.float32)
         found, best = logits[:, :limit].topk(min(count, limit), -1)
         return best, found - logits.logsumexp(-1, keepdim=True)
+
+    def _logits(self, samples: Sequence[Sample], flat: Flat, dtype: torch.dtype) -> Tensor:
+        ids, rows, columns = self._padded(samples)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(dtype)
+        return logits if flat.temperature is None else logits / flat.temperature[:, None]
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
         """The last hidden states that predict the generated tokens, [tokens, width]: what `of_states` takes."""
@@ -150,8 +148,7 @@ class PackedRows(PaddedRows):
 
 
 class JoinedRows(PaddedRows):
-    """The decoder over one row of whole samples, in each of which positions begin at 0: there an attention of
-    transformers finds the borders."""
+    """The decoder over one row of whole samples; their positions begin at 0, by which transformers finds borders."""
 
     name, together = "joined", True
 
@@ -204,33 +201,22 @@ def _packed(model: Any, head: Head | None, samples: Sequence[Sample], expected: 
 @contextlib.contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
     """The model in float32 meanwhile: all of it where it is, else its first layers, which are copied for the time."""
-    base, layers = model.base_model, getattr(model.base_model, "layers", None)
     if model.dtype != torch.bfloat16:
         yield
         return
-    config = model.config
-    count = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, nn.ModuleList):
-        kinds = getattr(config, "layer_types", None) or [""] * len(layers)
-        few = 1 + max(kinds.index(kind) for kind in set(kinds))
-        base.layers, config.num_hidden_layers = layers[:few], few
-    rounded = [(parameter, parameter.data) for parameter in model.parameters()]
+    layers, count = getattr(model.base_model, "layers", None), getattr(model.config, "num_hidden_layers", 0)
+    keep_first_layers(model)
     try:
-        for parameter, data in rounded:
-            parameter.data = data.to(torch.float32)
-        yield
+        with in_type(model, "float32"):
+            yield
     finally:
-        for parameter, data in rounded:
-            parameter.data = data
         if isinstance(layers, nn.ModuleList):
-            base.layers, config.num_hidden_layers = layers, count
+            model.base_model.layers, model.config.num_hidden_layers = layers, count
 
 
 def checkpoint_layers(way: Forward) -> None:
     """Keep the input of each layer alone and compute the rest again in backward (activation checkpointing).
-
-    ModelNotLoaded where the model cannot, or where it computes something else while it trains.
-    """
+    ModelNotLoaded where the model cannot, or where it computes something else while it trains."""
     model = way.model
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ModelNotLoaded(f"{type(model).__name__} cannot compute its layers again; {WITHOUT}")
@@ -254,15 +240,13 @@ def compute_again(model: Any) -> None:
 
 
 WITHOUT = 'learner.memory.activation_checkpointing = "none"'
-
-
+UNCOMPILED = "learner.memory.compile = false"
 COMPILE_S = 1800.0  # that `compile_layers` may take
 
 
 def compile_layers(way: Forward) -> None:
-    """Compile each layer with torch.compile, for any number of rows; forward, backward and scoring are tried here, for
-    the first of each takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes
-    something else."""
+    """Compile each layer for any number of rows; forward, backward and scoring are tried here, for the first of each
+    takes minutes. Leaves gradients behind. ModelNotLoaded where it cannot be done, or computes something else."""
     model = way.model
     layers, name = getattr(model.base_model, "layers", None), type(model).__name__
     if not isinstance(layers, nn.ModuleList):
@@ -283,9 +267,6 @@ def compile_layers(way: Forward) -> None:
         ) from problem
     if not _agrees(way, samples, expected):
         raise ModelNotLoaded(f"{name} computes something else when it is compiled; {UNCOMPILED}")
-
-
-UNCOMPILED = "learner.memory.compile = false"
 
 
 def _agrees(way: Forward, samples: Sequence[Sample], expected: Tensor, limit: float = 0.0) -> bool:

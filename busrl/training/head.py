@@ -1,7 +1,6 @@
 """The output head in pieces: log-probability and entropy per row from hidden states, without ever holding all logits.
 
-Called by the forward passes, on the rows whose next token is wanted. Talks to the head's weight alone; knows nothing
-of samples, losses or the decoder.
+Knows nothing of samples, losses or the decoder.
 
 - At most `rows` rows of logits exist at a time, in float32, in forward and in backward alike: backward computes them
   again from the hidden states.
@@ -66,8 +65,7 @@ class Head:
         self, hidden: Tensor, weight: Tensor, count: int, limit: int, temperature: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities, [n, count], of each row's most probable tokens among those below `limit`; the
-        log-probabilities are over all tokens."""
+        """Ids and log-probabilities (over all tokens), [n, count], of each row's most probable tokens below `limit`."""
         dtype = self.dtype or hidden.dtype
         hidden, weight, found = hidden.to(dtype), weight.to(dtype), []
         rows = self._rows(len(weight), hidden.device.type)
@@ -133,8 +131,7 @@ class _Pieces(torch.autograd.Function):
 
 
 def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room: Tensor) -> Tensor:
-    """The gradient of one piece's h W^T + b: g (1[target] - p) of each log-probability, -g p (log p + H) of an
-    entropy."""
+    """The gradient of one piece's h W^T + b: g (1[target] - p) of a log-probability, -g p (log p + H) of an entropy."""
     hidden, weight, targets, temperature, bias, normaliser, entropy = ctx.saved_tensors
     logits = _logits(hidden[part], weight, bias, ctx.scale, ctx.cap, room)
     slope = None if not ctx.cap else 1 - (logits / ctx.cap).square_()

@@ -1,14 +1,12 @@
-"""Loading a causal language model from a Hugging Face folder, ready to be trained, and a low-rank adapter (LoRA) on it.
+"""A causal language model from a Hugging Face folder, ready to be trained: in few bits, with an adapter (LoRA) on it.
 
-Used by the learner, the engines' makers and the tests. Talks to the file system and, for an adapter, to `peft`: nothing
-is ever downloaded. Knows nothing of optimisers, versions or publication.
+Nothing is ever downloaded. Knows nothing of optimisers, versions or publication.
 
 - Parameters are float32 whatever the folder holds, unless the caller wants less: gradients and optimiser add small
   numbers to large ones.
 - How attention is computed is the caller's choice, else the model's own: sdpa where it can, eager where that would be
   wrong (softcaps, sinks). All are causal without a mask, so rows padded at the right are right.
 - Dropout is off: a ratio between two forwards of the same weights has to be 1.
-- Base and adapter become one tensor by tensor, as each is asked for: there is no second model.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from torch import Tensor, nn
 from busrl.algorithms import selection
 from busrl.errors import ModelNotLoaded, UserError
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-from busrl.training.precision import exact
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -113,6 +110,14 @@ def _look_at(folder: Path) -> None:
         raise ModelNotLoaded(f"{folder}: no weights (*.safetensors) in it; copy them there, nothing is downloaded")
 
 
+def keep_first_layers(model: Any) -> None:
+    """Leaves those first layers that have every kind of attention, if its layers stand where most models have them."""
+    if isinstance(layers := getattr(model.base_model, "layers", None), nn.ModuleList):
+        kinds = getattr(model.config, "layer_types", None) or [""] * len(layers)
+        few = 1 + max(kinds.index(kind) for kind in set(kinds))
+        model.base_model.layers, model.config.num_hidden_layers = layers[:few], few
+
+
 def silence_chance(model: Any) -> None:
     """Set every probability of the model's own modules to 0: dropout, skipped layers, noise of a router."""
     for module in model.modules():
@@ -123,8 +128,7 @@ def silence_chance(model: Any) -> None:
 
 
 def train_only(model: Any, text: str) -> None:
-    """Freeze every parameter but those that `learner.train_layers` names; all are trained by an empty text. UserError
-    for an item that names none."""
+    """Freeze every parameter but those that `learner.train_layers` names, if it does. UserError for a wrong item."""
     named = dict(model.named_parameters())
     chosen, empty = selection.chosen(text, named)
     if empty:
@@ -146,7 +150,6 @@ def _parts(names: Iterable[str]) -> str:
 
 
 def vocabulary(model: Any) -> int:
-    """How many token ids the model knows."""
     return int(model.get_input_embeddings().num_embeddings)
 
 
@@ -158,6 +161,54 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 def copied_weights(model: Any) -> dict[str, Tensor]:
     """The same as separate copies on the host: for a model whose parameters are views of others."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
+
+
+# -- fewer bits than are trained --------------------------------------------------
+
+ATTRIBUTE = "busrl_master"  # the attribute of a parameter
+
+
+def exact(parameter: Tensor) -> Tensor:
+    """The value that is trained: the master of a rounded parameter, else the parameter itself; a view."""
+    found: Tensor = getattr(parameter, ATTRIBUTE, parameter)
+    return found.detach()
+
+
+class Masters:
+    """Rounds a model in place, to train float32 masters. `named`: these, by name, with their summed gradients.
+
+    - What a forward and a backward compute with is the master, rounded, as FSDP2 does by a mixed-precision policy.
+    - A parameter's gradient goes to its master as soon as a backward has all of it: sums over micro-batches are
+      float32, and no second gradient stays.
+    - A frozen parameter is rounded and has no master: the base under an adapter has one copy, in few bits.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.named: dict[str, Tensor] = {}
+        self._rounded: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.named[name] = parameter.detach().to(torch.float32)
+                self._rounded.append(parameter)
+            parameter.data = parameter.data.to(dtype)  # buffers stay: positions need their bits
+        for parameter, master in zip(self._rounded, self.named.values(), strict=True):
+            setattr(parameter, ATTRIBUTE, master)
+            parameter.register_post_accumulate_grad_hook(_pass_on)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """After the masters have changed: the parameters are their rounded values again."""
+        for parameter, master in zip(self._rounded, self.named.values(), strict=True):
+            parameter.copy_(master)
+
+
+def _pass_on(parameter: Tensor) -> None:
+    found, master = parameter.grad, getattr(parameter, ATTRIBUTE)
+    parameter.grad = None
+    if found is not None and master.grad is None:
+        master.grad = found.to(master.dtype)
+    elif found is not None:
+        master.grad.add_(found)
 
 
 # -- LoRA -------------------------------------------------------------------------
@@ -200,9 +251,9 @@ class Adapter:
             peft: Any = importlib.import_module("peft")  # only here: it takes seconds, and is an extra
         except ImportError as problem:
             raise ModelNotLoaded(f"lora.rank = {settings.rank}: {problem}; pip install 'busrl[lora]'") from problem
-        self.settings, self.model = settings, model
+        self.settings, alpha = settings, settings.scale * settings.rank
         self._config = peft.LoraConfig(
-            r=settings.rank, lora_alpha=_whole(settings.scale * settings.rank), lora_dropout=settings.dropout,
+            r=settings.rank, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=settings.dropout,
             target_modules=sorted(_targets(model, settings.targets)), bias="none", task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -235,8 +286,8 @@ class Adapter:
         return of_base
 
     def merged(self, model: Any) -> Mapping[str, Tensor]:
-        """Base and adapter as one, by the names that the model has without an adapter, in the base's number type; each
-        tensor is made when it is asked for, valid until the next step."""
+        """Base and adapter as one, by the names of the model alone, in the base's number type; each tensor is made when
+        it is asked for, valid until the next step."""
         return Merged(model, self._layers, self.settings.scale)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -268,8 +319,6 @@ class Adapter:
 
 
 class Merged(Mapping[str, Tensor]):
-    """A model and its adapter as one, tensor by tensor."""
-
     def __init__(self, model: Any, layers: Mapping[str, Any], scale: float) -> None:
         self._layers, self._scale = {f"{name}.weight": layer for name, layer in layers.items()}, scale
         self._base: dict[str, Tensor] = {
@@ -328,10 +377,6 @@ def require_vocabulary(folder: Path, found: Any, own: Any) -> None:
             f"model.reference = {folder}: its vocabulary has {vocabulary(found)} tokens, that of the "
             f"trained model {vocabulary(own)}; give an earlier version of the model, or none"
         )
-
-
-def _whole(value: float) -> int | float:
-    return int(value) if value == int(value) else value
 
 
 def _plain(value: Any) -> Any:

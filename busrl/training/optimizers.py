@@ -1,7 +1,6 @@
 """The optimiser of [learner]: AdamW, AdamW with 8-bit states, Adafactor, or a class of the user's by import path.
 
-Used by the trainer; `busrl check` tries a class of the user's through `busrl.training.custom`. Talks to torch and, for
-8-bit states, to bitsandbytes. Knows nothing of models, losses, schedules or files.
+Knows nothing of models, losses, schedules or files.
 
 - The learning rate is set before every update, in every parameter group: an optimiser that moves at a rate of 0 is
   refused.
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 
 from busrl import imports
 from busrl.algorithms import selection
@@ -37,9 +36,18 @@ Optimizer = torch.optim.Optimizer
 Settings = Mapping[str, Any]
 
 
-def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Optimizer:
-    """The optimiser over these parameters, its rate 0 until it is set. `adam`: betas, eps and weight_decay of
-    [learner]; `options`: [learner.options], which Adafactor and a class of the user's take."""
+def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Any:
+    """The optimiser over these parameters, or over this rank's parts of them where it cannot take spread ones; its rate
+    is 0 until it is set. `adam`: betas, eps and weight_decay of [learner]; `options`: [learner.options], which
+    Adafactor and a class of the user's take."""
+    of_spread = name == ADAFACTOR or (name == ADAMW and sharded.alike(parameters))
+    if of_spread or not sharded.any_spread(parameters):
+        return _made(name, parameters, adam, options)
+    require_elementwise(name, adam, options)
+    return OverParts(parameters, lambda parts: _made(name, parts, adam, options), name == ADAMW8)
+
+
+def _made(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Optimizer:
     if name == ADAMW:
         return torch.optim.AdamW(_groups(parameters, adam), lr=0.0, betas=adam["betas"], eps=adam["eps"], fused=True)
     if name == ADAMW8:
@@ -48,8 +56,8 @@ def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Setti
         return made
     if name == ADAFACTOR:
         given = {"weight_decay": adam["weight_decay"], **options}
-        spread = any(hasattr(one, "device_mesh") for one in parameters)
-        return _built(name, SpreadAdafactor if spread else torch.optim.Adafactor, parameters, given)
+        own = SpreadAdafactor if sharded.any_spread(parameters) else torch.optim.Adafactor
+        return _built(name, own, parameters, given)
     return _built(name, _own(name), parameters, options)
 
 
@@ -78,19 +86,15 @@ def _own(target: str) -> Callable[..., Any]:
 
 def _built(name: str, make_one: Callable[..., Any], parameters: Sequence[Tensor], options: Settings) -> Optimizer:
     try:
-        made: Optimizer = make_one(_groups(parameters, options), lr=0.0, **{n: _paired(v) for n, v in options.items()})
+        # TOML has no tuples.
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        made: Optimizer = make_one(_groups(parameters, options), lr=0.0, **given)
     except Exception as problem:
-        given = dict(options)
         raise FunctionRefused(
-            f"{KEY} = {name!r}: with lr = 0.0 and the options {given} it raised {cause(problem)}; correct "
+            f"{KEY} = {name!r}: with lr = 0.0 and the options {dict(options)} it raised {cause(problem)}; correct "
             "[learner.options], or the class: it has to take lr = 0.0, as the rate is set before every update"
         ) from problem
     return made
-
-
-def _paired(value: Any) -> Any:
-    """Tuples, as optimisers take them and TOML has none."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 # -- parts of tensors on several ranks ------------------------------------------------
@@ -194,6 +198,78 @@ def _add_up(parts: list[Tensor]) -> None:
     torch.distributed.all_reduce(together)
     for part, found in zip(parts, torch.split(together, [part.numel() for part in parts]), strict=True):
         part.copy_(found.view_as(part))
+
+
+class OverParts:
+    """An optimiser of this rank's parts of tensors that are spread over ranks, for one that cannot take such tensors.
+
+    Stands for the optimiser of the tensors themselves: its states come out and go in spread as those are. A rank that
+    has no row of a tensor updates a row of zeros in its place, so that all ranks have the same states.
+    """
+
+    def __init__(self, parameters: Sequence[Any], make: Callable[[list[Tensor]], Any], eight: bool) -> None:
+        """`eight`: what `make` gives keeps its states in 8 bits, by blocks of a part."""
+        self._eight = eight
+        self._whole: dict[Any, Any] = {}
+        for parameter in parameters:
+            own = sharded.local(parameter.detach())
+            self._whole[nn.Parameter(own if own.numel() else own.new_zeros(1, *own.shape[1:]))] = parameter
+        self.inner = make(list(self._whole))
+        self.param_groups = [
+            {**group, "params": [self._whole[part] for part in group["params"]]} for group in self.inner.param_groups
+        ]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part, whole in self._whole.items():
+            part.grad = whole.grad = None
+
+    def step(self) -> None:
+        for part, whole in self._whole.items():
+            if whole.grad is not None:
+                own = sharded.local(whole.grad)
+                part.grad = own if own.numel() else torch.zeros_like(part)
+        for mine, own_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            own_group.update({name: value for name, value in mine.items() if name != "params"})
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self.inner.state_dict()
+        kept = {number: unpacked(state) for number, state in found["state"].items()}
+        groups = [{**one, "params": numbers["params"]} for one, numbers in
+                  zip(self.param_groups, found["param_groups"], strict=True)]
+        return {**found, "param_groups": groups, "state": {
+            number: {name: _spread_part(value, part, self._whole[part]) for name, value in kept[number].items()}
+            for number, part in enumerate(self._parts()) if number in kept
+        }}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        found = {
+            number: {name: _own_part(value, part) for name, value in state["state"][number].items()}
+            for number, part in enumerate(self._parts()) if number in state["state"]
+        }
+        if self._eight:
+            found = {number: packed(own) for number, own in found.items()}
+        self.inner.load_state_dict({**state, "state": found})
+        for mine, own in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({name: value for name, value in own.items() if name != "params"})
+
+    def _parts(self) -> list[Any]:
+        return [part for group in self.inner.param_groups for part in group["params"]]
+
+
+def _spread_part(value: Any, part: Tensor, whole: Any) -> Any:
+    """A value per value of the part, as a part of what is spread; anything else as it is."""
+    if not isinstance(value, Tensor) or not value.ndim or value.shape != part.shape:
+        return value
+    return sharded.spread_of(value[: sharded.local(whole).shape[0]], whole)
+
+
+def _own_part(value: Any, part: Tensor) -> Any:
+    """The other way."""
+    if not hasattr(value, "device_mesh"):
+        return value
+    own = sharded.local(value)
+    return own.clone() if own.numel() else torch.zeros_like(part, dtype=own.dtype)
 
 
 BLOCK, WRAPPED = 256, "__bnb_optimizer_quant_state__"  # of bitsandbytes
@@ -334,7 +410,6 @@ def _update(target: str, tried: _Tried, rate: float, seed: int) -> None:
 
 
 def _step(target: str, tried: _Tried, rate: float, gradients: Sequence[Tensor]) -> None:
-    """One update at that rate."""
     for parameter, gradient in zip(tried[0], gradients, strict=True):
         parameter.grad = gradient
     for group in tried[1].param_groups:

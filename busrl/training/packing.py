@@ -1,7 +1,7 @@
 """Packed rows: samples one after another without padding, a shared prompt once, and the attention over them.
 
 `plan_of` lays samples out; `attend` is the attention that transformers calls in every layer of a model that `adopt`
-prepared, with the plan as an argument of the model's call. Knows nothing of heads, losses or optimisers.
+prepared, with the plan as an argument of the model's call.
 
 - A token attends to the prompt of its own sequence and to what stands before it there, to nothing else.
 - Positions begin at 0 in every sample. Sliding window, cap of the scores and attention sinks are those of the layer.
@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from busrl.training.batch import Ints, Sample, numbered, pieces_of, predicting_positions
 
+T = TypeVar("T")
 NAME = "busrl_packed"  # by which transformers knows `attend`
 LONGEST_TOGETHER = 256  # of a rectangle: above, its padding and its scores cost more than separate calls
 MOST_PADDING = 4000  # scores of padding in a rectangle: more would cost what one more rectangle costs
@@ -40,6 +41,13 @@ class Sequences:
     first: Ints
     lengths: Ints
     made: dict[Any, Any] = field(default_factory=dict, compare=False)  # layouts and borders, once for all layers
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gave for that key at its first call."""
+        if key not in self.made:
+            self.made[key] = make()
+        found: T = self.made[key]
+        return found
 
     def __getitem__(self, chosen: Ints) -> Sequences:
         return Sequences(self.before_first[chosen], self.before[chosen], self.first[chosen], self.lengths[chosen])
@@ -121,22 +129,18 @@ def attend(
     sequence, padded at the right if at all."""
     rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0, s_aux)
     if plan is None:
+        count, length, none = len(query), query.shape[2], np.zeros(len(query), np.int64)
+        rows = Sequences(none, none, np.arange(count) * length, np.full(count, length))
         batch = [part.transpose(0, 1).flatten(1, 2)[None] for part in (query, key, value)]
-        mixed = _attended(batch[0], batch[1], batch[2], _rows_of(len(query), query.shape[2]), rule)
-        return mixed.view(len(query), -1, *mixed.shape[1:]), None
+        mixed = _attended(batch[0], batch[1], batch[2], rows, rule)
+        return mixed.view(count, -1, *mixed.shape[1:]), None
     return _attended(query, key, value, plan.sequences, rule)[None], None
-
-
-def _rows_of(count: int, length: int) -> Sequences:
-    """A batch of so many rows as one row of as many sequences."""
-    none = np.zeros(count, np.int64)
-    return Sequences(none, none, np.arange(count) * length, np.full(count, length))
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
     if _flash_knows(query, key, rule):
         return _at_once(query, key, value, sequences, rule)
-    layout = layout_of(sequences, rule.window, query)
+    layout = sequences.once((rule.window, query.dtype), lambda: _layout(sequences, rule.window, query))
     mixed = _together(query, key, value, layout, rule)
     mixed += [_alone(query, key, value, one, rule) for one in layout.alone]
     found = torch.cat(mixed)
@@ -158,21 +162,15 @@ def _flash_knows(query: Tensor, key: Tensor, rule: Rule) -> bool:
 
 
 @functools.cache
-def _flash() -> Callable[..., Any] | None:
-    """torch's flash attention over sequences of any lengths, if this torch has it with a scale and a window."""
+def _flash() -> tuple[Callable[..., Any], bool] | None:
+    """torch's flash attention over sequences of any lengths, if this torch has it with a scale and a window; and
+    whether it takes fewer heads of keys than of queries (torch 2.12)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return None
-    found: Callable[..., Any] = varlen_attn
-    known = set(inspect.signature(found).parameters)
-    return found if {"scale", "window_size"} <= known else None
-
-
-@functools.cache
-def _groups_heads(kernel: Callable[..., Any]) -> bool:
-    """Whether the kernel takes fewer heads of keys than of queries (torch 2.12); looked up once, not in every layer."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
+    known = set(inspect.signature(varlen_attn).parameters)
+    return (varlen_attn, "enable_gqa" in known) if {"scale", "window_size"} <= known else None
 
 
 @functools.cache
@@ -210,14 +208,7 @@ class Borders:
 
     @classmethod
     def of(cls, sequences: Sequences, device: torch.device) -> Borders:
-        """Made once for all layers."""
-        if device not in sequences.made:
-            sequences.made[device] = cls._of(sequences[np.flatnonzero(sequences.lengths)], device)
-        found: Borders = sequences.made[device]
-        return found
-
-    @classmethod
-    def _of(cls, some: Sequences, device: torch.device) -> Borders:
+        some = sequences[np.flatnonzero(sequences.lengths)]
         spans, keys = some.before + some.lengths, None
         if some.before.any():
             place, before = numbered(spans), np.repeat(some.before, spans)
@@ -230,19 +221,20 @@ class Borders:
 
 def _at_once(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
     """Every sequence by one call of the kernel, [rows, heads, size]; a query is the last of the keys that it sees."""
-    kernel, borders = _flash(), Borders.of(sequences, query.device)
-    assert kernel is not None
+    borders, found = sequences.once(query.device, lambda: Borders.of(sequences, query.device)), _flash()
+    assert found is not None
+    kernel, grouped = found
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     if borders.keys is not None:
         keys, values = (part.index_select(0, borders.keys) for part in (keys, values))
-    grouped = {"enable_gqa": True} if _groups_heads(kernel) else {}
     if not grouped:
         keys, values = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (keys, values))
-    found: Tensor = kernel(
+    mixed: Tensor = kernel(
         queries.contiguous(), keys.contiguous(), values.contiguous(), borders.of_queries, borders.of_keys,
-        *borders.longest, scale=rule.scale, window_size=(rule.window - 1 if rule.window else -1, 0), **grouped,
+        *borders.longest, scale=rule.scale, window_size=(rule.window - 1 if rule.window else -1, 0),
+        **({"enable_gqa": True} if grouped else {}),
     )
-    return found
+    return mixed
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, rule: Rule) -> Tensor:
@@ -291,14 +283,6 @@ class Layout:
     hidden: tuple[Tensor, ...]  # per rectangle [sequences, 1, longest, longest context]: 0 or -inf
     alone: tuple[tuple[int, int, int, int], ...]  # per sequence: first and number of rows before, first and number
     order: Tensor | None  # where each row stands in rectangles and sequences alone; None: as it is
-
-
-def layout_of(sequences: Sequences, window: int, like: Tensor) -> Layout:
-    """The layout for a query like this one, made once for all layers with that window."""
-    if (window, like.dtype) not in sequences.made:
-        sequences.made[window, like.dtype] = _layout(sequences, window, like)
-    found: Layout = sequences.made[window, like.dtype]
-    return found
 
 
 def _layout(sequences: Sequences, window: int, like: Tensor) -> Layout:

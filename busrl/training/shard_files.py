@@ -1,6 +1,6 @@
 """A trainer's state in shards: one file of tensors per rank, written by a thread while training goes on.
 
-Used by checkpoints and the ranks of a learner. Talks to files; knows nothing of optimisers, plans or steps.
+Knows nothing of optimisers, plans or steps.
 
 - A file is plain safetensors. Its header says of each tensor where its part begins in the whole, so any number of ranks
   reads what any number wrote, however either cuts it, each its own part alone. (The index of torch's own distributed
@@ -40,14 +40,12 @@ TYPES = {
 
 
 def file_of(rank: int) -> str:
-    """Name of the file of a rank, below the folder of a checkpoint."""
     return f"{FOLDER}/rank-{rank}.safetensors"
 
 
 @dataclass
 class Part:
-    """What begins at `first` (per axis) of the tensor `name`, whose whole shape is `shape`; `tensor` may still be in
-    use."""
+    """What begins at `first` (per axis) of the tensor `name` of that whole shape; `tensor` may still be in use."""
 
     name: str
     tensor: Tensor
@@ -63,7 +61,7 @@ class Writing:
 
     def __init__(self, path: Path, parts: Iterable[Part], world: int) -> None:
         self.path, self._parts = path, [part for part in parts if part.tensor.numel()]
-        self.bytes = sum(_size(part.tensor) for part in self._parts)
+        self.bytes = sum(part.tensor.nbytes for part in self._parts)
         self.copied = 0  # bytes, by `stage`
         self._head = _head(self._parts, world)
         self._at = self._size = self._crc = 0
@@ -81,7 +79,7 @@ class Writing:
         with self._lock:
             for part in self._parts[self._at:] if not self.copied else ():
                 part.tensor = part.tensor.detach().to("cpu", copy=True)
-                self.copied += _size(part.tensor)
+                self.copied += part.tensor.nbytes
 
     def entry(self) -> list[int]:
         """Size and CRC-32, once it has ended; DiskFull or WriteFailed if it ended badly."""
@@ -102,8 +100,8 @@ class Writing:
             self.path.parent.mkdir(exist_ok=True)
             with open(self.path, "wb", buffering=0) as file:
                 self._put(file, memoryview(self._head))
-                room = torch.empty(min(PIECE, max((_size(part.tensor) for part in self._parts), default=0)),
-                                   dtype=torch.uint8)
+                largest = max((part.tensor.nbytes for part in self._parts), default=0)
+                room = torch.empty(min(PIECE, largest), dtype=torch.uint8)
                 for at in range(len(self._parts)):
                     self._write(file, at, room)
                 os.fsync(file.fileno())
@@ -113,7 +111,7 @@ class Writing:
 
     def _write(self, file: Any, at: int, room: Tensor) -> None:
         self._at, part = at, self._parts[at]
-        for begin in range(0, _size(part.tensor), PIECE):
+        for begin in range(0, part.tensor.nbytes, PIECE):
             with self._lock:  # nobody changes the tensor meanwhile, for that one calls `stage` first
                 part.tensor = part.tensor.detach().contiguous()
                 piece = part.tensor.view(-1).view(torch.uint8)[begin: begin + PIECE]
@@ -131,17 +129,13 @@ class Writing:
             data = data[file.write(data):]
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _head(parts: Sequence[Part], world: int) -> bytes:
     """A header of safetensors: its length, then JSON, padded so that the tensors are aligned."""
     where = {part.name: [list(part.first), list(part.shape)] for part in parts}
     described: dict[str, Any] = {"__metadata__": {"format": "pt", WORLD: str(world), PARTS: json.dumps(where)}}
     end = 0
     for part in parts:
-        begin, end = end, end + _size(part.tensor)
+        begin, end = end, end + part.tensor.nbytes
         described[part.name] = {
             "dtype": TYPES[part.tensor.dtype], "shape": list(part.tensor.shape), "data_offsets": [begin, end],
         }
@@ -170,7 +164,6 @@ class Saving:
         return {file_of(self.rank): self.own.entry()}
 
     def leave(self) -> None:
-        """Give it up."""
         self.own.leave()
 
 

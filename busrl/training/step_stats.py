@@ -1,8 +1,6 @@
 """What one optimiser step was: the numbers of each rank, their sum over ranks, and several updates as one step.
 
-Made by the trainer, read by the learner's metrics. Pure; knows nothing of models or devices.
-
-- A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
+A mean is over all trained tokens, whatever rank or update they were in; times of ranks are those of the slowest.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
     if len(updates) == 1:
         return last
     sums = tuple(map(sum, zip(*(one.sums for one in updates), strict=True)))
-    added = {name: sum(getattr(one, name) for one in updates) for name in ADDED}
+    added = {name: sum(getattr(one, name) for one in updates) for name in (
+        "tokens", "sequences", "micro_batches", "context_tokens", "forward_s", "backward_s", "step_s")}
     weights = [one.tokens + one.context_tokens for one in updates]
     return replace(
         last, **added, sums=sums, diagnostics=diagnostics.finish(sums),
@@ -55,9 +54,6 @@ def combined(updates: Sequence[StepStats]) -> StepStats:
         skipped="; ".join(dict.fromkeys(one.skipped for one in updates if one.skipped)),
         culprits=tuple(name for one in updates for name in one.culprits),
     )
-
-
-ADDED = ("tokens", "sequences", "micro_batches", "context_tokens", "forward_s", "backward_s", "step_s")
 
 
 @dataclass(frozen=True)
@@ -81,18 +77,15 @@ class RankStats:
 
 def stats_of(shares: Sequence[RankStats], lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
     """The step of these ranks, at least one: what they did added up, the times those of the slowest."""
-    first = shares[0]
-    tokens, computed = (sum(getattr(share, name) for share in shares) for name in ("tokens", "computed"))
+    added = {name: sum(getattr(share, name) for share in shares)
+             for name in ("tokens", "sequences", "micro_batches", "context", "computed", "real")}
+    slowest = {name: max(getattr(share, name) for share in shares) for name in ("forward_s", "backward_s", "step_s")}
+    computed, real, context = (added.pop(name) for name in ("computed", "real", "context"))
     sums = tuple(map(sum, zip(*(share.sums for share in shares), strict=True)))
     found = diagnostics.finish(sums)
     return StepStats(
-        lr=lr, loss=found.loss / ((denominator or max(tokens, 1)) * scale), grad_norm=first.norm, tokens=tokens,
-        sequences=sum(share.sequences for share in shares),
-        micro_batches=sum(share.micro_batches for share in shares),
-        padding=1.0 - sum(share.real for share in shares) / computed if computed else 0.0,
-        diagnostics=found, skipped=first.skipped,
-        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)),
-        context_tokens=sum(share.context for share in shares),
-        forward_s=max(share.forward_s for share in shares), backward_s=max(share.backward_s for share in shares),
-        step_s=max(share.step_s for share in shares), sums=sums,
+        lr=lr, loss=found.loss / ((denominator or max(added["tokens"], 1)) * scale), grad_norm=shares[0].norm,
+        padding=1.0 - real / computed if computed else 0.0, diagnostics=found, skipped=shares[0].skipped, sums=sums,
+        context_tokens=context,
+        culprits=tuple(dict.fromkeys(name for share in shares for name in share.culprits)), **added, **slowest,
     )

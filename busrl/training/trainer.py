@@ -1,7 +1,7 @@
 """The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
-Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and the optimiser;
-knows nothing of rings, groups that are still missing or the clock of the run.
+Driven by the learner: `accumulate` any number of times, then `step`. Knows nothing of rings, groups that are still
+missing or the clock of the run.
 
 - The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
   step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.
@@ -13,6 +13,7 @@ knows nothing of rings, groups that are still missing or the clock of the run.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,15 +30,14 @@ from busrl import device
 from busrl.algorithms import catalog, diagnostics, losses, terms
 from busrl.algorithms.gae import Valued, ValueSettings, value_loss
 from busrl.algorithms.losses import LossSettings
-from busrl.training import batch, optimizers, sharded, sharded_state
+from busrl.training import batch, optimizers, shard_files, sharded
 from busrl.training.batch import Flat, Sample, Worth, pieces_of
-from busrl.training.checkpoint import Checkpoint, buffers
+from busrl.training.checkpoint import WEIGHT_PREFIX, Checkpoint, buffers
 from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, Scores, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
-from busrl.training.model import Adapter, Merged, named_weights, train_only
-from busrl.training.precision import Masters
-from busrl.training.shard_files import Saving, Writing
+from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only
+from busrl.training.shard_files import Part, Saving, Shards, Writing
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.value_head import ValueHead
 
@@ -80,6 +80,11 @@ class TrainerSettings(LossSettings):
         pois = topology.segments.loss == "pois"
         return cls(compute_dtype=topology.model.dtype, ratio_one=pois, value=value, **values)
 
+    @property
+    def few_bits(self) -> torch.dtype | None:
+        """What forward and backward compute with, and what is published; None: as it is trained."""
+        return None if self.compute_dtype == "float32" else getattr(torch, self.compute_dtype)
+
 
 # -- the optimiser step ----------------------------------------------------------
 
@@ -96,10 +101,6 @@ class Given:
     proximal: Sequence[Floats] | None = None  # log-probabilities by `score` as the step began; those of the forward
     chosen: Sequence[NDArray[np.bool_]] | None = None  # tokens, for a loss that chooses
     valued: Sequence[Valued] | None = None  # for a value head: values, returns and advantages of each token
-
-    def rows(self) -> list[Sequence[Any]]:
-        """Those that are given."""
-        return [rows for rows in vars(self).values() if rows is not None]
 
     def of(self, part: Sequence[int]) -> Given:
         """Those of the samples at these positions."""
@@ -122,12 +123,13 @@ class Trainer:
         self._device = self.forward.where or self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        adam = {name: getattr(settings, name) for name in optimizers.ADAM_KEYS}
-        self.optimizer: Any = self._made(lambda own: optimizers.make(settings.optimizer, own, adam, settings.options))
+        adam = {key: getattr(settings, key) for key in optimizers.ADAM_KEYS}
+        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options)
         value = settings.value
         self.value_head = None if value is None else ValueHead.of(model, value, self._dtype, self._device)
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too
-        self.ages_of: Callable[[Versions], NDArray[np.int64]] = _no_age  # steps since the version of each token
+        # Steps since the version of each token.
+        self.ages_of: Callable[[Versions], NDArray[np.int64]] = lambda versions: np.zeros(len(versions), np.int64)
         self.adapter: Adapter | None = None  # of a team; a trainer alone has it as what `named` gives
         self.reference: Callable[[Sequence[Sample], Flat], Tensor] | None = None  # its log-probabilities; no gradient
         # A teacher's most probable tokens in the place of each generated one: ids and log-probabilities; no gradient.
@@ -137,17 +139,6 @@ class Trainer:
         self.watched: Collection[int] = ()  # uids of samples of which `gaps` tells
         self._gaps: dict[int, Tensor] = {}
         self._clear()
-
-    def _made(self, make: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """The optimiser: of the parameters, or of this rank's parts of them where it cannot take spread ones."""
-        spread = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
-        of_spread = self.settings.optimizer == optimizers.ADAMW and sharded.alike(self.parameters)
-        if not spread or of_spread or self.settings.optimizer == optimizers.ADAFACTOR:
-            return make(self.parameters)
-        adam = {name: getattr(self.settings, name) for name in optimizers.ADAM_KEYS}
-        optimizers.require_elementwise(self.settings.optimizer, adam, self.settings.options)
-        packed = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict
-        return sharded.OverParts(self.parameters, make, optimizers.unpacked, packed)
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -162,28 +153,28 @@ class Trainer:
     def accumulate(
         self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
     ) -> None:
-        """Forward and backward of these samples, added to the step under way.
-
-        `given` without anything else than advantages may be these alone; `version` is the policy version of the weights
-        being trained, for the mismatch between engine and trainer.
-        """
-        given = given if isinstance(given, Given) else Given(given)
-        self._check(samples, given)
+        """Forward and backward of these samples, added to the step under way. `given` may be advantages alone;
+        `version` is that of the weights being trained, for the mismatch between engine and trainer."""
+        given = self._checked(samples, given)
         for part in batch.cut(samples, self.settings.micro_batch_tokens, self.forward.together):
             self.micro_batch([samples[i] for i in part], given.of(part), version)
 
-    def _check(self, samples: Sequence[Sample], given: Given) -> None:
-        if wrong := [len(rows) for rows in given.rows() if len(rows) != len(samples)]:
-            raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {wrong[0]}")
+    def _checked(self, samples: Sequence[Sample], given: Given | Sequence[Worth]) -> Given:
+        given = given if isinstance(given, Given) else Given(given)
+        for rows in vars(given).values():
+            if rows is not None and len(rows) != len(samples):
+                raise ValueError(f"{len(samples)} samples need as many advantages and proximal rows, got {len(rows)}")
+        return given
 
     def micro_batch(self, samples: Sequence[Sample], given: Given, version: int | None) -> None:
-        """Forward and backward of these samples at once."""
         started = self._watch.mark()
         flat = batch.flatten(samples, self._dtype, self._device)
         inputs, values = self._computed_inputs(samples, flat, given)
-        marks = self._of_these_weights(flat, version)
+        # Which tokens the weights of `version` drew, and which of them in samples that began with these weights.
+        current = None if version is None else torch.from_numpy(flat.policy_versions == version).to(self._device)
+        begun = None if version is None else flat.begun(version)
         in_loss = self.settings.kl != "none" and self.settings.kl_in == "loss"
-        loss = terms.objective(self.loss, self._trained(inputs, marks[0]), self.settings, in_loss)
+        loss = terms.objective(self.loss, self._trained(inputs, current), self.settings, in_loss)
         of_values = None if given.valued is None else self._of_values(values, given.valued, flat)
         trained = loss if of_values is None else loss + of_values.loss
         if given.weights is not None:
@@ -193,7 +184,7 @@ class Trainer:
         forwarded = self._watch.mark()
         total.backward()  # type: ignore[no-untyped-call]
         self._marks.append((started, forwarded, self._watch.mark()))
-        self._count(samples, flat, inputs, loss.detach(), marks, of_values)
+        self._count(samples, flat, inputs, loss.detach(), current, begun, of_values)
         self.on_progress()
 
     def _of_values(self, values: Tensor | None, valued: Sequence[Valued], flat: Flat) -> diagnostics.ValueErrors:
@@ -218,19 +209,33 @@ class Trainer:
         self.on_progress()
 
     def _trained(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:
-        """What the loss sees: a ratio of exactly 1 for all tokens (pois), or for those of the present weights. The
-        diagnostics are of the true ratio."""
+        """With a ratio of exactly 1 for all tokens (pois), or for those of the present weights; for the loss alone."""
         if self.settings.ratio_one:
             return replace(inputs, behaviour_logprobs=inputs.trainer_logprobs.detach())
         if self.settings.newest_ratio == "one" and current is not None:
-            return terms.as_if_drawn_by(inputs, current)
+            drawn = torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)
+            return replace(inputs, behaviour_logprobs=drawn)
         return inputs
 
-    def _loss_inputs(
-        self, samples: Sequence[Sample], flat: Flat, logprobs: Tensor, entropy: Tensor, given: Given,
-        referred: Tensor | None,
-    ) -> losses.LossInputs:
-        """What the loss gets of a micro-batch."""
+    def _computed_inputs(
+        self, samples: Sequence[Sample], flat: Flat, given: Given
+    ) -> tuple[losses.LossInputs, Tensor | None]:
+        """What the loss gets, and the values of a value head, of one forward of each model."""
+        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
+        wanted, known, student = flat, None, None
+        if self.teacher is not None:
+            with torch.no_grad():
+                ids, known = self.teacher(samples, flat)
+            wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
+        (logprobs, entropy), values = self._scores_and_values(samples, wanted)
+        if known is not None:
+            logprobs, student, known = logprobs[:, 0], logprobs[:, 1:], known.to(self._dtype)
+        inputs = self._loss_inputs(flat, logprobs, given)
+        return replace(inputs, entropy=entropy, reference_logprobs=referred, teacher_logprobs=known,
+                       student_logprobs=student), values
+
+    def _loss_inputs(self, flat: Flat, logprobs: Tensor, given: Given) -> losses.LossInputs:
+        """What needs no other forward than that of the log-probabilities."""
         before = logprobs.detach()
         if given.proximal is not None:
             before = torch.from_numpy(np.concatenate(given.proximal)).to(logprobs)
@@ -244,48 +249,23 @@ class Trainer:
             advantages=advantages, mask=flat.mask, samples=flat.turns if by_turn else flat.rows,
             policy_versions=torch.from_numpy(flat.policy_versions.astype(np.int64)).to(self._device),
             ages=torch.from_numpy(self.ages_of(flat.policy_versions)).to(self._device),
-            lengths=flat.turn_lengths if by_turn else flat.lengths,
-            entropy=entropy, reference_logprobs=referred, chosen=chosen,
+            lengths=flat.turn_lengths if by_turn else flat.lengths, chosen=chosen,
         )
-
-    def _computed_inputs(
-        self, samples: Sequence[Sample], flat: Flat, given: Given
-    ) -> tuple[losses.LossInputs, Tensor | None]:
-        """What the loss gets, and the values of a value head, of one forward of each model."""
-        referred = self._reference_logprobs(samples, flat)  # before the graph is there: what it gathers is given up
-        if self.teacher is None:
-            (logprobs, entropy), values = self._scores_and_values(samples, flat)
-            return self._loss_inputs(samples, flat, logprobs, entropy, given, referred), values
-        with torch.no_grad():
-            ids, known = self.teacher(samples, flat)
-        wanted = replace(flat, targets=torch.cat([flat.targets[:, None], ids], -1))
-        (every, entropy), values = self._scores_and_values(samples, wanted)
-        inputs = self._loss_inputs(samples, flat, every[:, 0], entropy, given, referred)
-        known = known.to(self._dtype)
-        return replace(inputs, teacher_logprobs=known, student_logprobs=every[:, 1:]), values
 
     @torch.no_grad()
     def _reference_logprobs(self, samples: Sequence[Sample], flat: Flat) -> Tensor | None:
-        """Log-probabilities under the reference, where there is one."""
         return None if self.reference is None else self.reference(samples, flat)
 
     def _scores_and_values(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor | None]:
-        """Of one forward."""
         if self.value_head is None:
             return self.forward.score(samples, flat), None
         scores, hidden = self.forward.with_states(samples, flat)
         return scores, self.value_head(hidden)
 
-    @torch.no_grad()
-    def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """The value before each generated token under the present weights, in the order of `samples`."""
-        return self._rows(samples, "value")
-
     def _count(
         self, samples: Sequence[Sample], flat: Flat, inputs: losses.LossInputs, loss: Tensor,
-        marks: tuple[Tensor | None, Tensor | None], of_values: diagnostics.ValueErrors | None,
+        current: Tensor | None, begun: Tensor | None, of_values: diagnostics.ValueErrors | None,
     ) -> None:
-        current, begun = marks
         assert inputs.entropy is not None
         self._sums += diagnostics.sums(inputs, loss, inputs.entropy, current, self.settings, begun, of_values)
         per_sample = torch.zeros(len(samples), dtype=loss.dtype, device=self._device)
@@ -313,24 +293,10 @@ class Trainer:
         found, self._gaps = self._gaps, {}
         return {uid: own.float().cpu().numpy() for uid, own in found.items()}
 
-    def _of_these_weights(self, flat: Flat, version: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """Which tokens the weights of `version` drew, and which of them in samples that began with these weights."""
-        if version is None:
-            return None, None
-        return torch.from_numpy(flat.policy_versions == version).to(self._device), flat.begun(version)
-
     @torch.no_grad()
-    def score_reference(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Log-probabilities of the generated tokens under the reference, in the order of `samples`."""
-        return self._rows(samples, "reference")
-
-    @torch.no_grad()
-    def score(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Log-probabilities of the generated tokens under the present weights, in the order of `samples`."""
-        return self._rows(samples)
-
-    def _rows(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
-        """The first of the numbers that `at_once` gives of all tokens, as a row per sample."""
+    def score(self, samples: Sequence[Sample], by: str = "") -> list[Floats]:
+        """Log-probabilities of the generated tokens under the present weights or the "reference", or the "value" before
+        each: a row per sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
         for part, values, _ in self._parts(samples, by):
             if not part:  # of a rank without work
@@ -356,9 +322,8 @@ class Trainer:
 
     @torch.no_grad()
     def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the generated tokens of these samples, computed at once; by "reference"
-        its log-probabilities alone, by "value" the values. Of none, where a rank without work has to make a forward
-        like the others."""
+        """Log-probabilities and entropies of the generated tokens, computed at once; by "reference" or "value" those
+        numbers alone. Of no sample, where a rank without work has to make a forward like the others."""
         chosen = list(samples) or [NOTHING]
         if by == "value":
             assert self.value_head is not None
@@ -377,24 +342,20 @@ class Trainer:
 
     @property
     def step_uids(self) -> list[int]:
-        """The samples of the step under way."""
         return [uid for uids, _ in self._blame for uid in uids]
 
     # -- the update ------------------------------------------------------------------------------------------------
 
     def step(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> StepStats:
-        """Divides, clips and updates with that learning rate; or skips, with the reason.
-
-        The gradient is divided by `denominator` (0: by the trained tokens) times `scale`, the number that the
-        advantages were not divided by.
-        """
+        """Divides, clips and updates with that learning rate; or skips, with the reason. The gradient is divided by
+        `denominator` (0: by the trained tokens) times `scale`, which the advantages were not divided by."""
         return stats_of([self.update(lr, denominator, scale)], lr, denominator, scale)
 
     def update(self, lr: float, denominator: float = 0.0, scale: float = 1.0) -> RankStats:
         """The same, on each of the ranks that the parameters are spread over; what this one did. A collective."""
         device.synchronize(self._device)  # what is still to be computed is no part of the update
         started = time.perf_counter()
-        norm, reason, culprits = 0.0, "", ()  # type: float, str, tuple[str, ...]
+        norm, reason = 0.0, ""
         (tokens,) = sharded.added([self._tokens / self.copies], self.parameters)
         if not tokens:
             reason = "no trained token"
@@ -402,9 +363,11 @@ class Trainer:
             divisor = (denominator or tokens) * scale
             norm = normalised_norm(self.parameters, divisor)
             of_head = self._value_norm(divisor)
-            if np.isfinite(norm) and not np.isfinite(of_head):
-                reason, culprits = f"the gradient norm of the value head is {of_head}", self._culprits()
-            elif np.isfinite(norm):
+            if not np.isfinite(norm):
+                reason = f"the gradient norm is {norm}"
+            elif not np.isfinite(of_head):
+                reason = f"the gradient norm of the value head is {of_head}"
+            else:
                 clip(self.parameters, norm, self.settings.max_grad_norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
@@ -414,9 +377,7 @@ class Trainer:
                 self._round()
                 if self.value_head is not None:
                     self.value_head.step(lr, of_head, self.settings.max_grad_norm)
-            else:
-                reason, culprits = f"the gradient norm is {norm}", self._culprits()
-        stats = self._rank_stats(norm, reason, culprits, started)
+        stats = self._rank_stats(norm, reason, self._culprits() if reason and tokens else (), started)
         self._clear()
         return stats
 
@@ -453,25 +414,18 @@ class Trainer:
         """The weights to publish, by name, in the compute type; valid until the next step."""
         return self._named(self.model)
 
-    @property
-    def published_type(self) -> torch.dtype | None:
-        """What weights are cast to before they are published; None: they stay as they are."""
-        return None if self.settings.compute_dtype == "float32" else getattr(torch, self.settings.compute_dtype)
-
     def gather_weight(self, name: str) -> Tensor:
-        """One of the weights to publish, whole, on every rank that it is spread over: a collective. Cast before it is
-        gathered: half of the bytes, and what a forward computes with."""
+        """One of the weights to publish, whole, on every rank: a collective. Cast before: half of the bytes."""
         views = self.published()
         if isinstance(views, Merged):
             return views.made(name, sharded.gathered)
-        return sharded.gathered(views[name], self.published_type)
+        return sharded.gathered(views[name], self.settings.few_bits)
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         """The adapter by the names of its file, as it is trained; valid until the next step."""
         return adapter.tensors()
 
     def load_adapter(self, adapter: Adapter, folder: Path) -> None:
-        """Continue with an adapter that was written."""
         adapter.load(folder, sharded.spread_like)
 
     def published(self) -> Mapping[str, Tensor]:
@@ -481,15 +435,10 @@ class Trainer:
         return self._views
 
     def optimizer_state(self) -> dict[str, Any]:
-        """For a checkpoint; tensors, numbers and lists only. `master`: the trained parameters, where the model's folder
-        has them rounded."""
-        masters = {MASTER: self.trained_tensors()} if self.rounded else {}
+        """Tensors, numbers and lists only. `master`: what is trained, where the model's folder has it rounded."""
+        masters = {MASTER: self.trained_tensors()} if self.settings.few_bits is not None else {}
         own = {optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers}
         return {**self.optimizer.state_dict(), **own, **masters}
-
-    def save(self, folder: Path) -> Saving:
-        """Begin to write weights and optimiser in shards; training may go on meanwhile."""
-        return sharded_state.save(self, folder)
 
     def kept_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint in shards holds of the model: what is trained, the rest of it, and its buffers."""
@@ -504,16 +453,11 @@ class Trainer:
         """The same whole, on the host, of a trainer whose parameters are spread over ranks: a collective per tensor.
         Without `keep` this rank only takes part, and gets nothing."""
         state = Trainer.optimizer_state(self)
-        masters = {MASTER: self.trained_tensors()} if self.published_type is not None else {}
-        for name, tensors in {"state": state["state"], **masters}.items():
-            state[name] = _whole(tensors, keep)
+        for name in ("state", MASTER):
+            if name in state:
+                state[name] = _whole(state[name], keep)
         self.on_progress()
         return state if keep else {}
-
-    @property
-    def rounded(self) -> bool:
-        """Whether weights are published in fewer bits than they are trained in."""
-        return self._masters is not None
 
     def trained_tensors(self) -> dict[str, Tensor]:
         """What the optimiser changes, by name."""
@@ -532,11 +476,9 @@ class Trainer:
 
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> list[str]:
-        """The counterpart; the model's weights are loaded from the checkpoint's model folder.
-
-        The settings stay those of this trainer: returns, as text, which of them differ from those of `state`.
-        """
-        changed = self.take({name: self._spread(name, state[name]) for name in ("state", "param_groups")})
+        """The counterpart; weights are loaded from the checkpoint's model folder. The settings stay those of this
+        trainer: returns, as text, which of them differ from those of `state`."""
+        changed = self.take({"state": self._spread(state["state"]), "param_groups": state["param_groups"]})
         for name, parameter in self.trained_tensors().items():
             if MASTER in state:
                 parameter.copy_(sharded.spread_like(state[MASTER][name], parameter))
@@ -544,32 +486,33 @@ class Trainer:
         return changed
 
     def take(self, state: dict[str, Any]) -> list[str]:
-        """Load a state of the optimiser as torch has it, its tensors spread as the parameters are; the settings stay
-        those of this trainer."""
+        """Load a state whose tensors are spread as the parameters are; the settings stay those of this trainer."""
         names = optimizers.settings_of(self.settings.optimizer, self.settings.options)
         return optimizers.keep_settings(self.optimizer, names, lambda: self.optimizer.load_state_dict(state))
 
-    def _spread(self, name: str, value: Any) -> Any:
-        """This rank's part of an optimiser's state, which has the parameters by number."""
-        if name != "state":
-            return value
+    def _spread(self, states: Mapping[int, Any]) -> dict[int, Any]:
+        """This rank's part of the states of an optimiser, by the numbers of its parameters."""
         order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        eight = optimizers.packed if self.settings.optimizer == optimizers.ADAMW8 else dict  # a team's are unpacked
-        convert: Callable[[Any], Any] = optimizers.unpacked if hasattr(order[0], "device_mesh") else eight
         return {
             number: {
                 key: sharded.spread_like(one, order[number])
                 if isinstance(one, Tensor) and one.shape == order[number].shape else one
-                for key, one in convert(kept).items()
+                for key, one in self._as_kept(kept).items()
             }
-            for number, kept in value.items()
+            for number, kept in states.items()
         }
+
+    def _as_kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state as the optimiser takes it: in 8 bits, but for one of parts, which packs by itself."""
+        if sharded.any_spread(self.parameters):
+            return optimizers.unpacked(state)
+        return optimizers.packed(state) if self.settings.optimizer == optimizers.ADAMW8 else state
 
     def restore(self, found: Checkpoint, optimizer: bool = True) -> list[str]:
         """Continue with the optimiser of a checkpoint whose model was loaded, and with the weights where they are in
         shards; what `load_optimizer_state` returns. UserError if it is of another model or optimiser than this one."""
         if found.sharded:
-            return sharded_state.restore(self, found.path, optimizer)
+            return self._restore_shards(found.path, optimizer)
         if not optimizer:
             return []
         saved = found.optimizer_state()
@@ -582,7 +525,81 @@ class Trainer:
         names = [name for name, _ in self.model.named_parameters()]
         optimizers.require_same_layers(state, self.settings.train_layers, names, folder)
 
+    # -- in shards, by names: parameters may have another order in the next run ------------------------------------
 
+    def save(self, folder: Path) -> Saving:
+        """Begin to write this rank's share of a checkpoint; training may go on meanwhile. Of a tensor that is spread
+        the first rank that has a part writes it; all others are whole, written by rank 0."""
+        if self.saving is not None:
+            self.saving.leave()
+        rank, world = sharded.rank_and_world(self.parameters)
+        rest, tensors = shard_files.flattened(self._named_state(), OPTIMIZER_PREFIX)
+        tensors |= {f"{WEIGHT_PREFIX}{name}": tensor for name, tensor in self.kept_tensors().items()}
+        parts = [
+            Part(name, sharded.local(tensor.detach()), sharded.begin(tensor), tuple(tensor.shape))
+            for name, tensor in tensors.items() if sharded.first_to_have(tensor, rank)
+        ]
+        (folder / shard_files.FOLDER).mkdir(exist_ok=True)
+        if rank == 0:
+            (folder / shard_files.FOLDER / shard_files.REST).write_text(json.dumps(rest))
+        self.saving = Writing(folder / shard_files.file_of(rank), parts, world)
+        return Saving(self.saving, rank)
+
+    def _named_state(self) -> dict[str, Any]:
+        state, names = self.optimizer.state_dict(), self.numbered()
+        return {  # blocks of 8 bits are of a part
+            "state": {names[number]: optimizers.unpacked(own) for number, own in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
+            ],
+            optimizers.KIND: self.settings.optimizer, optimizers.TRAINED: self.settings.train_layers,
+        }
+
+    @torch.no_grad()
+    def _restore_shards(self, path: Path, optimizer: bool) -> list[str]:
+        """One of another model or another optimiser is refused with both values before anything is changed."""
+        found = Shards(path)
+        own = {name: one for name, one in self.kept_tensors().items() if one.numel()}  # no file has empty ones
+        shapes = {name: found.shapes[f"{WEIGHT_PREFIX}{name}"] for name in found.names(WEIGHT_PREFIX)}
+        shard_files.require_same(shapes, own, str(path), "this run's")
+        if optimizer:
+            self.require_same(found.rest, str(path))
+        for name, tensor in own.items():
+            sharded.local(tensor).copy_(sharded.local(_read_like(found, f"{WEIGHT_PREFIX}{name}", tensor)))
+            self.on_progress()
+        changed = self.take(self._state_of(found)) if optimizer else []
+        self.reset()
+        return changed
+
+    def _state_of(self, found: Shards) -> dict[str, Any]:
+        """The optimiser's state as torch has it, this rank's share of each tensor."""
+        numbers, trained = {name: number for number, name in enumerate(self.numbered())}, self.trained_tensors()
+
+        def read(tree: Any, parameter: Tensor) -> Any:
+            return shard_files.built(tree, lambda name: _read_like(
+                found, name, parameter if found.shapes[name] == tuple(parameter.shape) else None))
+
+        return {
+            "state": {
+                numbers[name]: self._as_kept(read(tree, trained[name])) for name, tree in found.rest["state"].items()
+            },
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in group["params"]]} for group in found.rest["param_groups"]
+            ],
+        }
+
+
+def _read_like(found: Shards, name: str, pattern: Any) -> Tensor:
+    """This rank's part of a tensor of a checkpoint, spread as `pattern` is; whole where that is not spread."""
+    if not hasattr(pattern, "device_mesh"):
+        return found.whole(name)
+    own = sharded.local(pattern)
+    part = found.part(name, sharded.within(pattern)) if own.numel() else torch.empty_like(own)
+    return sharded.spread_of(part, pattern)
+
+
+MASTER = "master"
+OPTIMIZER_PREFIX = "optimizer"  # what the names of its tensors in shards begin with
 NOTHING = Sample(
     uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
     behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),
@@ -608,7 +625,7 @@ def _prepared(model: Any, settings: TrainerSettings, forward: Forward | None) ->
     found = forward
     if found is None and not settings.attention.startswith(FLASH):  # a probe in float32 tells more
         found = way_of(model, settings)
-    masters = None if settings.compute_dtype == "float32" else Masters(model, getattr(torch, settings.compute_dtype))
+    masters = None if settings.few_bits is None else Masters(model, settings.few_bits)
     found = found or way_of(model, settings)
     if computes_again(settings, model, model.device.type):
         checkpoint_layers(found)
@@ -629,16 +646,8 @@ def computes_again(settings: TrainerSettings, model: Any, kind: str) -> bool:
         parameter.numel() for parameter in model.parameters()))
 
 
-def _no_age(versions: Versions) -> NDArray[np.int64]:
-    return np.zeros(len(versions), np.int64)
-
-
-MASTER = "master"
-
-
 def normalised_norm(parameters: Sequence[Tensor], divisor: float) -> float:
-    """Divides the accumulated gradient by a number of the step, in place, and returns its norm: that of all
-    ranks together where the parameters are spread over some, which is a collective then."""
+    """Divides the accumulated gradient in place, and returns its norm over all ranks: a collective if it is spread."""
     gradients = _gradients(parameters)
     torch._foreach_div_(gradients, divisor)
     shares = torch.tensor([sharded.weight_in_sum(one.grad) for one in parameters if one.grad is not None]).double()
@@ -653,5 +662,4 @@ def clip(parameters: Sequence[Tensor], norm: float, limit: float) -> None:
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's parts of them; views."""
     return [sharded.local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -141,12 +141,11 @@ INSIDE: dict[str, dict[str, str]] = {
     "sinks": {"feed": "", "known": ""},
     "training": {
         "earlier": "packing batch",
-        "head": "", "precision": "", "schedule": "", "shard_files": "", "step_stats": "",
-        "value_head": "", "batch": "", "packing": "batch", "model": "precision", "checkpoint": "shard_files",
-        "custom": "optimizers", "optimizers": "sharded", "forward": "batch head model packing",
-        "sharded": "", "sharded_state": "checkpoint optimizers shard_files sharded",
-        "trainer": "batch checkpoint custom forward head model optimizers precision shard_files sharded sharded_state "
-                   "step_stats value_head",
+        "head": "", "shard_files": "", "step_stats": "",
+        "value_head": "", "batch": "", "packing": "batch", "model": "", "checkpoint": "shard_files",
+        "custom": "optimizers", "optimizers": "sharded", "forward": "batch earlier head model packing",
+        "sharded": "",
+        "trainer": "batch checkpoint custom forward head model optimizers shard_files sharded step_stats value_head",
         "ranks": "batch checkpoint custom forward head model shard_files sharded step_stats trainer value_head",
     },
     "training.ranks": {

@@ -674,7 +674,8 @@ def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_al
     assert second.grad_norm > 1e-3 and second.diagnostics.kl is not None and second.diagnostics.kl > 1e-8
     samples = [to_sample(one) for one in batch]
     base = TrainingStep(topology).trainer.score(samples)
-    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score_reference(samples), base, strict=True))
+    referred = step.trainer.score(samples, "reference")
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(referred, base, strict=True))
     assert not all(np.allclose(a, b, atol=1e-6) for a, b in zip(step.trainer.score(samples), base, strict=True))
     plain = TrainingStep(with_lora(with_keys(topology, lr=1e-2)))
     assert plain.train(batch, 4, version=0).grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
@@ -854,7 +855,7 @@ def test_with_a_kl_in_the_reward_each_token_of_a_value_head_s_step_pays_its_own(
     chosen = with_keys(with_values(topology, whiten=False), kl="k1", kl_coef=0.3, kl_in="reward")
     step, batch = Valuing(chosen), varied(1)
     found = step._valued(batch)
-    referred = step.trainer.score_reference(step._samples(batch))
+    referred = step.trainer.score(step._samples(batch), "reference")
     for one, record, row in zip(found, batch, referred, strict=True):
         own = -0.3 * (record.logprob_array().astype(np.float64) - row)
         own[-1] += record.reward

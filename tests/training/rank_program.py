@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from busrl.training import optimizers, sharded, sharded_state
+from busrl.training import optimizers, sharded
 from busrl.training.batch import Sample
+from busrl.training.checkpoint import Checkpoint
 from busrl.training.model import Adapter, LoraSettings
 from busrl.training.ranks import mesh
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder
@@ -179,7 +180,7 @@ def saved_and_restored(rank: int, world: int, folder: Path, family: str, trainer
     layout = axes_of(family.partition(":")[2], world)[1]
     after = train(trainer, rank // layout.tensor, layout.shares, 1)
     other = parts(world, family.partition(":")[2].partition("@")[0]).trainer(folder / name, Trainer)
-    sharded_state.restore(other, kept)
+    other.restore(Checkpoint(kept, 0, {}))
     again = train(other, rank, world, 1)
     return [after[0].norm, again[0].norm]
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from busrl.roles.learner.step import Schedule
 from busrl.training import batch
 from busrl.training.batch import Sample, first_fault
-from busrl.training.schedule import Schedule
 
 
 def sample(index: int, prompt: int, tokens: int, group: int = 0) -> Sample:

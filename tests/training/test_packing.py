@@ -125,7 +125,7 @@ def test_one_call_of_a_kernel_gives_every_token_what_its_sample_gives_alone(
     model, own = build(kind), samples(40)
     expected = alone(model, own)
     slopes = gradients(model, (expected * torch.arange(len(expected))).sum())
-    monkeypatch.setattr(packing, "_flash", lambda: kernel_on_a_cpu)
+    monkeypatch.setattr(packing, "_flash", lambda: (kernel_on_a_cpu, True))
     monkeypatch.setattr(packing, "_flash_knows", lambda query, key, rule: True)
     way = choose_forward(model)
     assert way.name == "packed"
@@ -147,7 +147,7 @@ def test_a_kernel_is_used_only_if_it_gives_what_the_slow_way_gives(
         return kernel_on_a_cpu(query, key, value, of_queries, of_keys, *longest, window_size=window_size,
                                enable_gqa=enable_gqa, **rest)
 
-    monkeypatch.setattr(packing, "_flash", lambda: kernel)
+    monkeypatch.setattr(packing, "_flash", lambda: (kernel, True))
     found = packing._flash_is_right.__wrapped__(torch.device("cpu"), torch.bfloat16, 3, 16, windowed)
     assert found == (not ahead)
 

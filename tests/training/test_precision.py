@@ -11,8 +11,7 @@ import torch.distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from busrl.training.batch import flatten
-from busrl.training.model import Adapter, LoraSettings, load
-from busrl.training.precision import Masters
+from busrl.training.model import Adapter, LoraSettings, Masters, load
 from busrl.training.trainer import Trainer, TrainerSettings
 
 dist: Any = torch.distributed

@@ -103,7 +103,7 @@ def test_a_team_along_the_tensor_axis_trains_scores_and_is_told_of_culprits_as_o
         trainer = team.trainer(lab.folder("qwen3"), TrainerSettings(**settings))
         one = lab.trainer("qwen3", double=False, **SETTINGS)
         probe = lab.samples(seed=9)
-        found = (trainer.score(probe), one.score(probe), trainer.score_reference(probe))
+        found = (trainer.score(probe), one.score(probe), trainer.score(probe, "reference"))
         for mine, other, third in zip(*found, strict=True):
             np.testing.assert_allclose(mine, other, atol=1e-5)
             np.testing.assert_allclose(mine, third, atol=1e-6)
@@ -181,9 +181,9 @@ def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: 
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
         if one.reference is not None:
             probe = lab.samples(seed=9)
-            for mine, other in zip(trainer.score_reference(probe), one.score_reference(probe), strict=True):
+            for mine, other in zip(trainer.score(probe, "reference"), one.score(probe, "reference"), strict=True):
                 np.testing.assert_allclose(mine, other, atol=1e-5)
-            assert len(trainer.score_reference(single)) == 1
+            assert len(trainer.score(single, "reference")) == 1
         if lora is None:
             return
         own = dict(trainer.adapter_weights(trainer.adapter))
@@ -214,7 +214,7 @@ def test_a_reference_with_another_vocabulary_is_refused_by_every_rank(lab: Any, 
 
 def a_step_with_values(trainer: Any, lab: Any, seed: int) -> Any:
     samples = lab.samples(groups=2 + seed % 2, seed=seed)
-    before = [row.astype(np.float64) for row in trainer.values(samples)]
+    before = [row.astype(np.float64) for row in trainer.score(samples, "value")]
     rewards = [np.append(np.zeros(len(row) - 1), float(i % 2)) for i, row in enumerate(before)]
     valued = gae.estimated(rewards, before, 1.0, 0.95, 1.0)
     for part in (slice(0, 3), slice(3, None)):
@@ -232,7 +232,7 @@ def test_a_value_head_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path:
                           [a_step_with_values(one, lab, seed) for seed in range(3)])
         single = lab.samples(groups=1, members=1)  # one rank has nothing to do
         for samples in (single, lab.samples(seed=9)):
-            for mine, other in zip(trainer.values(samples), one.values(samples), strict=True):
+            for mine, other in zip(trainer.score(samples, "value"), one.score(samples, "value"), strict=True):
                 np.testing.assert_allclose(mine, other, atol=1e-5)
         assert_same_weights(trainer.named_weights(), dict(one.named_weights()))
         heads = [dict(each.value_head.line.named_parameters()) for each in (trainer, one)]

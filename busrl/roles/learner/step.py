@@ -9,10 +9,11 @@ Talks to `busrl.training` and `busrl.algorithms`. Knows nothing of the ring and 
 from __future__ import annotations
 
 import json
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ from busrl.training.model import (
     vocabulary,
 )
 from busrl.training.ranks.leader import Team
-from busrl.training.schedule import Schedule
 from busrl.training.step_stats import StepStats, combined
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from busrl.training.value_head import FOLDER as VALUE
@@ -55,6 +55,50 @@ from busrl.weights.tensors import fingerprint
 ONCE = [name for name, made in catalog.ADVANTAGES.items() if made == catalog.SCALE]
 UNWEIGHTED = ("token-mean", "seq-mean-token-sum")  # all samples have weight 1
 KEPT = 256  # versions whose step is remembered; older ones count as at most as old as the oldest of these
+COUPLING_LOW, COUPLING_HIGH = 0.5, 2.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of a step: `lr` for steps of `n_min` groups, times warm-up, decay and coupling.
+
+    All is counted in groups: with a trigger that may fire early a step has no fixed size. The coupling to that size is
+    sqrt(groups / n_min) within [0.5, 2], which keeps the noise of Adam's update the same.
+    """
+
+    lr: float
+    n_min: int
+    warmup_groups: int = 0
+    decay: str = "none"
+    decay_groups: int = 0  # from the end of the warm-up on
+    decay_to: float = 0.0  # a share of `lr`
+
+    @classmethod
+    def of(cls, topology: Topology) -> Schedule:
+        """The rate over the run: a decay without a given length ends with the run."""
+        config, run = topology.learner, topology.run
+        total = run.max_groups or run.max_steps * config.trigger.n_min
+        falls = config.decay_groups or max(1, total - config.warmup_groups)
+        return cls(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
+
+    def __call__(self, trained: int, groups: int) -> float:
+        """The rate of a step of `groups` groups after `trained` groups were trained before it."""
+        return self.lr * self.warmup(trained + groups) * self.left(trained) * self.coupling(groups)
+
+    def warmup(self, seen: int) -> float:
+        """Rises in a line from 0, this step's groups included, so that the first step is not wasted."""
+        return 1.0 if self.warmup_groups <= 0 else min(1.0, seen / self.warmup_groups)
+
+    def left(self, seen: int) -> float:
+        """Falls from 1 to decay_to over decay_groups groups and stays there; what this step adds is not counted."""
+        if self.decay == "none" or self.decay_groups <= 0:
+            return 1.0
+        done = min(max(seen - self.warmup_groups, 0) / self.decay_groups, 1.0)
+        shape = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.decay_to + (1.0 - self.decay_to) * shape
+
+    def coupling(self, groups: int) -> float:
+        return min(max(math.sqrt(groups / self.n_min), COUPLING_LOW), COUPLING_HIGH)
 
 
 class StaleTokenMask:
@@ -165,7 +209,7 @@ class TrainingStep:
 
     def follow(self, topology: Topology) -> None:
         """Train by these values from the next step on."""
-        self.config, self.schedule = topology.learner, _schedule(topology)
+        self.config, self.schedule = topology.learner, Schedule.of(topology)
         self.stale.bound = self.oldest(topology)
 
     def _trainer(self, folder: Path) -> Trainer:
@@ -356,7 +400,7 @@ class TrainingStep:
         for row, record, penalty in zip(rows, records, self._penalties(records), strict=True):
             row -= penalty
             row[-1] += record.reward
-        before = [row.astype(np.float64) for row in self.trainer.values(self._samples(records))]
+        before = [row.astype(np.float64) for row in self.trainer.score(self._samples(records), "value")]
         found = gae.estimated(rows, before, own.gamma, own.decay, own.decay_of_values)
         if not own.whiten:
             return found
@@ -415,7 +459,7 @@ class TrainingStep:
         if self.config.kl == "none" or self.config.kl_in == "loss":
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
-        referred = self.trainer.score_reference(self._samples(records))
+        referred = self.trainer.score(self._samples(records), "reference")
         drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
         return [
             coefficient * estimator(own, torch.from_numpy(row.astype(np.float64))).numpy()
@@ -570,15 +614,7 @@ class TrainingStep:
         if self.shared and self.adapter is None:
             return copied_weights(self.trainer.model)
         whole = self.team is None and self.adapter is None
-        return None if whole and not self.trainer.rounded else self.trainer.named_weights()
-
-
-def _schedule(topology: Topology) -> Schedule:
-    """The rate over the run: a decay without a given length ends with the run."""
-    config, run = topology.learner, topology.run
-    total = run.max_groups or run.max_steps * config.trigger.n_min
-    falls = config.decay_groups or max(1, total - config.warmup_groups)
-    return Schedule(config.lr, config.trigger.n_min, config.warmup_groups, config.decay, falls, config.decay_to)
+        return None if whole and self.settings.few_bits is None else self.trainer.named_weights()
 
 
 def _flat(rows: Sequence[npt.NDArray[np.float32]]) -> Tensor:

@@ -1,7 +1,6 @@
 """What a rank of a learner is made of: the settings of the team, and the trainer of a model that is spread over it.
 
-Used by `leader` and `follower`. Talks to the folder of the model through `loading`, and to the process group through
-`mesh`; knows nothing of messages or processes.
+Knows nothing of messages or processes.
 
 - No rank ever holds the whole model: it is made without memory, cut, and then each rank reads its own rows.
 - The way the model computes is proved on its first layers before the rest is read.
@@ -126,8 +125,6 @@ def digest(trainer: Trainer) -> str:
 
 @dataclass
 class TrainerBuilder:
-    """Builds the trainer of a rank."""
-
     settings: TrainerSettings
     team: TeamSettings
     meshes: Meshes
@@ -159,9 +156,8 @@ class TrainerBuilder:
     def _spread(self, folder: Path, lora: LoraSettings | None, frozen: bool = False) -> tuple[Any, Any, Adapter | None]:
         """The folder's model in parts, how it computes, its adapter. No rank ever holds all of it."""
         settings, named = self.settings, "" if self.settings.attention == AUTO else self.settings.attention
-        rounded = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
         fixed = lora is not None or frozen  # what is not trained has no bits that no forward sees
-        model = load_empty(folder, (rounded if fixed else None) or torch.float32, named)
+        model = load_empty(folder, (settings.few_bits if fixed else None) or torch.float32, named)
         proof = way_of(first_layers(folder, named), settings)
         if not frozen and computes_again(settings, model, self.team.device.type):
             checkpoint_layers(proof)
@@ -177,7 +173,7 @@ class TrainerBuilder:
         elif lora is None:
             train_only(model, settings.train_layers)
         device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
-        mesh.shard(model, self.meshes, rounded, self.team.reshard, self.team.offload)
+        mesh.shard(model, self.meshes, settings.few_bits, self.team.reshard, self.team.offload)
         host = torch.device("cpu") if self.team.offload else self.team.device
         fill(model, files, host, self.team.device)
         self.read, self.largest = self.read + files.read, max(self.largest, files.largest)

@@ -1,7 +1,6 @@
 """A rank of a learner other than 0: holds a shard of the model, and does what rank 0 says, in its order.
 
-Driven by the role `rank`. Talks to rank 0 over a control stream (`wire`) and, inside of the trainer, over the process
-group of `mesh`. Knows nothing of rings, logs, groups or other followers.
+Talks to rank 0 over a control stream (`wire`) and, inside of the trainer, over the process group of `mesh`.
 
 - What goes wrong is told to rank 0 before it is raised; with the samples that were computed, unless another rank is the
   cause: these samples are no suspects.

@@ -1,7 +1,6 @@
 """Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
 
-`Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
-the trainer, over the process group of `mesh`. Knows nothing of rings, logs or groups.
+`Leader` is a trainer whose calls run on all ranks. Knows nothing of rings, logs or groups.
 
 - Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
   empty one where there is no work. A sample is never cut over ranks.
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -134,7 +134,6 @@ class Team:
             self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
 
     def tell(self, messages: Sequence[wire.ControlMessage]) -> None:
-        """To each follower its own."""
         self.seq += 1
         for stream, message in zip(self.followers, messages, strict=True):
             message.seq = self.seq
@@ -192,28 +191,28 @@ class Team:
         try:
             yield
         except RuntimeError as problem:
-            took, words, uids = time.monotonic() - begun, list[str](), list[int]()
             if not mesh.of_a_peer(problem):
                 raise RankFailed(f"{what}: rank 0 failed: {cause(problem)}", own) from problem
-            for text, samples in self._last_words():
-                words.append(text)
-                uids += samples
+            took = time.monotonic() - begun
+            words, uids = self._last_words()
             text = f"{what} failed after {took:.1f} s: {'; '.join([*words, cause(problem)])}"
             raise (RankFailed(text, uids) if uids else RankLost(text)) from problem
 
-    def _last_words(self) -> Iterator[tuple[str, list[int]]]:
-        """What each follower said, and its samples if it has failed."""
-        deadline = time.monotonic() + wire.LAST_WORDS_S
+    def _last_words(self) -> tuple[list[str], list[int]]:
+        """What each follower said, and the samples of those that have failed."""
+        deadline, said, uids = time.monotonic() + wire.LAST_WORDS_S, list[str](), list[int]()
         for stream in self.followers:
             try:
                 words = stream.receive(max(0.01, deadline - time.monotonic()))
             except RankLost as lost:
-                yield str(lost), []
+                said.append(str(lost))
                 continue
             if isinstance(words, wire.LastWords):
-                yield f"{stream.name} failed: {words.text}", words.uids
+                said.append(f"{stream.name} failed: {words.text}")
+                uids += words.uids
             else:
-                yield f"{stream.name} says nothing: it is stopped or stuck", []
+                said.append(f"{stream.name} says nothing: it is stopped or stuck")
+        return said, uids
 
     def close(self) -> None:
         """Dismiss the others, if they are still there."""
@@ -225,7 +224,6 @@ class Team:
         mesh.leave()
 
     def trainer(self, folder: Path, settings: TrainerSettings) -> Leader:
-        """A trainer of the model of that folder, on all ranks."""
         self.bring(folder)
         self.tell([wire.Build(folder=str(folder)) for _ in self.followers])
         if self.builder is None or self.builder.settings != settings:
@@ -285,8 +283,7 @@ class Leader(Trainer):
         self, samples: Sequence[Sample], given: Given | Sequence[Worth], version: int | None = None
     ) -> None:
         """Forward and backward of these samples, spread over the ranks, added to the step under way."""
-        given = given if isinstance(given, Given) else Given(given)
-        self._check(samples, given)
+        given = self._checked(samples, given)
         for shares in self._rounds(samples):
             parts: list[Any] = []
             for number, share in enumerate(shares):
@@ -306,7 +303,7 @@ class Leader(Trainer):
         ])
         with self.team.together("the update", self.step_uids):
             own = self.update(lr, denominator, scale)
-        every = [own, *(RankStats(**_tuples(answer.stats)) for answer in self.team.answers())]
+        every = [own, *(msgspec.convert(answer.stats, RankStats) for answer in self.team.answers())]
         return stats_of(_one_of_each(every, self.team.settings.axes.tensor), lr, denominator, scale)
 
     def _parts(self, samples: Sequence[Sample], by: str = "") -> Iterator[tuple[list[int], Tensor, Tensor]]:
@@ -327,7 +324,7 @@ class Leader(Trainer):
 
     def named_weights(self) -> Mapping[str, Tensor]:
         """The weights to publish, each gathered when it is asked for; valid until the next step."""
-        return Gathered(self.gather_weight, self.published(), self.published_type)
+        return Gathered(self.gather_weight, self.published(), self.settings.few_bits)
 
     def adapter_weights(self, adapter: Adapter) -> Mapping[str, Tensor]:
         own = adapter.tensors()
@@ -440,8 +437,3 @@ def _one_of_each(every: Sequence[RankStats], tensor: int) -> list[RankStats]:
     groups = (every[at : at + tensor] for at in range(0, len(every), tensor))
     return [replace(group[0], culprits=tuple(dict.fromkeys(name for one in group for name in one.culprits)))
             for group in groups]
-
-
-def _tuples(stats: dict[str, Any]) -> dict[str, Any]:
-    """As JSON-like messages have no tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in stats.items()}

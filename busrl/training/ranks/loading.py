@@ -1,7 +1,6 @@
 """Loading a model that no process has room for: each rank reads the rows of its shards from the files of the folder.
 
-Used by the ranks of a learner. Talks to the weight files of a Hugging Face folder, to transformers' own table of their
-names and, in `fill`, to the parts of spread tensors. Knows nothing of processes or messages.
+Knows nothing of processes or messages.
 
 - What is read at once is a part of one tensor; only one that transformers makes of several (the experts of a layer)
   may be there whole.
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from busrl.errors import ModelNotLoaded
 from busrl.training import sharded
-from busrl.training.model import load_empty
+from busrl.training.model import keep_first_layers, load_empty
 
 # In the order in which transformers looks for them: a file, or the list of several.
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -39,17 +38,17 @@ class WeightFiles:
     those of the largest part."""
 
     def __init__(self, folder: Path, model: Any) -> None:
-        """ModelNotLoaded if there are no weights, or quantised ones."""
+        """ModelNotLoaded if there are none, or quantised ones."""
         if getattr(model.config, "quantization_config", None) is not None:
             raise ModelNotLoaded(f"{folder}: its weights are quantised, which ranks cannot read; use ranks = 1")
         self.folder, self.read, self.largest = folder, 0, 0
         self._readers = dict(_readers(folder))
         self._model = model
         self._sources = _sources(model, list(self._readers))
-        self._aliases: dict[int, list[str]] = {}
+        aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._aliases.setdefault(id(parameter), []).append(name)
-        self._others = {name: names for names in self._aliases.values() for name in names}
+            aliases.setdefault(id(parameter), []).append(name)
+        self._others = {name: names for names in aliases.values() for name in names}
 
     def part(self, name: str, place: Place) -> Tensor:
         """That part of the model's tensor, in the number type of the file; ModelNotLoaded if no file has it."""
@@ -92,12 +91,8 @@ def _in_safetensors(path: Path) -> Iterator[tuple[str, Reader]]:
 
 def _in_pickle(path: Path) -> Iterator[tuple[str, Reader]]:
     found: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-    def reader(tensor: Tensor) -> Reader:
-        return lambda place: tensor[place]
-
     for name, tensor in found.items():
-        yield name, reader(tensor)
+        yield name, tensor.__getitem__
 
 
 # -- names ----------------------------------------------------------------------------
@@ -123,8 +118,7 @@ class _Source:
         return whole[left]
 
     def _needed(self, place: Place) -> tuple[list[tuple[str, str]], Place]:
-        """What has to be read for these rows, and which rows of what is made of it: of a list of experts those alone
-        that are asked for."""
+        """What has to be read for these rows, and which rows of what it makes: of experts only those wanted."""
         operation = self.converter.operations[0]
         if type(operation).__name__ != "MergeModulelist" or operation.dim or not place:
             return self.keys, place
@@ -215,11 +209,7 @@ def first_layers(folder: Path, attention: str = "") -> Any:
     its vocabulary: enough to prove a way of computing on."""
     model = load_empty(folder, attention=attention)
     files = WeightFiles(folder, model)
-    base, config = model.base_model, model.config
-    if isinstance(layers := getattr(base, "layers", None), nn.ModuleList):
-        kinds = getattr(config, "layer_types", None) or [""] * len(layers)
-        few = 1 + max(kinds.index(kind) for kind in set(kinds))
-        base.layers, config.num_hidden_layers = layers[:few], few
+    keep_first_layers(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     words, tied = min(WORDS, embedding.weight.shape[0]), head is not None and head.weight is embedding.weight
     for module in (embedding, head):

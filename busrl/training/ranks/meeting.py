@@ -1,7 +1,6 @@
 """Where the ranks of a learner meet rank 0: a Unix socket for those of its host, a TCP port for those of others.
 
-Used by `leader` and `follower`. Talks to sockets, and to the file that says where the port is, which home's relay reads
-to the hosts that may know; knows nothing of messages, models or process groups.
+A file says where the port is; home's relay reads it to the hosts that may know.
 
 - Port and secret are new with every attempt: a rank of an earlier one finds nobody, or is refused.
 - Over TCP both sides prove that they know the secret before a message is read; it never travels here. What follows is
@@ -163,8 +162,7 @@ def _watched(connected: socket.socket, silent_s: float) -> socket.socket:
 
 
 def use_network_of(address: str) -> None:
-    """Let Gloo and NCCL of this process listen on the interface that has the address, unless the environment says
-    where. DeviceMissing: none has it."""
+    """Let Gloo and NCCL of this process listen on the interface with that address, if the environment does not say."""
     if all(name in os.environ for name in VARIABLES):
         return
     found = interface_of(address)

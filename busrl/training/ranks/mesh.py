@@ -1,7 +1,6 @@
 """The mesh of a learner's ranks, and a model spread over it: FSDP2 of torch, sums instead of means.
 
-Used by `leader`, `follower` and `builder`. Talks to torch.distributed; knows nothing of losses, plans of micro-batches,
-messages or processes.
+Knows nothing of losses, plans of micro-batches or messages.
 
 - A gradient is the *sum* over ranks: FSDP2's own division by their number is off in every module, and the sum is
   forced, for the setting of the factor alone becomes an operation that Gloo refuses.
@@ -20,8 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,15 +27,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed import fsdp
 
+from busrl.device import BACKEND
 from busrl.errors import ModelNotLoaded
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
@@ -131,7 +123,8 @@ def _cut(model: Any, meshes: Meshes) -> None:
 def tensor_plan(model: Any, layout: Layout) -> dict[str, str]:
     """transformers' plan of the layers, by the names of modules and parameters. The embedding and the head stay whole:
     busrl's own head reads the weight and not the module's output."""
-    known = {name: style for name, style in (getattr(model, "tp_plan", None) or {}).items() if _in_layers(name)}
+    every = (getattr(model, "tp_plan", None) or {}).items()
+    known = {name: style for name, style in every if ".layers." in f".{name}"}
     if not known:
         raise ModelNotLoaded(
             f"{type(model).__name__}: transformers has no plan (tp_plan) to cut its layers; set "
@@ -186,15 +179,6 @@ def expert_plan(model: Any, layout: Layout) -> dict[str, str]:
     return plan
 
 
-def _dealt(model: Any) -> Iterator[nn.Module]:
-    """The modules of a model whose experts `_cut` has dealt out."""
-    return (module for module in model.modules() if getattr(module, "_is_expert_parallel", False))
-
-
-def _in_layers(name: str) -> bool:
-    return ".layers." in f".{name}"
-
-
 def _expanded(model: Any, plan: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = model._expand_parallel_plan(plan)
     return found
@@ -222,8 +206,7 @@ def _require_even(name: str, tensor: Tensor, axis: int, over: int, key: str) -> 
 
 
 def open_store(world: int, timeout_s: float, address: str = HOST) -> Any:
-    """The store through which `world` ranks find each other, on a free port of this address alone; its `port` says
-    which."""
+    """The store through which `world` ranks find each other, on a free port of this address alone (its `port`)."""
     bound = socket.create_server((address, 0), backlog=max(128, world))
     return dist.TCPStore(
         address, bound.getsockname()[1], world, is_master=True, timeout=timedelta(seconds=timeout_s),
@@ -241,16 +224,13 @@ def join(
     layout: Layout | None = None,
 ) -> Meshes:
     """The meshes of `world` ranks; blocks until all are there. A collective that takes longer than the time raises."""
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
+    own = BACKEND.get(device.type, device.type)
+    backend = own if device.type == "cpu" else f"cpu:{BACKEND['cpu']},{device.type}:{own}"
     dist.init_process_group(
         backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world,
         timeout=timedelta(seconds=timeout_s),
     )
     return meshes(layout or Layout(world), device.type)
-
-
-def _backend(device: torch.device) -> str:
-    return {"cuda": "nccl", "npu": "hccl"}.get(device.type, device.type)
 
 
 def leave() -> None:
@@ -265,8 +245,7 @@ def leave() -> None:
 def shard(
     model: Any, meshes: Meshes, dtype: torch.dtype | None = None, reshard: bool = True, offload: bool = False
 ) -> None:
-    """Spread a model over the meshes in place, layer by layer. ModelNotLoaded for one without known layers, or without
-    a plan for an axis.
+    """Spread a model over the meshes in place, layer by layer; ModelNotLoaded without known layers or plans.
 
     `dtype`: what is gathered and computed with; None: as the parameters are. `reshard`: gathered weights are given up
     between forward and backward (less memory, one more all-gather). `offload`: shards and gradients are on the host.
@@ -274,15 +253,16 @@ def shard(
     _cut(model, meshes)
     reduced = None if dtype is None else torch.float32
     # No cast of inputs: a model in one type casts where it must, and the plan of a packed row is to stay one object.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
-    pinned = CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else OffloadPolicy()
-    spread: Any = functools.partial(fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
-    embedding, head, norm = model.get_input_embeddings(), model.get_output_embeddings(), _norm(model)
-    for experts in _dealt(model):
-        spread(experts, mesh=meshes.experts, reshard_after_forward=reshard)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    pinned = fsdp.CPUOffloadPolicy(pin_memory=meshes.dense.device_type != "cpu") if offload else fsdp.OffloadPolicy()
+    spread: Any = functools.partial(fsdp.fully_shard, mesh=meshes.dense, mp_policy=policy, offload_policy=pinned)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for module in model.modules():
+        if getattr(module, "_is_expert_parallel", False):
+            spread(module, mesh=meshes.experts, reshard_after_forward=reshard)
     for layer in layers(model):
         spread(layer, reshard_after_forward=reshard)
-    tail = [part for part in (norm, head) if part is not None]
+    tail = [part for part in (getattr(model.base_model, "norm", None), head) if isinstance(part, nn.Module)]
     if head is not None and head.weight is embedding.weight:  # torch refuses a tied weight in two groups
         tail = [embedding, *tail]
     else:
@@ -291,7 +271,7 @@ def shard(
         spread(tail, reshard_after_forward=False)
     spread(model, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # neither setting reaches the modules below
+        if isinstance(module, fsdp.FSDPModule):  # neither setting reaches the modules below
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -307,11 +287,6 @@ def layers(model: Any) -> list[nn.Module]:
     return list(found)
 
 
-def _norm(model: Any) -> nn.Module | None:
-    norm = getattr(model.base_model, "norm", None)
-    return norm if isinstance(norm, nn.Module) else None
-
-
 class ShardedForward(Forward):
     """Another way's scores of a model that `shard` has spread, its calls made where FSDP2 gathers the weights."""
 
@@ -324,8 +299,8 @@ class ShardedForward(Forward):
         self.way, self.name, self.together = way, f"sharded {way.name}", way.together
         if isinstance(way, PaddedRows):
             way.head = _Gathered(way.model.get_output_embeddings(), way.head)
-            way.model.busrl_forward = types.MethodType(_called, way.model)
-            register_fsdp_forward_method(way.model, "busrl_forward")
+            way.model.busrl_forward = lambda compute: compute()
+            fsdp.register_fsdp_forward_method(way.model, "busrl_forward")
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
         return self._forward(lambda: self.way.score(samples, flat))
@@ -346,17 +321,9 @@ class ShardedForward(Forward):
         found: T = self.model.busrl_forward(compute)
         if not torch.is_grad_enabled():  # no backward will give up what was gathered, and it would be used when stale
             for module in self.model.modules():
-                if isinstance(module, FSDPModule):
+                if isinstance(module, fsdp.FSDPModule):
                     module.reshard()
         return found
-
-    def size(self, samples: Sequence[Sample]) -> int:
-        return self.way.size(samples)
-
-
-def _called(_: Any, compute: Callable[[], T]) -> T:
-    """A method of the root module."""
-    return compute()
 
 
 class _Gathered:
@@ -386,11 +353,8 @@ class _Gathered:
 
 # -- failures --------------------------------------------------------------------------
 
-TRANSPORTS = ("gloo", "nccl", "hccl")  # one of them stands in an error that another rank is the cause of
-
-
 def of_a_peer(problem: BaseException) -> bool:
-    """Whether a collective failed because of another rank, not this one's own computation."""
+    """Whether a collective failed because of another rank, not this one's own computation: its transport says so."""
     text = str(problem).lower()
-    of_torch = isinstance(problem, RuntimeError) and any(name in text for name in TRANSPORTS)
+    of_torch = isinstance(problem, RuntimeError) and any(name in text for name in BACKEND.values())
     return of_torch or isinstance(problem, dist.DistError)

@@ -1,7 +1,6 @@
 """The control stream between the ranks of a learner: its messages, and the samples that a micro-batch takes along.
 
-One socket per follower (`meeting`), length-prefixed msgpack. Used by `leader` and `follower`; knows nothing of models,
-process groups or files.
+One socket per follower (`meeting`), length-prefixed msgpack.
 
 - A stream may be silent for hours; its end is the death of the rank. What is waited for has a deadline, and the rank
   that missed it is named.
@@ -123,16 +122,14 @@ class Step(ControlMessage):
 
 
 class Gather(ControlMessage):
-    """Take part in gathering the weight `name` (in the number type that is published), that of the "adapter", or
-    "state" (optimiser)."""
+    """Take part in gathering the "weight" or the part of the "adapter" of that name, or the optimiser's "state"."""
 
     what: str
     name: str = ""
 
 
 class Save(ControlMessage):
-    """Begin to write a shard of the state into that folder; answered by Saved as soon as it is on disk, whatever is
-    said and answered meanwhile."""
+    """Begin to write a shard of the state into that folder; answered by Saved when it is on disk."""
 
     path: str
 
