@@ -31,7 +31,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
-from busrl.roles.learner.alarms import Alarms, LengthSkew
+from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import (
     Claimed,
@@ -47,7 +47,6 @@ from busrl.roles.learner.groups import (
     tag_at,
 )
 from busrl.roles.learner.history import History
-from busrl.roles.learner.idling import QUARTERS, Idling
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.learner.publish import Publisher, join_engine

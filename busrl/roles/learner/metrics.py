@@ -35,7 +35,7 @@ from busrl.paths import RunPaths
 from busrl.states import Fate, Finish
 
 if TYPE_CHECKING:
-    from busrl.roles.learner.idling import Idling
+    from busrl.roles.learner.alarms import Idling
     from busrl.training.custom import Metrics
     from busrl.training.step_stats import StepStats
 
