@@ -1,8 +1,8 @@
 """The scheduler: which prompt enters the ring next, and when.
 
 Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission), to the prompts, and to the bus
-(NEW_TASK to every worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new
-version. `busrl.scheduling` makes all decisions; this loop feeds them and carries them out. Knows nothing of tokens.
+(NEW_TASK to every worker that asked). `busrl.scheduling` makes all decisions; this loop feeds them and carries them
+out. Knows nothing of tokens.
 
 - A member of an open group is dispatched before any new group, so that no group stays half open.
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
@@ -257,7 +257,6 @@ class Scheduler(Actor):
         self.stream = training_stream(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
-        warn = partial(self.warn, "scheduler")
         self._order()
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals: Arrivals | None = None
@@ -273,6 +272,7 @@ class Scheduler(Actor):
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
         with self.activity("read what prompts were answered", self.topology.limits.work_s):
+            warn = partial(self.warn, "scheduler")
             self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
             self.skipped.look()
         self._unread = False  # draws were left out, and there may be more to open behind them
@@ -327,7 +327,8 @@ class Scheduler(Actor):
         self.skipped.look()
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
-            self._dispatch_all(view)
+            self._finish_open(view)
+            self._open_new(view)
         except (DiskFull, SharedMemoryFull) as problem:
             self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
             self.shows(NO_SPACE)
@@ -341,8 +342,7 @@ class Scheduler(Actor):
     def _signs(self, now: float) -> tuple[int, ...]:
         """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
         progress, or, where these hold it back, an engine took a sample, a prompt arrived. Read before the scan, so that
-        what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs.
-        """
+        what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs."""
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS)
         ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
         ends += (State.GENERATING,) if self.topology.scheduler.ahead else ()
@@ -351,10 +351,6 @@ class Scheduler(Actor):
         return (*map(self.ring.transitions, (State.FREE, *ends)), self.arrived, *map(self.ring.header, words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
-
-    def _dispatch_all(self, view: GroupView) -> None:
-        self._finish_open(view)
-        self._open_new(view, self.lines)
 
     def _finish_open(self, view: GroupView) -> None:
         """Dispatch members of open groups while a slot is free: missing ones after a crash, re-rolls. The group credit
@@ -367,8 +363,8 @@ class Scheduler(Actor):
             if self._put(todo.uid, todo.member, members, self._fields(todo.draw, index)) < members:
                 break
 
-    def _open_new(self, view: GroupView, lines: np.ndarray) -> None:
-        self.room, self._unread = self._room(view, lines), False
+    def _open_new(self, view: GroupView) -> None:
+        self.room, self._unread = self._room(view), False
         if self.room.groups <= 0:
             return
         self.feed.offer(view, self.room.groups, self.arrived)
@@ -379,7 +375,8 @@ class Scheduler(Actor):
         for candidate in found:
             self._open_group(candidate)
 
-    def _room(self, view: GroupView, lines: np.ndarray) -> Room:
+    def _room(self, view: GroupView) -> Room:
+        lines = self.lines
         validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
         # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
         room = self.admission.room(
@@ -467,10 +464,8 @@ class Scheduler(Actor):
     # -- trouble ------------------------------------------------------------------------------------------------
 
     def _reap_predecessor(self) -> None:
-        """Wait until no slot is RESERVED by an earlier scheduler: its sample might be dispatched a second time.
-
-        The kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`).
-        """
+        """Wait until no slot is RESERVED by an earlier scheduler, whose sample might be dispatched a second time: the
+        kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`)."""
         with self.activity("reap the predecessor", self.topology.limits.ready_s):
             self.ring.reap()
             while not self.stopping and (left := self._reserved_by_schedulers()):

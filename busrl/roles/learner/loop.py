@@ -113,14 +113,9 @@ class Learner(Actor):
         where = device.choose(self.topology.device_of("learner"))
         own = TeamSettings.of(self.topology, self.paths, where, fingerprint)
         with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
-            team = Team.gathered(own, self._awaited, lambda text: self.warn("learner", text))
+            team = Team.gathered(own, self.awaited, lambda text: self.warn("learner", text))
         team.on_progress = self.ring.progress
         return team
-
-    def _awaited(self) -> str:
-        """Called while ranks are waited for, which may take as long as a host is away."""
-        self.ring.progress()
-        return self.stopping
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -200,7 +195,6 @@ class Learner(Actor):
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Look, decide, act. True when anything moved."""
         if self._is_over():
             self._finish()
             return True
