@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,6 +52,7 @@ ORPHANS_EVERY_S = 1.0
 class Intake(ABC):
     """The slots of one rollout process. `version` is that of the engine's weights, `steps` has the steps of all."""
 
+    fields: ClassVar[list[str]]  # of a slot's line, for its request
     waves: Waves | None = None
     only_validates = False  # validation.mode = "dedicated"
     trains = True  # the scheduler has to know of this worker
@@ -75,8 +76,14 @@ class Intake(ABC):
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
         return claim_queued(self.ring, None, room, not self.claimed)
 
+    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
+        """The request of each claimed slot; one that cannot be used is dropped, or refused."""
+        described = self.ring.lines([slot for slot, _ in taken])[self.fields].tolist()
+        made = [self._request(*claim, dict(zip(self.fields, values))) for claim, values in zip(taken, described)]
+        return [request for request in made if request is not None]
+
     @abstractmethod
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]: ...
+    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None: ...
 
     @abstractmethod
     def commit(self, answer: Finished) -> bool:
@@ -104,15 +111,11 @@ class Intake(ABC):
         """The engine did a step."""
 
     def give_back(self) -> None:
-        """Let go of everything as it was."""
         for slot, task in self.claimed.items():
             self.ring.release(slot, task.word, State.QUEUED)
 
 
 # -- samples ------------------------------------------------
-
-LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
-
 
 class ClaimedSlot(NamedTuple):
     """A slot of this worker: the word that owns it, and what its line said at the claim."""
@@ -131,6 +134,7 @@ class SampleIntake(Intake):
     """Samples: consumes QUEUED slots, produces GENERATED ones and DATA_GENERATED."""
 
     claimed: dict[int, ClaimedSlot]
+    fields: ClassVar = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
         super().__init__(ring, warn)
@@ -154,12 +158,6 @@ class SampleIntake(Intake):
 
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
         return claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
-
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
-        """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
-        described = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist()
-        made = [self._request(*claim, dict(zip(LINE_FIELDS, values))) for claim, values in zip(taken, described)]
-        return [request for request in made if request is not None]
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
@@ -261,9 +259,6 @@ class SampleIntake(Intake):
 
 # -- model calls --------------------------------------------
 
-CALL_FIELDS = ["uid", "max_new_tokens", "temperature", "top_p", "group"]
-
-
 class ClaimedCall(NamedTuple):
     """A call of this worker: the word that owns its slot, when it was claimed, and who is to get its tokens at once."""
 
@@ -278,6 +273,7 @@ class CallIntake(Intake):
     CALL_TOKENS. No bell is rung for an answer: its caller waits at the ring."""
 
     claimed: dict[int, ClaimedCall]
+    fields: ClassVar = ["uid", "max_new_tokens", "temperature", "top_p", "group"]
     trains = False
 
     def __init__(self, ring: Ring, topology: Topology, engine: Engine, warn: Warn) -> None:
@@ -287,11 +283,6 @@ class CallIntake(Intake):
         self._sent: dict[int, int] = {}  # slot -> how many of its tokens were announced
         self._next_orphans = 0.0
         self._decoder = msgspec.msgpack.Decoder(CallDetails)
-
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
-        described = self.ring.lines([slot for slot, _ in taken])[CALL_FIELDS].tolist()
-        made = [self._request(*claim, dict(zip(CALL_FIELDS, values))) for claim, values in zip(taken, described)]
-        return [request for request in made if request is not None]
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         try:

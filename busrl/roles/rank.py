@@ -56,10 +56,9 @@ class Rank(Actor):
         self.heard: ControlMessage | None = None
         where = device.choose(self.topology.device_of(self.name))
         team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
-        rank = int(self.name.partition("/")[2])
-        with self.activity("waits for the learner", math.inf if self.topology.here else team.waits_s):
-            with home_of(self) as home:
-                self.follower = Follower(team, TrainerSettings.of(self.topology), rank, self.awaited, home)
+        rank, waits_s = int(self.name.partition("/")[2]), math.inf if self.topology.here else team.waits_s
+        with self.activity("waits for the learner", waits_s), home_of(self) as home:
+            self.follower = Follower(team, TrainerSettings.of(self.topology), rank, self.awaited, home)
         self.follower.on_progress = self.ring.progress
 
     def subscriptions(self) -> list[str]:
