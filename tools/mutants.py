@@ -439,7 +439,7 @@ MUTANTS = (
            (f"{PARTS}::test_a_coroutine_that_kills_its_process_is_found_among_those_that_ran_beside_it",)),
     Mutant("long answers are paid for", GROUPS,
            "return -(penalty * over / buffer)", "return penalty * over / buffer", ("tests/roles/test_overlong_shaping.py",)),
-    Mutant("cut answers are trained", STEP, "enumerate(records) if not self._cut(record)]", "enumerate(records)]",
+    Mutant("cut answers are trained", STEP, "enumerate(records) if not self._is_cut(record)]", "enumerate(records)]",
            ("tests/roles/test_training_step.py::test_an_answer_that_the_limit_cut_is_masked_and_still_counts_for_its_group_s_advantage",)),
     # -- episodes of several turns
     Mutant("a turn that is not trained is trained", STEP, "np.where(record.turns_trained(), left_out, lengths)",

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy.typing as npt
 
@@ -59,11 +59,9 @@ from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
+from busrl.training.step_stats import StepStats
 from busrl.watching import PausedClock
 from busrl.weights.tensors import fingerprint
-
-if TYPE_CHECKING:
-    from busrl.training.step_stats import StepStats
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
@@ -204,7 +202,8 @@ class Learner(Actor):
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._commit_checkpoint()
-        self._look_at_probes()
+        for verdict in self.parity.look(self._present_version()):
+            self._differs(verdict)
         # `idle` waits from this count: a reward that is committed from here on ends its wait at once.
         self.looked = self.ring.transitions(State.REWARDED)
         self._free_trained()
@@ -253,10 +252,6 @@ class Learner(Actor):
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.ProbeDrawn):
             self.parity.take(message)
-
-    def _look_at_probes(self) -> None:
-        for verdict in self.parity.look(self._present_version()):
-            self._differs(verdict)
 
     def _differs(self, verdict: Verdict) -> None:
         self.warn("learner", verdict.text, kind=f"parity {verdict.cause}")
@@ -370,7 +365,6 @@ class Learner(Actor):
             self._on_progress()
 
     def _on_progress(self) -> None:
-        """A micro-batch, an update or a part of a checkpoint is done."""
         self.deadline.ended()
         self.ring.progress()
 
