@@ -32,15 +32,9 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.roles import answers
 from busrl.roles.actor import Doorbell
-from busrl.roles.answers import (
-    UNREADABLE,
-    SegmentCuts,
-    claim_queued,
-    read_generated,
-    read_prompt_ids,
-    read_task,
-)
+from busrl.roles.answers import UNREADABLE, SegmentCuts
 from busrl.scheduling.admission import Waves
 from busrl.states import Fate, Finish, SampleClass
 from busrl.weights.base import VersionSteps
@@ -74,7 +68,7 @@ class Intake(ABC):
         return []
 
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
-        return claim_queued(self.ring, None, room, not self.claimed)
+        return answers.claim_queued(self.ring, None, room, not self.claimed)
 
     def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
         """The request of each claimed slot; one that cannot be used is dropped, or refused."""
@@ -157,7 +151,7 @@ class SampleIntake(Intake):
         self.segments.stepped(seconds)
 
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
-        return claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
+        return answers.claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
@@ -168,7 +162,7 @@ class SampleIntake(Intake):
         segments = segments_of(word)
         try:
             prompt = self._prompt_ids(slot, word, segments)
-            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
+            prefix = answers.read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
         except UNREADABLE as problem:
             self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
             return None
@@ -186,10 +180,10 @@ class SampleIntake(Intake):
 
     def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
         if segments:
-            earlier: Ids = read_prompt_ids(self.ring, slot).copy()
+            earlier: Ids = answers.read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            prompt = prompt_of(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
+            prompt = prompt_of(msgspec.json.decode(answers.read_task(self.ring, slot)), self.topology.data)
             ids = np.asarray(self.engine.encode(prompt), np.int32)
         except Exception as problem:
             self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
@@ -240,7 +234,7 @@ class SampleIntake(Intake):
             return sequence.text
         ids = sequence.token_ids
         if segments := segments_of(word):
-            ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
+            ids = np.concatenate([answers.read_generated(self.ring, slot, "tokens", segments), ids])
         return self.engine.decode(ids, sequence.finish == Finish.EOS)
 
     def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:

@@ -39,26 +39,9 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
-from busrl.roles.answers import (
-    ANY_ATTEMPT,
-    SegmentCuts,
-    claim_queued,
-    read_generated,
-    read_task,
-    read_text,
-    write_parts,
-)
-from busrl.roles.episodes import (
-    Array,
-    Bounds,
-    StoredEpisode,
-    commit_episode,
-    last_call,
-    oldest_of,
-    received,
-    turn_rewards_of,
-    write_pieces,
-)
+from busrl.roles import answers, episodes
+from busrl.roles.answers import SegmentCuts
+from busrl.roles.episodes import Array, Bounds, StoredEpisode
 from busrl.scheduling.admission import Lines, Unbegun
 from busrl.states import Fate, HeaderWord
 from busrl.watching import Tally
@@ -147,9 +130,9 @@ class RingLedger:
         if role == "reward":
             return stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
         if self.episodes is not None:  # attempts accuse no episode (`busrl.roles.holder`)
-            return stand_in.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
+            return stand_in.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=answers.ANY_ATTEMPT)
         waves = Unbegun() if role == HOST and self.cuts.plan.most > 1 else self.cuts.waves
-        return claim_queued(stand_in, waves, limit, idle, self.cuts.cls)[0]
+        return answers.claim_queued(stand_in, waves, limit, idle, self.cuts.cls)[0]
 
     def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
         columns = self._columns(claims, *OF_TASK)
@@ -170,10 +153,10 @@ class RingLedger:
             cut = self.cuts.next(cls, segments, most)
             return g.Task(
                 task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
-                record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
+                record=answers.read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
                 attempt=attempt, max_new_tokens=most, temperature=temperature, top_p=top_p,
                 version=self.ring.header(HeaderWord.VERSION),
-                completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
+                completion=answers.read_text(self.ring, claim.slot, segments) if rewarding else "",
                 tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
                 cls=cls, priority=priority, admission=admission,
             )
@@ -185,9 +168,9 @@ class RingLedger:
     def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
         if not segments:
             return {}
-        if (last := last_call(self.ring, slot)) is not None:
+        if (last := episodes.last_call(self.ring, slot)) is not None:
             return {name: tensor(array) for name, array in last.items()}
-        arrays = {name: read_generated(self.ring, slot, name, segments) for name in TENSORS}
+        arrays = {name: answers.read_generated(self.ring, slot, name, segments) for name in TENSORS}
         arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
         return {name: tensor(array) for name, array in arrays.items()}
 
@@ -202,7 +185,7 @@ class RingLedger:
     def _earlier(self, claim: ClaimedTask) -> int:
         """Tokens of its earlier segments."""
         segments = segments_of(claim.word)
-        return len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+        return len(answers.read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +196,7 @@ class RingLedger:
         whole, episode = self._whole(limits, answer), self._received(answer, limits)
         with _as_refusals():
             if judged is not None:
-                write_parts(stand_in, slot, word, judged.parts)
+                answers.write_parts(stand_in, slot, word, judged.parts)
                 stand_in.set(slot, word, reward=judged.reward, reward_parts=JUDGED)
             if episode is None:
                 message = self._write(stand_in, claim, answer, limits, whole)
@@ -245,16 +228,16 @@ class RingLedger:
         if self.episodes is None or answer.episode is None:
             rule = "episodes, each with its tensors" if self.episodes is not None else "answers of one call"
             raise Refused(f"the samples of this run are {rule}")
-        return received(answer.episode, self.episodes, limits.newest)
+        return episodes.received(answer.episode, self.episodes, limits.newest)
 
     def _write_episode(
         self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: StoredEpisode, arrays: dict[str, Array]
     ) -> m.DataGenerated | None:
         """An episode, committed; None if the slot has moved."""
-        oldest = oldest_of(episode)
+        oldest = episodes.oldest_of(episode)
         step = 0 if oldest is None else self.steps.step_of(oldest, answer.step)
-        write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
-        return commit_episode(stand_in, claim.slot, claim.word, episode, step)
+        episodes.write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
+        return episodes.commit_episode(stand_in, claim.slot, claim.word, episode, step)
 
     def finish_judged(self, lines: Lines) -> None:
         """Answers that came with their reward, between whose two commits an earlier keeper died."""
@@ -287,9 +270,9 @@ class RingLedger:
 
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
         stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
-        reward += turn_rewards_of(self.ring, slot)
+        reward += episodes.turn_rewards_of(self.ring, slot)
         with _as_refusals():
-            write_parts(stand_in, slot, word, parts)
+            answers.write_parts(stand_in, slot, word, parts)
             stand_in.set(slot, word, reward=reward, reward_parts=1)
         done = stand_in.release(slot, word, State.REWARDED)
         if not done:
@@ -331,7 +314,7 @@ class CallLedger(RingLedger):
         self.first_entry, self.first_slot = samples.ring.n_processes, samples.ring.n_slots
 
     def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
-        return claim_queued(stand_in, None, limit, idle)[0]
+        return answers.claim_queued(stand_in, None, limit, idle)[0]
 
     def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
         return [self._call(index, claim) for claim in claims]
