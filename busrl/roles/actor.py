@@ -166,8 +166,7 @@ class Actor(ABC):
 
     def idle(self, timeout_s: float) -> None:
         """Wait for a reason to look again: a message, or the time."""
-        message = self.bus.recv(timeout_s)
-        if message is not None:
+        if (message := self.bus.recv(timeout_s)) is not None:
             self._receive(message)
 
     # -- helpers ------------------------------------------------------------------------------------------------
@@ -244,11 +243,10 @@ class Actor(ABC):
 
     def scan(self, scanner: GroupScanner, lines: npt.NDArray[Any] | None = None) -> GroupView:
         """The open groups, in `lines`: a copy made before the fates are read, whose table may have grown."""
-        lines = self.ring.lines() if lines is None else lines
+        self.lines = self.ring.lines() if lines is None else lines
         if len(self.fates) != len(scanner.fates):
             scanner.fates = self.fates.view()
-        self.lines = lines
-        return scanner.scan(lines)
+        return scanner.scan(self.lines)
 
     # -- internals ----------------------------------------------------------------------------------------------
 

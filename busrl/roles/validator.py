@@ -184,9 +184,10 @@ class Validator(Actor):
 
     def work(self) -> bool:
         if self.round is None:
-            return self._maybe_start()
+            self._maybe_start()
+            return False
         moved = self._dispatch_some() + self._collect()
-        if self._all_judged() or self._all_ended():
+        if self._is_over():
             self._finish()
         return bool(moved)
 
@@ -199,7 +200,7 @@ class Validator(Actor):
 
     # -- when a round begins ------------------------------------------------------------------------------------
 
-    def _maybe_start(self) -> bool:
+    def _maybe_start(self) -> None:
         finished = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
         step, request = self.ring.header(HeaderWord.STEP), None
         found = self._scheduled(step, finished)
@@ -209,15 +210,14 @@ class Validator(Actor):
         if found is None:
             if finished:
                 self.stop("all rounds are done")
-            return False
+            return
         pins = self.pins and not finished and not (request is not None and request.free)
         if pins and not self._pinned():
-            return False
+            return
         if request is not None:
             self._answer(request, "begun")
         self.request = request
         self._begin(*found)
-        return False
 
     def _scheduled(self, step: int, finished: bool) -> tuple[int, list[MeasuredSet]] | None:
         """The lowest round that is due, and the sets that it is due for."""
@@ -377,11 +377,10 @@ class Validator(Actor):
             results[result.uid] = result
         return written
 
-    def _all_judged(self) -> bool:
-        return all(len(one.results) == one.asked.answers for one in self.due)
-
-    def _all_ended(self) -> bool:
-        """Every sample has a final fate: the round ends although some were dropped."""
+    def _is_over(self) -> bool:
+        """Whether all are judged, or every sample has a final fate: a round ends although some were dropped."""
+        if all(len(one.results) == one.asked.answers for one in self.due):
+            return True
         if self.pending:
             return False
         codes = self.validate_fates.view()

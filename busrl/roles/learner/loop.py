@@ -196,7 +196,7 @@ class Learner(Actor):
         if self._is_over():
             self._finish()
             return True
-        self.publisher.check()
+        self.publisher.sender.check()  # WeightsOwnerLost if they lie in the memory of a process that is gone
         if self.team is not None:
             self.team.look()
         begun = time.monotonic_ns()
@@ -521,7 +521,7 @@ class Learner(Actor):
     def _save_control(self, directory: Path) -> None:
         """The last file of a checkpoint, which is refused if the weights were lost while they were written."""
         self.control.save(directory)
-        self.publisher.check()
+        self.publisher.sender.check()
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -545,7 +545,7 @@ class Learner(Actor):
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.FINISHING:
             self._return_claims()
             self._checkpoint(wait=True)
-        self.publisher.close()
+        self.publisher.sender.close()
         self.control.close()
         self.metrics.close()
         self.history.close()
