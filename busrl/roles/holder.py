@@ -331,11 +331,9 @@ class EpisodeHolder(Actor):
         """The reward of an episode in its slot; None if it is dropped, for it holds none."""
         uid = int(self.ring.line(slot)["uid"])
         try:
-            found = reward_of(self.ring, slot)
+            found, why = reward_of(self.ring, slot), "its slot holds no reward"
         except UNREADABLE as problem:
             found, why = None, str(problem)
-        else:
-            why = "its slot holds no reward"
         if found is None:
             self.warn(self.role, f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
             self.ring.drop(slot, word, Fate.MALFORMED)

@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -297,12 +298,9 @@ class Satellite(Actor):
                 self._report_one(next(one for one in self.held.values() if one.slot == slot and not one.ended))
             self.held[task.task].slot, self.uids[slot] = slot, task.uid
             del self.waiting[task.task]
-            self._announce(slot, word, task.uid)
+            self.bell.add(partial(m.NewTask, worker_id="", slot_id=slot, seq=seq_of(word), uid=task.uid))
             done += 1
         return done
-
-    def _announce(self, slot: int, word: int, uid: int) -> None:
-        self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid))
 
     def _reset_fate(self, uid: int) -> None:
         """The sample may have been here before, under an earlier claim; only this process dispatches here."""

@@ -138,10 +138,6 @@ class MeasuredSet:
             for place, one in found
         ]
 
-    def tags(self, key: str) -> dict[int, str]:
-        """The tags of the lines that are asked."""
-        return tags_of(self.stream.records(self.lines), key)
-
 
 class Validator(Actor):
     role = "validator"
@@ -431,7 +427,8 @@ class Validator(Actor):
         results, config = one.results.values(), self.topology.validation
         versions = sorted({v for result in results for v in (result.oldest, result.version)})
         figures = Figures(one.judged(self._uids(one).start), one.asked.k, config.solved, self.find is not None)
-        parts, tagged = figures.parts(), by_tag(figures, one.tags(config.tag_key))
+        parts = figures.parts()
+        tagged = by_tag(figures, tags_of(one.stream.records(one.lines), config.tag_key))
         return {
             "round": number, **({"set": one.asked.name} if one.asked.name else {}), **figures.record(),
             **({"val/parts": parts} if parts else {}), "dropped": one.asked.answers - len(results),

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.config import Topology
 from busrl.config.prompt_tokens import tools_of_chats
+from busrl.config.schema import Reward
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.data.figures import tag_of
@@ -34,10 +36,6 @@ from busrl.roles import answers
 from busrl.roles.answers import UNREADABLE
 from busrl.roles.episodes import context_of, messages_of, read_episode
 from busrl.states import Fate, Finish, SampleClass
-
-if TYPE_CHECKING:
-    from busrl.config import Topology
-    from busrl.config.schema import Reward
 
 # -- claims --------------------------------------------------------------------
 
