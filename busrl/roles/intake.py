@@ -49,6 +49,7 @@ class Intake(ABC):
 
     fields: ClassVar[list[str]]  # of a slot's line, for its request
     asked: ClassVar[str]  # what may be too long for the engine, with its verb
+    segments: SegmentCuts | None = None  # where answers are cut
     waves: Waves | None = None
     only_validates = False  # validation.mode = "dedicated"
     trains = True  # the scheduler has to know of this worker
@@ -126,12 +127,6 @@ class Intake(ABC):
         """Slots with which nobody wants to have anything to do any more."""
         return []
 
-    def fetched(self, seconds: float) -> None:
-        """New weights were loaded, which took so long."""
-
-    def stepped(self, seconds: float) -> None:
-        """The engine did a step."""
-
     def give_back(self) -> None:
         for slot, task in self.claimed.items():
             self.ring.release(slot, task.word, State.QUEUED)
@@ -156,6 +151,7 @@ class SampleIntake(Intake):
     """Samples: consumes QUEUED slots, produces GENERATED ones and DATA_GENERATED."""
 
     claimed: dict[int, ClaimedSlot]
+    segments: SegmentCuts
     fields: ClassVar = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
     asked = "prompt leaves"
 
@@ -172,12 +168,6 @@ class SampleIntake(Intake):
         for bell in (self.bell, self.segment_bell):
             if (message := bell.take()) is not None:
                 yield message, ""
-
-    def fetched(self, seconds: float) -> None:
-        self.segments.fetched(seconds)
-
-    def stepped(self, seconds: float) -> None:
-        self.segments.stepped(seconds)
 
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
         return answers.claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)

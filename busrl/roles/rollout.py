@@ -224,7 +224,8 @@ class Rollout(Actor):
         whole = self._commit(finished)
         self._announce()
         busy_s = time.monotonic() - begun
-        self.intake.stepped(busy_s)
+        if self.intake.segments is not None:
+            self.intake.segments.stepped(busy_s)
         self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
         self.pace.stepped(active, drawn, busy_s)
         return True
@@ -316,7 +317,8 @@ class Rollout(Actor):
             return
         self.joined = True
         seconds = time.monotonic() - begun
-        self.intake.fetched(seconds)
+        if self.intake.segments is not None:
+            self.intake.segments.fetched(seconds)
         self.intake.steps.add(self.intake.version, step)
         self.ring.set_version_seen(self.intake.version)
         self.prober.loaded(self.intake.version)

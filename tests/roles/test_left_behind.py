@@ -30,7 +30,7 @@ class Worker(Rollout):
         )
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
         self.intake = SimpleNamespace(  # type: ignore[assignment]
-            steps=VersionSteps(), only_validates=False, fetched=lambda s: None
+            steps=VersionSteps(), only_validates=False, segments=None
         )
         self._behind_since = math.inf
         self.has(3)
