@@ -73,8 +73,7 @@ def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward:
         arrays["turn_rewards"] = np.asarray(episode.turn_rewards, np.float32)
     if reward is not None:
         values = list(reward.values()) if isinstance(reward, Mapping) else []
-        whole = sum(values) if isinstance(reward, Mapping) else reward
-        arrays["reward"] = np.array([whole, *values], np.float64)
+        arrays["reward"] = np.array([sum(values) if isinstance(reward, Mapping) else reward, *values], np.float64)
     if context:
         arrays["context"] = np.array(context, np.uint64)
     if messages:

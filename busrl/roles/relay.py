@@ -271,12 +271,9 @@ class Away:
             return None
 
     def _ends(self) -> list[Asking | Answering]:
-        ends: list[Asking | Answering] = [self.link]
-        if self.fetch is not None and self.fetch.link is not None:
-            ends.append(self.fetch.link)
-        if self.sharing is not None:
-            ends.append(self.sharing.link)
-        return ends
+        fetching = None if self.fetch is None else self.fetch.link
+        sharing = None if self.sharing is None else self.sharing.link
+        return [one for one in (self.link, fetching, sharing) if one is not None]
 
     def _ask(self, now: float) -> None:
         """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
