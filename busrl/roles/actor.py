@@ -66,7 +66,6 @@ class Doorbell:
         self._message.count += count
 
     def take(self) -> m.Message | None:
-        """The message to send; None if there is nothing to announce."""
         message: m.Message | None = self._message
         self._message = None
         return message
@@ -167,8 +166,7 @@ class Actor(ABC):
 
     def idle(self, timeout_s: float) -> None:
         """Wait for a reason to look again: a message, or the time."""
-        message = self.bus.recv(timeout_s)
-        if message is not None:
+        if (message := self.bus.recv(timeout_s)) is not None:
             self._receive(message)
 
     # -- helpers ------------------------------------------------------------------------------------------------
@@ -197,6 +195,11 @@ class Actor(ABC):
     def waits(self, reason: str, draw: int | None = None) -> None:
         """Show for what this process waits, and for which group (busrl.monitor.waits reads it); "" = for nothing."""
         self.shows(f"waits: {reason}{f', group {draw}' if draw is not None else ''}" if reason else "")
+
+    def awaited(self) -> str:
+        """Called while other processes are waited for, which may take as long as a host is away; why to end that."""
+        self.ring.progress()
+        return self.stopping
 
     def ring_bells(self, *bells: Doorbell) -> None:
         for bell in bells:
@@ -240,11 +243,10 @@ class Actor(ABC):
 
     def scan(self, scanner: GroupScanner, lines: npt.NDArray[Any] | None = None) -> GroupView:
         """The open groups, in `lines`: a copy made before the fates are read, whose table may have grown."""
-        lines = self.ring.lines() if lines is None else lines
+        self.lines = self.ring.lines() if lines is None else lines
         if len(self.fates) != len(scanner.fates):
             scanner.fates = self.fates.view()
-        self.lines = lines
-        return scanner.scan(lines)
+        return scanner.scan(self.lines)
 
     # -- internals ----------------------------------------------------------------------------------------------
 
@@ -289,9 +291,11 @@ class Actor(ABC):
         return 0
 
     def run_passes(self) -> None:
-        """One pass after another until stopped."""
         while not self.stopping:
-            self._pass()
+            self.look_around()
+            if not self.work() and not self.stopping:
+                # Jitter keeps the timers of many processes from falling into step.
+                self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
 
     def look_around(self) -> None:
         """What every pass begins with: messages, progress, presence."""
@@ -303,7 +307,6 @@ class Actor(ABC):
 
     @property
     def paused(self) -> bool:
-        """Whether somebody has paused the run."""
         return bool(self.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSED)
 
     def _follow(self) -> None:
@@ -315,12 +318,6 @@ class Actor(ABC):
             self.topology = Topology.from_json(self.paths.topology.read_text())
             self.follow()
             self.followed, self._next_heartbeat = size, 0.0
-
-    def _pass(self) -> None:
-        self.look_around()
-        if not self.work() and not self.stopping:
-            # Jitter keeps the timers of many processes from falling into step.
-            self.idle(self.tick_s * self._random.uniform(0.75, 1.25))
 
     def _receive(self, message: m.Message) -> None:
         if m.is_from_another(message):

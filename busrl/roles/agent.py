@@ -55,7 +55,6 @@ class Agent(EpisodeHolder):
             yield
 
     def work(self) -> bool:
-        """Claim samples, and commit the rewards of episodes that have ended."""
         if isinstance(self.children, Children):
             self._watch_children(self.children)
         taken = self.take(self.room)
@@ -78,7 +77,6 @@ class Agent(EpisodeHolder):
         self.shows(f"code stands at {where.rpartition('/')[2]}" if troubles else "")
 
     async def _play(self, claim: Claim) -> None:
-        """Play one sample to its end, and give its slot away."""
         task = self.task_of(claim)
         if task is None:
             return

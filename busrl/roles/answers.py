@@ -129,11 +129,17 @@ def read_copies(ring: Ring, held: Sequence[tuple[int, int]], name: str) -> list[
 
 
 def read_segment(ring: Ring, slot: int, name: str, segment: int) -> Array:
-    """One tensor as a view of the slot, of the type and rank in the table above; `UNREADABLE` otherwise."""
-    array: Array = ring.get(slot, name, max(0, segment))
-    if array.dtype != DTYPES[name] or array.ndim != 1:
+    """One tensor as a view of the slot, of the type in the table above; `UNREADABLE` otherwise."""
+    return read_as(ring, slot, name, max(0, segment), DTYPES[name])
+
+
+def read_as(ring: Ring, slot: int, name: str, segment: int, dtype: np.dtype[Any], dimensions: int = 1) -> Array:
+    """One tensor as a view of the slot, of this type and rank; `UNREADABLE` otherwise."""
+    array: Array = ring.get(slot, name, segment)
+    if array.dtype != dtype or array.ndim != dimensions:
         raise BadTensor(
-            f"slot {slot}: tensor {name} is {array.dtype} with {array.ndim} dimensions, expected {DTYPES[name]} with 1"
+            f"slot {slot}: tensor {name} is {array.dtype} with {array.ndim} dimensions, expected {dtype} with "
+            f"{dimensions}"
         )
     return array
 
@@ -170,13 +176,10 @@ def _take(
         return list(ring.take(State.QUEUED, State.GENERATING, cls=cls, limit=limit, max_attempt=most_attempts))
     next_admission = ring.header(HeaderWord.NEXT_ADMISSION)  # before the lines: a slot looks less far than it is
     lines = ring.lines()
-    taken = []
     own = waves.best(lines, next_admission, limit if cls is None else len(lines), most_attempts)
-    for slot in [slot for slot in own if cls is None or lines["cls"][slot] == cls][:limit]:
-        word = ring.claim(slot, int(lines["word"][slot]), State.GENERATING)
-        if word:
-            taken.append((slot, word))
-    return taken
+    best = [slot for slot in own if cls is None or lines["cls"][slot] == cls][:limit]
+    claims = ((slot, ring.claim(slot, int(lines["word"][slot]), State.GENERATING)) for slot in best)
+    return [claim for claim in claims if claim[1]]
 
 
 class SegmentCuts:
@@ -231,8 +234,7 @@ class SegmentCuts:
         return m.DataGenerated(slot_id=slot, seq=seq_of(done), uid=uid, version=newest, status=status)
 
     def finished(self, tokens: int) -> None:
-        auto = self.plan.auto
-        if auto is None:
+        if (auto := self.plan.auto) is None:
             return
         before = auto.length
         auto.finished([tokens])

@@ -43,6 +43,7 @@ from busrl.gateway import Refused, read_tensor, tensor
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.ring import Ring, seq_of
+from busrl.roles.answers import read_as
 from busrl.states import Finish
 
 Array = npt.NDArray[Any]
@@ -72,8 +73,7 @@ def write_episode(ring: Ring, slot: int, word: int, episode: Trajectory, reward:
         arrays["turn_rewards"] = np.asarray(episode.turn_rewards, np.float32)
     if reward is not None:
         values = list(reward.values()) if isinstance(reward, Mapping) else []
-        whole = sum(values) if isinstance(reward, Mapping) else reward
-        arrays["reward"] = np.array([whole, *values], np.float64)
+        arrays["reward"] = np.array([sum(values) if isinstance(reward, Mapping) else reward, *values], np.float64)
     if context:
         arrays["context"] = np.array(context, np.uint64)
     if messages:
@@ -145,9 +145,7 @@ class StoredEpisode:
 
 def read_episode(ring: Ring, slot: int) -> StoredEpisode | None:
     """The episode of a slot that we hold; None if it holds none. BadTensor or NoSuchTensor where it breaks a rule."""
-    try:
-        turns = _read(ring, slot, "turns")
-    except NoSuchTensor:
+    if (turns := _optional(ring, slot, "turns")) is None:
         return None
     arrays = {name: turns if name == "turns" else _read(ring, slot, name) for name in NEEDED}
     found = StoredEpisode(**arrays, turn_rewards=_optional(ring, slot, "turn_rewards"))
@@ -346,11 +344,7 @@ def _fault_of_pieces(arrays: Mapping[str, Array], bounds: Bounds) -> str:
 
 def _read(ring: Ring, slot: int, name: str) -> Array:
     dtype, dimensions = TYPES[name]
-    array: Array = ring.get(slot, name, 0)
-    if array.dtype != dtype or array.ndim != dimensions:
-        raise BadTensor(f"slot {slot}: tensor {name} is {array.dtype} with {array.ndim} dimensions, expected "
-                        f"{np.dtype(dtype)} with {dimensions}")
-    found: Array = array.copy()
+    found: Array = read_as(ring, slot, name, 0, np.dtype(dtype), dimensions).copy()
     return found
 
 

@@ -1,8 +1,7 @@
 """The base of roles whose samples are episodes: holds their slots, trees and model calls until they end.
 
-Talks to the ring of samples and to that of model calls (`busrl.ring.calls`). Consumes QUEUED slots and CALL_TOKENS,
-produces GENERATED ones and DATA_GENERATED; with reward.kind = "agent" also REWARDED ones and REWARD_COMPUTED. Knows
-nothing of whose code an episode is, of engines, groups or advantages.
+Talks to the ring of samples and to that of model calls (`busrl.ring.calls`); with reward.kind = "agent" it commits
+rewards too. Knows nothing of whose code an episode is, of engines, groups or advantages.
 
 - A slot stays GENERATING until its episode has ended: if this process dies the slot goes back to QUEUED, with a new
   tree; the keeper frees its calls. So attempts accuse no episode here, and suspects are taken like others.
@@ -158,18 +157,13 @@ class EpisodeHolder(Actor):
             self.work()
             self._passed.set()  # whoever waits for a sample looks again
             self._passed = asyncio.Event()
-            await self._wait(self.tick_s)
+            self.news.clear()  # which come when an episode has ended, or a slot of samples is QUEUED or GENERATED
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.news.wait(), self.tick_s)
             if self.failed is not None:
                 raise self.failed
 
-    async def _wait(self, timeout_s: float) -> None:
-        """Until an episode has ended, a slot of samples is QUEUED or GENERATED, or the time is over."""
-        self.news.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.news.wait(), timeout_s)
-
     async def next_pass(self, timeout_s: float) -> None:
-        """Wait for the end of a pass, at most so long."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._passed.wait(), timeout_s)
 
@@ -196,7 +190,6 @@ class EpisodeHolder(Actor):
             self.failed = self.failed or task.exception()
 
     def _request_tasks(self) -> None:
-        """Send the scheduler how many episodes this process holds."""
         if (now := time.monotonic()) >= self._next_request:
             self._next_request = now + REQUEST_EVERY_S
             self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=self.room, rows=self.rows))
@@ -210,14 +203,12 @@ class EpisodeHolder(Actor):
 
     @property
     def rows(self) -> int:
-        """How many samples this process works on at a time."""
         return self.topology.agents.episodes
 
     def take(self, most: int) -> list[Claim]:
         """Samples that nobody holds, best first."""
-        if min(most, self.room) <= 0:
+        if (limit := min(most, self.room)) <= 0:
             return []
-        limit = min(most, self.room)
         taken = self.ring.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
         lines = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist() if taken else []
         made = [Claim(*one, dict(zip(LINE_FIELDS, values))) for one, values in zip(taken, lines)]
@@ -312,7 +303,6 @@ class EpisodeHolder(Actor):
             self.give_back(claim)
 
     def give_back(self, claim: Claim) -> None:
-        """Its sample waits again, for whoever takes it."""
         del self.claims[claim.slot]
         self.ring.release(claim.slot, claim.word, State.QUEUED)
 
@@ -341,11 +331,9 @@ class EpisodeHolder(Actor):
         """The reward of an episode in its slot; None if it is dropped, for it holds none."""
         uid = int(self.ring.line(slot)["uid"])
         try:
-            found = reward_of(self.ring, slot)
+            found, why = reward_of(self.ring, slot), "its slot holds no reward"
         except UNREADABLE as problem:
             found, why = None, str(problem)
-        else:
-            why = "its slot holds no reward"
         if found is None:
             self.warn(self.role, f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
             self.ring.drop(slot, word, Fate.MALFORMED)

@@ -61,11 +61,14 @@ class HostLog:
             life, silent_s, holds = seen[name]
             before, silent = self._known.get(name), silent_s > SILENT_S
             self._known[name] = (life, silent)
-            if (event := _event(before, life, silent)) is not None:
-                found.append({"time": time.time(), "host": name, "event": event, "life": life, "holds": holds})
+            if before is None:
+                found.append(_line(name, "joined", life, holds))
+            elif before[0] != life:
+                found.append(_line(name, "replaced", life, holds))
+            elif before[1] != silent:
+                found.append(_line(name, "silent" if silent else "back", life, holds))
         for name in sorted(self._known.keys() - seen.keys()):
-            life, _ = self._known.pop(name)
-            found.append({"time": time.time(), "host": name, "event": "gone", "life": life, "holds": 0})
+            found.append(_line(name, "gone", self._known.pop(name)[0]))
         return found
 
 
@@ -80,18 +83,12 @@ class Starts:
     def count(self, name: str, joined: int) -> int:
         """The number of a start of host `name`. `joined`: the highest of the workers that the ring knows."""
         self._last = max(self._last, joined) + 1
-        write(self._paths, [{"time": time.time(), "host": name, "event": "started", "life": self._last, "holds": 0}])
+        write(self._paths, [_line(name, "started", self._last)])
         return self._last
 
 
-def _event(before: tuple[int, bool] | None, life: int, silent: bool) -> str | None:
-    if before is None:
-        return "joined"
-    if before[0] != life:
-        return "replaced"
-    if before[1] != silent:
-        return "silent" if silent else "back"
-    return None
+def _line(host: str, event: str, life: int, holds: int = 0) -> dict[str, Any]:
+    return {"time": time.time(), "host": host, "event": event, "life": life, "holds": holds}
 
 
 def write(paths: RunPaths, lines: list[dict[str, Any]]) -> None:

@@ -16,8 +16,9 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,15 +33,9 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
+from busrl.roles import answers
 from busrl.roles.actor import Doorbell
-from busrl.roles.answers import (
-    UNREADABLE,
-    SegmentCuts,
-    claim_queued,
-    read_generated,
-    read_prompt_ids,
-    read_task,
-)
+from busrl.roles.answers import UNREADABLE, SegmentCuts
 from busrl.scheduling.admission import Waves
 from busrl.states import Fate, Finish, SampleClass
 from busrl.weights.base import VersionSteps
@@ -52,12 +47,15 @@ ORPHANS_EVERY_S = 1.0
 class Intake(ABC):
     """The slots of one rollout process. `version` is that of the engine's weights, `steps` has the steps of all."""
 
+    fields: ClassVar[list[str]]  # of a slot's line, for its request
+    asked: ClassVar[str]  # what may be too long for the engine, with its verb
+    segments: SegmentCuts | None = None  # where answers are cut
     waves: Waves | None = None
     only_validates = False  # validation.mode = "dedicated"
     trains = True  # the scheduler has to know of this worker
 
-    def __init__(self, ring: Ring, warn: Warn) -> None:
-        self.ring, self.warn = ring, warn
+    def __init__(self, ring: Ring, engine: Engine, warn: Warn) -> None:
+        self.ring, self.engine, self.warn = ring, engine, warn
         self.version, self.steps = 0, VersionSteps()
         self.claimed: dict[int, Any] = {}  # by slot
         self.alone = False
@@ -73,14 +71,46 @@ class Intake(ABC):
         return []
 
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
-        return claim_queued(self.ring, None, room, not self.claimed)
+        return answers.claim_queued(self.ring, None, room, not self.claimed)
+
+    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
+        """The request of each claimed slot; one that cannot be used is dropped, or refused."""
+        described = self.ring.lines([slot for slot, _ in taken])[self.fields].tolist()
+        made = [self._request(*claim, dict(zip(self.fields, values))) for claim, values in zip(taken, described)]
+        return [request for request in made if request is not None]
 
     @abstractmethod
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]: ...
+    def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None: ...
 
-    @abstractmethod
     def commit(self, answer: Finished) -> bool:
-        """Put an answer back. True if this worker is done with the slot: the answer is whole, or there is none."""
+        """Put an answer back. True if this worker is done with the slot: the answer is whole, or there is none.
+        SharedMemoryFull: it is still claimed, and the same call succeeds once there is memory."""
+        slot, task = answer.key, self.claimed.pop(answer.key)
+        if answer.refused:
+            self._drop(slot, task.word, Fate.UNRENDERED, answer.refused)
+        elif answer.finish == Finish.ABORTED:  # not its fault: the next worker begins it again
+            self.ring.release(slot, task.word, State.QUEUED)
+            return False
+        elif not len(answer.token_ids):
+            why = f"its {self.asked} no room in the engine's {self.engine.max_length} tokens"
+            self._drop(slot, task.word, Fate.LONG, why)
+        else:
+            try:
+                return self._write(slot, task, answer)
+            except SharedMemoryFull:
+                self.claimed[slot] = task
+                raise
+            except (SlotTooSmall, *UNREADABLE) as problem:
+                self._drop(slot, task.word, Fate.MALFORMED, str(problem))
+        return True
+
+    @abstractmethod
+    def _write(self, slot: int, task: Any, answer: Finished) -> bool:
+        """Commit an answer that is sound; whether it is whole."""
+
+    @abstractmethod
+    def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
+        """Give up a slot that we own."""
 
     @abstractmethod
     def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
@@ -97,22 +127,12 @@ class Intake(ABC):
         """Slots with which nobody wants to have anything to do any more."""
         return []
 
-    def fetched(self, seconds: float) -> None:
-        """New weights were loaded, which took so long."""
-
-    def stepped(self, seconds: float) -> None:
-        """The engine did a step."""
-
     def give_back(self) -> None:
-        """Let go of everything as it was."""
         for slot, task in self.claimed.items():
             self.ring.release(slot, task.word, State.QUEUED)
 
 
 # -- samples ------------------------------------------------
-
-LINE_FIELDS = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
-
 
 class ClaimedSlot(NamedTuple):
     """A slot of this worker: the word that owns it, and what its line said at the claim."""
@@ -131,10 +151,13 @@ class SampleIntake(Intake):
     """Samples: consumes QUEUED slots, produces GENERATED ones and DATA_GENERATED."""
 
     claimed: dict[int, ClaimedSlot]
+    segments: SegmentCuts
+    fields: ClassVar = ["uid", "cls", "version", "step", "max_new_tokens", "temperature", "top_p"]
+    asked = "prompt leaves"
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
-        super().__init__(ring, warn)
-        self.topology, self.engine = topology, engine
+        super().__init__(ring, engine, warn)
+        self.topology = topology
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology, name)
         self.waves = self.segments.waves
@@ -146,20 +169,8 @@ class SampleIntake(Intake):
             if (message := bell.take()) is not None:
                 yield message, ""
 
-    def fetched(self, seconds: float) -> None:
-        self.segments.fetched(seconds)
-
-    def stepped(self, seconds: float) -> None:
-        self.segments.stepped(seconds)
-
     def _claim(self, room: int) -> tuple[list[tuple[int, int]], bool]:
-        return claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
-
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
-        """The request of each claimed slot; a slot whose prompt cannot be used is dropped here."""
-        described = self.ring.lines([slot for slot, _ in taken])[LINE_FIELDS].tolist()
-        made = [self._request(*claim, dict(zip(LINE_FIELDS, values))) for claim, values in zip(taken, described)]
-        return [request for request in made if request is not None]
+        return answers.claim_queued(self.ring, self.waves, room, not self.claimed, self.segments.cls)
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         version, step = line["version"], line["step"]
@@ -170,7 +181,7 @@ class SampleIntake(Intake):
         segments = segments_of(word)
         try:
             prompt = self._prompt_ids(slot, word, segments)
-            prefix = read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
+            prefix = answers.read_generated(self.ring, slot, "tokens", segments).copy() if segments else NO_IDS
         except UNREADABLE as problem:
             self._drop(slot, word, Fate.MALFORMED, f"an earlier segment cannot be read: {problem}")
             return None
@@ -188,10 +199,10 @@ class SampleIntake(Intake):
 
     def _prompt_ids(self, slot: int, word: int, segments: int) -> Ids | None:
         if segments:
-            earlier: Ids = read_prompt_ids(self.ring, slot).copy()
+            earlier: Ids = answers.read_prompt_ids(self.ring, slot).copy()
             return earlier
         try:
-            prompt = prompt_of(msgspec.json.decode(read_task(self.ring, slot)), self.topology.data)
+            prompt = prompt_of(msgspec.json.decode(answers.read_task(self.ring, slot)), self.topology.data)
             ids = np.asarray(self.engine.encode(prompt), np.int32)
         except Exception as problem:
             self._drop(slot, word, Fate.UNRENDERED, f"the prompt cannot be rendered: {problem}")
@@ -204,34 +215,13 @@ class SampleIntake(Intake):
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids
 
-    def commit(self, sequence: Finished) -> bool:
-        """Commit a segment that ended; the answer is whole, or dropped, or goes on with any worker. SharedMemoryFull:
-        it is still claimed, and the same call succeeds once there is memory."""
-        slot, task = sequence.key, self.claimed.pop(sequence.key)
-        word = task.word
-        if sequence.refused:
-            self._drop(slot, word, Fate.UNRENDERED, sequence.refused)
-            return True
-        if sequence.finish == Finish.ABORTED:  # not its fault: the next worker begins this segment again
-            self.ring.release(slot, word, State.QUEUED)
-            return False
-        if not len(sequence.token_ids):
-            why = f"its prompt leaves no room in the engine's {self.engine.max_length} tokens"
-            self._drop(slot, word, Fate.LONG, why)
-            return True
-        whole = not self._is_cut(task, sequence)
-        try:
-            message = self.segments.commit(
-                self.ring, slot, word, sequence, self._text(slot, word, sequence) if whole else None, self.steps,
-                uid=task.uid, version=task.version, step=task.step, earlier=task.earlier,
-                prompt_tokens=task.prompt_tokens,
-            )
-        except SharedMemoryFull:
-            self.claimed[slot] = task
-            raise
-        except (SlotTooSmall, *UNREADABLE) as problem:
-            self._drop(slot, word, Fate.MALFORMED, str(problem))
-            return True
+    def _write(self, slot: int, task: ClaimedSlot, answer: Finished) -> bool:
+        """Commit a segment that ended; an answer that is not whole goes on with any worker."""
+        whole = not self._is_cut(task, answer)
+        message = self.segments.commit(
+            self.ring, slot, task.word, answer, self._text(slot, task.word, answer) if whole else None, self.steps,
+            uid=task.uid, version=task.version, step=task.step, earlier=task.earlier, prompt_tokens=task.prompt_tokens,
+        )
         if message is not None:
             (self.bell if whole else self.segment_bell).add(lambda: message)
         return whole
@@ -242,7 +232,7 @@ class SampleIntake(Intake):
             return sequence.text
         ids = sequence.token_ids
         if segments := segments_of(word):
-            ids = np.concatenate([read_generated(self.ring, slot, "tokens", segments), ids])
+            ids = np.concatenate([answers.read_generated(self.ring, slot, "tokens", segments), ids])
         return self.engine.decode(ids, sequence.finish == Finish.EOS)
 
     def _is_cut(self, task: ClaimedSlot, sequence: Finished) -> bool:
@@ -261,16 +251,15 @@ class SampleIntake(Intake):
 
 # -- model calls --------------------------------------------
 
-CALL_FIELDS = ["uid", "max_new_tokens", "temperature", "top_p", "group"]
-
-
-class ClaimedCall(NamedTuple):
-    """A call of this worker: the word that owns its slot, when it was claimed, and who is to get its tokens at once."""
+@dataclass
+class ClaimedCall:
+    """A call of this worker: the word that owns its slot, when it was claimed, who is to get its tokens at once, and
+    how many were announced."""
 
     word: int
     claimed_ns: int
-    uid: int
     listener: str = ""
+    sent: int = 0
 
 
 class CallIntake(Intake):
@@ -278,36 +267,30 @@ class CallIntake(Intake):
     CALL_TOKENS. No bell is rung for an answer: its caller waits at the ring."""
 
     claimed: dict[int, ClaimedCall]
+    fields: ClassVar = ["uid", "max_new_tokens", "temperature", "top_p", "group"]
+    asked = "ids leave"
     trains = False
 
     def __init__(self, ring: Ring, topology: Topology, engine: Engine, warn: Warn) -> None:
-        super().__init__(ring, warn)
-        self._engine, self._seed = engine, topology.run.seed
+        super().__init__(ring, engine, warn)
+        self._seed = topology.run.seed
         self._vocabulary = model_facts(Path(topology.model.path)).vocabulary
-        self._sent: dict[int, int] = {}  # slot -> how many of its tokens were announced
         self._next_orphans = 0.0
         self._decoder = msgspec.msgpack.Decoder(CallDetails)
-
-    def _requests(self, taken: Sequence[tuple[int, int]]) -> list[Request]:
-        described = self.ring.lines([slot for slot, _ in taken])[CALL_FIELDS].tolist()
-        made = [self._request(*claim, dict(zip(CALL_FIELDS, values))) for claim, values in zip(taken, described)]
-        return [request for request in made if request is not None]
 
     def _request(self, slot: int, word: int, line: dict[str, Any]) -> Request | None:
         try:
             ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT).copy()
             details = self._decoder.decode(self.ring.get(slot, "call").tobytes())
         except (*UNREADABLE, msgspec.MsgspecError) as problem:
-            self._refuse(slot, word, f"the call cannot be read: {problem}")
+            self._drop(slot, word, Fate.MALFORMED, f"the call cannot be read: {problem}")
             return None
         most = self._vocabulary or int(ids.max()) + 1
         if wrong := next((one for one in (int(ids.min()), int(ids.max())) if not 0 <= one < most), None):
-            self._refuse(slot, word, f"token id {wrong}: the model knows 0 to {most - 1}")
+            self._drop(slot, word, Fate.MALFORMED, f"token id {wrong}: the model knows 0 to {most - 1}")
             return None
         listener = self._label(line["group"]) if details.tokens else ""
-        self.claimed[slot] = ClaimedCall(word, time.monotonic_ns(), line["uid"], listener)
-        if listener:
-            self._sent[slot] = 0
+        self.claimed[slot] = ClaimedCall(word, time.monotonic_ns(), listener)
         return Request(
             key=slot, uid=line["uid"], segment=details.stream, prompt_ids=ids, prefix_ids=NO_IDS,
             max_new_tokens=line["max_new_tokens"], temperature=line["temperature"], top_p=line["top_p"],
@@ -318,37 +301,19 @@ class CallIntake(Intake):
         labels = (one.label for one in self.ring.processes() if one.index == index)
         return next((address(label) for label in labels), "")
 
-    def commit(self, answer: Finished) -> bool:
-        slot, task = answer.key, self._let_go(answer.key)
-        if answer.refused:
-            self._refuse(slot, task.word, answer.refused)
-        elif answer.finish == Finish.ABORTED:  # not its fault: the next worker begins it again
-            self.ring.release(slot, task.word, State.QUEUED)
-            return False
-        elif not len(answer.token_ids):
-            self._refuse(slot, task.word, f"its ids leave no room in the engine's {self._engine.max_length} tokens")
-        else:
-            self._write(slot, task, answer)
-        return True
-
-    def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> None:
+    def _write(self, slot: int, task: ClaimedCall, answer: Finished) -> bool:
         made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
         step = self.steps.step_of(int(answer.versions.min()))
         try:
             write_answer(self.ring, slot, task.word, *made, task.claimed_ns, step, answer.computed)
-        except SharedMemoryFull:  # as a sample's
-            self.claimed[slot] = task
-            raise
         except SlotTooSmall as problem:
-            self._refuse(slot, task.word, f"the answer does not fit its slot: {problem}")
+            self._drop(slot, task.word, Fate.MALFORMED, f"the answer does not fit its slot: {problem}")
+        return True
 
-    def _refuse(self, slot: int, word: int, why: str) -> None:
+    def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
+        """A call has no fate: its caller is told why."""
         self.warn("rollout", f"a model call gets no answer: {why}", kind="call refused")
         write_refusal(self.ring, slot, word, why)
-
-    def _let_go(self, slot: int) -> ClaimedCall:
-        self._sent.pop(slot, None)
-        return self.claimed.pop(slot)
 
     def give_back(self) -> None:
         super().give_back()
@@ -360,7 +325,7 @@ class CallIntake(Intake):
         return slot in self.claimed and seq_of(self.claimed[slot].word) == seq
 
     def cancelled(self, answer: Finished) -> None:
-        self.ring.free_call(answer.key, self._let_go(answer.key).word)
+        self.ring.free_call(answer.key, self.claimed.pop(answer.key).word)
 
     def orphans(self) -> list[int]:
         """Slots whose callers are gone, looked for now and then: nobody waits for their answers."""
@@ -373,9 +338,8 @@ class CallIntake(Intake):
     def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
         if engine is None:
             return
-        for slot, sent in list(self._sent.items()):
-            new: Ids = engine.drawn(slot, sent)[: m.MAX_MAP]
+        for slot, task in list(self.claimed.items()):
+            new: Ids = engine.drawn(slot, task.sent)[: m.MAX_MAP] if task.listener else NO_IDS
             if len(new):
-                task = self.claimed[slot]
-                self._sent[slot] = sent + len(new)
-                yield m.CallTokens(slot_id=slot, seq=seq_of(task.word), at=sent, ids=new.tolist()), task.listener
+                yield m.CallTokens(slot_id=slot, seq=seq_of(task.word), at=task.sent, ids=new.tolist()), task.listener
+                task.sent += len(new)

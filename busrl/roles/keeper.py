@@ -56,11 +56,10 @@ class Keeper(Actor):
         self._named: set[str] = set()
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
         self.tally = Tally(files.read_map(self.paths.gateway).get("workers"))
-        vocabulary = model_facts(Path(self.topology.model.path)).vocabulary
-        cuts = SegmentCuts.of(self.topology)
-        own = self.topology
+        own, vocabulary = self.topology, model_facts(Path(self.topology.model.path)).vocabulary
         self.samples = ledger = RingLedger(
-            self.ring, self._announce, cuts, own.max_prompt_tokens, vocabulary, Bounds.of(own, vocabulary)
+            self.ring, self._announce, SegmentCuts.of(own), own.max_prompt_tokens, vocabulary,
+            Bounds.of(own, vocabulary),
         )
         self.ledger = ledger if self.calls is None else BothLedgers(ledger, CallLedger(self.calls, ledger))
         self.desk = desk_of(self.topology, self.ledger, self.tally, claimed_from(self.paths.run_json).hex())
@@ -80,7 +79,6 @@ class Keeper(Actor):
         self.desk.reserved = reserved_names(self.topology)
 
     def teardown(self) -> None:
-        """Take every claim back and save the counts."""
         self.desk.goodbye()
         if self.tally.workers:
             self._save()
@@ -89,7 +87,9 @@ class Keeper(Actor):
 
     def _look(self) -> bool:
         reaped = self.ring.reap()
-        self._reap_calls()
+        if self.calls is not None:  # calls that dead engines had wait again, those of dead callers end
+            for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
+                self.warn("keeper", text)
         try:
             self.ring.finish_drops()
         except FateRefused as problem:  # a uid that names no sample costs the slot, not the keeper
@@ -102,12 +102,6 @@ class Keeper(Actor):
         for text, uids in taken_back(self.ring, reaped):
             self.warn("keeper", text, uids=uids)
         return bool(reaped)
-
-    def _reap_calls(self) -> None:
-        """Calls that dead engines had wait again, those of dead callers end."""
-        if self.calls is not None:
-            for text, _ in taken_back(self.calls, self.calls.reap(), "calls"):
-                self.warn("keeper", text)
 
     def _drop_poison(self, lines: Lines) -> None:
         """Give up a sample that killed two workers which held nothing else; it is re-rolled as any accident."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Iterator
 
 from busrl import device
 from busrl.bus.link import Asking
@@ -55,18 +56,10 @@ class Rank(Actor):
         self.heard: ControlMessage | None = None
         where = device.choose(self.topology.device_of(self.name))
         team = TeamSettings.of(self.topology, self.paths, where, fingerprint)
-        rank, away = int(self.name.partition("/")[2]), bool(self.topology.here)
-        with self.activity("waits for the learner", math.inf if away else team.waits_s):
-            home = HomeOfRank(self) if away else None
-            with contextlib.nullcontext() if home is None else contextlib.closing(home):
-                self.follower = Follower(
-                    team, TrainerSettings.of(self.topology), rank, self._awaited, home.away if home else None)
+        rank, waits_s = int(self.name.partition("/")[2]), math.inf if self.topology.here else team.waits_s
+        with self.activity("waits for the learner", waits_s), home_of(self) as home:
+            self.follower = Follower(team, TrainerSettings.of(self.topology), rank, self.awaited, home)
         self.follower.on_progress = self.ring.progress
-
-    def _awaited(self) -> str:
-        """Called while the others are waited for."""
-        self.ring.progress()
-        return self.stopping
 
     def subscriptions(self) -> list[str]:
         return []
@@ -84,27 +77,26 @@ class Rank(Actor):
         return True
 
     def idle(self, timeout_s: float) -> None:
-        """Listen to the learner."""
         self.heard = self.follower.hear(timeout_s)
 
     def teardown(self) -> None:
         self.follower.close()
 
 
-class HomeOfRank:
-    """Home's relay, as a rank of another host asks it where the learner is."""
+@contextlib.contextmanager
+def home_of(actor: Actor) -> Iterator[Away | None]:
+    """How a rank of another host asks home's relay where the learner is; None at home."""
+    if not actor.topology.here:
+        yield None
+        return
+    source = HostSource.read(actor.paths.host_source)
+    with contextlib.closing(Asking(relay_endpoint(source.endpoint), source.client, source.name)) as link:
 
-    def __init__(self, actor: Actor) -> None:
-        source = HostSource.read(actor.paths.host_source)
-        self._link = Asking(relay_endpoint(source.endpoint), source.client, source.name)
-        self.away = Away(source.name, self._place, actor.paths.root / "brought")
+        def place() -> Place | None:
+            try:
+                found = link.ask(h.RanksMeet(), ASK_S)
+            except PeerLost:  # the host's relay says so
+                return None
+            return Place(found.address, found.port, found.secret) if isinstance(found, h.RanksPlace) else None
 
-    def _place(self) -> Place | None:
-        try:
-            found = self._link.ask(h.RanksMeet(), ASK_S)
-        except PeerLost:  # the host's relay says so
-            return None
-        return Place(found.address, found.port, found.secret) if isinstance(found, h.RanksPlace) else None
-
-    def close(self) -> None:
-        self._link.close()
+        yield Away(source.name, place, actor.paths.root / "brought")

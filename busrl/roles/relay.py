@@ -88,13 +88,15 @@ class Home:
         place = relay_endpoint(own.endpoint)
         self.keys = keys.directory_of(own.keys)
         self.link = Answering(CurveListener(own.endpoint, self.keys, (place,)))
-        self.weights = _source(actor, self.topology.hosts.piece_mb << 20)
+        settings, piece = TransportSettings.of(self.topology, actor.paths), self.topology.hosts.piece_mb << 20
+        folders = settings.folders  # where the learner publishes, unless it does in a segment
+        self.weights = FolderSnapshot(Path(folders), piece) if folders else Snapshot(Path(settings.segment), piece)
         self.chain = Chain(max(LATELY_S, self.topology.weights.timeout_s))
         self.claimed_from = claimed_from(actor.paths.run_json)
         self.starts = host_log.Starts(actor.paths)
         self._waiting: dict[str, tuple[float, Asked]] = {}  # by host, its last question about the state
         self._seen: dict[str, float] = {}  # hosts, and when each last asked for the state
-        self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}
+        self._heard: dict[str, dict[str, Any]] = {name: {} for name in self.topology.host_names}  # for `busrl status`
         self._next_show = 0.0
         self._over, self._topology = False, zlib.crc32(self.topology.to_json().encode())
 
@@ -136,7 +138,10 @@ class Home:
             self._welcome(asked)
         elif isinstance(question, h.HostLook):
             self._seen[asked.name] = time.monotonic()
-            self._note(asked.name, question)
+            self._heard[asked.name] = {
+                "time": time.time(), "weights": question.have, "busrl": question.build,
+                "processes": [msgspec.structs.asdict(one) for one in question.processes],
+            }
             self.chain.looked(asked.name, question.have, time.monotonic())
             self._waiting[asked.name] = time.monotonic() + min(question.wait_s, WAIT_S), asked
         elif isinstance(question, h.WeightsHead):
@@ -146,11 +151,6 @@ class Home:
             self.link.answer(asked, h.RanksPlace(**place) if place else h.Refused(text="no learner waits for ranks"))
         else:
             self._piece(asked, question)
-
-    def _note(self, name: str, look: h.HostLook) -> None:
-        """For `busrl status`."""
-        processes = [msgspec.structs.asdict(one) for one in look.processes]
-        self._heard[name] = {"time": time.time(), "weights": look.have, "busrl": look.build, "processes": processes}
 
     def _welcome(self, asked: Asked) -> None:
         name = asked.name
@@ -162,19 +162,17 @@ class Home:
     def _objection(self, asked: Asked) -> h.Refused | None:
         """Why this host cannot take part, whatever it asks for."""
         host, known = asked.question.host, self.topology.host_names
+        build = asked.question.build if isinstance(asked.question, h.HostJoin) else busrl.__version__
         if host not in known:
             text = f"no host {host!r} in this run: `hosts` of its [[process]] entries name {', '.join(known)}"
-            return h.Refused(text=text)
-        if asked.name != host:
+        elif asked.name != host:
             text = (f"the key is {asked.name}'s, the name {host}'s: make a key of its own with `busrl keys add {host}`,"
                     " or start it with the name that the key has")
-            return h.Refused(text=text)
-        if isinstance(asked.question, h.HostJoin) and asked.question.build != busrl.__version__:
-            build = asked.question.build
-            return h.Refused(
-                text=f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
-            )
-        return None
+        elif build != busrl.__version__:
+            text = f"this host has busrl {build}, the run's {busrl.__version__}: install the same on both"
+        else:
+            return None
+        return h.Refused(text=text)
 
     def _head(self, asked: Asked, question: h.WeightsHead) -> None:
         now, name = time.monotonic(), asked.name
@@ -212,14 +210,6 @@ class Home:
                 self.link.answer(asked, h.State(state=state))
 
 
-def _source(actor: Relay, piece: int) -> Snapshot:
-    """Where the learner publishes."""
-    settings = TransportSettings.of(actor.topology, actor.paths)
-    if settings.folders:
-        return FolderSnapshot(Path(settings.folders), piece)
-    return Snapshot(Path(settings.segment), piece)
-
-
 def _is_place(text: str) -> bool:
     with contextlib.suppress(BadEndpoint):
         check_endpoint(text, keys=True)
@@ -238,7 +228,10 @@ class Away:
         self.source = HostSource.read(actor.paths.host_source)
         home = relay_endpoint(self.source.endpoint)
         self.link = Asking(home, self.source.client, self.source.name)
-        self.weights = _copy(actor)
+        own = TransportSettings.of(self.topology, actor.paths)  # where engines of this host find versions
+        self.weights: Copy = (
+            FolderCopy(Path(own.folders), own.kept) if own.folders else SegmentCopy(Path(own.segment))
+        )
         self.generates = any(one.role == "rollout" for one in self.topology.processes())
         self.sharing = self._open_sharing(home) if self.generates else None
         self.links = Links(self.source)
@@ -278,12 +271,9 @@ class Away:
             return None
 
     def _ends(self) -> list[Asking | Answering]:
-        ends: list[Asking | Answering] = [self.link]
-        if self.fetch is not None and self.fetch.link is not None:
-            ends.append(self.fetch.link)
-        if self.sharing is not None:
-            ends.append(self.sharing.link)
-        return ends
+        fetching = None if self.fetch is None else self.fetch.link
+        sharing = None if self.sharing is None else self.sharing.link
+        return [one for one in (self.link, fetching, sharing) if one is not None]
 
     def _ask(self, now: float) -> None:
         """For the state, always; for newer weights, where none are on their way. What was lost is asked again."""
@@ -302,7 +292,6 @@ class Away:
                 self._next_head = now + AGAIN_S
 
     def _processes(self) -> list[h.HostProcess]:
-        """For people at home."""
         return [
             h.HostProcess(one.label, "dead" if self.ring.is_dead(one.index) else one.state, one.activity, one.pid,
                           one.version, one.samples, one.tokens)
@@ -386,17 +375,8 @@ class Away:
         self._next_look = 0.0  # home learns of it at once
 
     def _give_up(self) -> None:
-        """Of a version that is not whole nothing stays."""
         self.weights.abandon()
         self.fetch = None
-
-
-def _copy(actor: Relay) -> Copy:
-    """Where engines of this host find versions."""
-    settings = TransportSettings.of(actor.topology, actor.paths)
-    if settings.folders:
-        return FolderCopy(Path(settings.folders), settings.kept)
-    return SegmentCopy(Path(settings.segment))
 
 
 class Links:

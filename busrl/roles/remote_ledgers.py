@@ -39,26 +39,9 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, UID_NONE, Ring, State, segments_of, seq_of, state_of
 from busrl.ring.calls import CallDetails, read_ids, write_answer, write_refusal
-from busrl.roles.answers import (
-    ANY_ATTEMPT,
-    SegmentCuts,
-    claim_queued,
-    read_generated,
-    read_task,
-    read_text,
-    write_parts,
-)
-from busrl.roles.episodes import (
-    Array,
-    Bounds,
-    StoredEpisode,
-    commit_episode,
-    last_call,
-    oldest_of,
-    received,
-    turn_rewards_of,
-    write_pieces,
-)
+from busrl.roles import answers, episodes
+from busrl.roles.answers import SegmentCuts
+from busrl.roles.episodes import Array, Bounds, StoredEpisode
 from busrl.scheduling.admission import Lines, Unbegun
 from busrl.states import Fate, HeaderWord
 from busrl.watching import Tally
@@ -75,6 +58,8 @@ TENSORS = ("tokens", "logprobs", "versions")
 
 class RingLedger:
     """A `RemoteLedger` on the ring of this process. `announce` rings the doorbell that the worker itself would ring."""
+
+    first_entry = first_slot = 0  # how its entries and slots are numbered, where they stand behind those of another
 
     def __init__(
         self, ring: Ring, announce: Callable[[m.Message], None], cuts: SegmentCuts, prompt_tokens: int, vocabulary: int,
@@ -94,16 +79,18 @@ class RingLedger:
     # -- entries --------------------------------------------------------------------------------------------------
 
     def members(self) -> list[tuple[int, str, str, int]]:
-        return [(one.index, one.role, one.label, one.life) for one in self.ring.processes() if one.remote]
+        remote = (one for one in self.ring.processes() if one.remote)
+        return [(self.first_entry + one.index, one.role, one.label, one.life) for one in remote]
 
     def claims(self) -> list[tuple[int, ClaimedTask]]:
-        remote, lines = [entry[0] for entry in self.members()], self.ring.lines()
+        remote, lines = [one.index for one in self.ring.processes() if one.remote], self.ring.lines()
         theirs = np.isin(lines["state"], list(RESTS_IN)) & np.isin(lines["owner"], remote)
-        return [(int(lines["owner"][slot]), _claim(slot, lines[slot])) for slot in theirs.nonzero()[0].tolist()]
+        held = theirs.nonzero()[0].tolist()
+        return [(self.first_entry + int(lines["owner"][slot]), self._claim(slot, lines[slot])) for slot in held]
 
     def enter(self, role: str, name: str, life: int) -> int:
         try:
-            return self.ring.enter_remote(role, name, life=life)
+            return self.first_entry + self.ring.enter_remote(role, name, life=life)
         except RingFull as problem:
             raise Refused(str(problem), "full") from None
 
@@ -111,7 +98,7 @@ class RingLedger:
         stand_in = self._stand_ins.pop(index, None)
         if stand_in is not None:
             stand_in.close()
-        self.ring.leave_remote(index)
+        self.ring.leave_remote(index - self.first_entry)
 
     def show(self, index: int, tasks: int) -> None:
         stand_in = self.stand_in(index)
@@ -120,24 +107,32 @@ class RingLedger:
 
     def stand_in(self, index: int) -> Ring:
         if index not in self._stand_ins:
-            self._stand_ins[index] = self.ring.stand_in(index)
+            self._stand_ins[index] = self.ring.stand_in(index - self.first_entry)
         return self._stand_ins[index]
+
+    def _claim(self, slot: int, line: np.void) -> ClaimedTask:
+        word = int(line["word"])
+        alone = bool(int(line["flags"]) & ALONE)
+        return ClaimedTask(self.first_slot + slot, word, seq_of(word), int(line["uid"]), alone)
+
+    def _slot(self, claim: ClaimedTask) -> int:
+        return claim.slot - self.first_slot
 
     # -- claims ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
         """As a local worker claims: a sample that was tried before goes only to a worker that holds nothing else."""
-        stand_in = self.stand_in(index)
-        if role == "reward":
-            taken = stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
-        elif self.episodes is not None:  # attempts accuse no episode (`busrl.roles.holder`)
-            taken = stand_in.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=ANY_ATTEMPT)
-        elif role == HOST and self.cuts.plan.most > 1:
-            taken, _ = claim_queued(stand_in, Unbegun(), limit, idle, self.cuts.cls)
-        else:
-            taken, _ = claim_queued(stand_in, self.cuts.waves, limit, idle, self.cuts.cls)
+        taken = self._taken(self.stand_in(index), role, limit, idle)
         lines = self.ring.lines([slot for slot, _ in taken])
-        return [_claim(slot, line) for (slot, _), line in zip(taken, lines)]
+        return [self._claim(slot, line) for (slot, _), line in zip(taken, lines)]
+
+    def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
+        if role == "reward":
+            return stand_in.take(State.GENERATED, State.REWARDING, cls=None, limit=limit, max_attempt=1)
+        if self.episodes is not None:  # attempts accuse no episode (`busrl.roles.holder`)
+            return stand_in.take(State.QUEUED, State.GENERATING, cls=None, limit=limit, max_attempt=answers.ANY_ATTEMPT)
+        waves = Unbegun() if role == HOST and self.cuts.plan.most > 1 else self.cuts.waves
+        return answers.claim_queued(stand_in, waves, limit, idle, self.cuts.cls)[0]
 
     def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
         columns = self._columns(claims, *OF_TASK)
@@ -158,10 +153,10 @@ class RingLedger:
             cut = self.cuts.next(cls, segments, most)
             return g.Task(
                 task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid,
-                record=read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
+                record=answers.read_task(self.ring, claim.slot).decode("utf-8", "replace"), segment=segments,
                 attempt=attempt, max_new_tokens=most, temperature=temperature, top_p=top_p,
                 version=self.ring.header(HeaderWord.VERSION),
-                completion=read_text(self.ring, claim.slot, segments) if rewarding else "",
+                completion=answers.read_text(self.ring, claim.slot, segments) if rewarding else "",
                 tensors=self._tensors(claim.slot, segments), segment_tokens=0 if cut.last else cut.tokens,
                 cls=cls, priority=priority, admission=admission,
             )
@@ -173,9 +168,9 @@ class RingLedger:
     def _tensors(self, slot: int, segments: int) -> dict[str, g.Tensor]:
         if not segments:
             return {}
-        if (last := last_call(self.ring, slot)) is not None:
+        if (last := episodes.last_call(self.ring, slot)) is not None:
             return {name: tensor(array) for name, array in last.items()}
-        arrays = {name: read_generated(self.ring, slot, name, segments) for name in TENSORS}
+        arrays = {name: answers.read_generated(self.ring, slot, name, segments) for name in TENSORS}
         arrays["prompt_ids"] = self.ring.get(slot, "prompt_ids")
         return {name: tensor(array) for name, array in arrays.items()}
 
@@ -190,7 +185,7 @@ class RingLedger:
     def _earlier(self, claim: ClaimedTask) -> int:
         """Tokens of its earlier segments."""
         segments = segments_of(claim.word)
-        return len(read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
+        return len(answers.read_generated(self.ring, claim.slot, "tokens", segments)) if segments else 0
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +196,7 @@ class RingLedger:
         whole, episode = self._whole(limits, answer), self._received(answer, limits)
         with _as_refusals():
             if judged is not None:
-                write_parts(stand_in, slot, word, judged.parts)
+                answers.write_parts(stand_in, slot, word, judged.parts)
                 stand_in.set(slot, word, reward=judged.reward, reward_parts=JUDGED)
             if episode is None:
                 message = self._write(stand_in, claim, answer, limits, whole)
@@ -233,16 +228,16 @@ class RingLedger:
         if self.episodes is None or answer.episode is None:
             rule = "episodes, each with its tensors" if self.episodes is not None else "answers of one call"
             raise Refused(f"the samples of this run are {rule}")
-        return received(answer.episode, self.episodes, limits.newest)
+        return episodes.received(answer.episode, self.episodes, limits.newest)
 
     def _write_episode(
         self, stand_in: Ring, claim: ClaimedTask, answer: RemoteAnswer, episode: StoredEpisode, arrays: dict[str, Array]
     ) -> m.DataGenerated | None:
         """An episode, committed; None if the slot has moved."""
-        oldest = oldest_of(episode)
+        oldest = episodes.oldest_of(episode)
         step = 0 if oldest is None else self.steps.step_of(oldest, answer.step)
-        write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
-        return commit_episode(stand_in, claim.slot, claim.word, episode, step)
+        episodes.write_pieces(stand_in, claim.slot, claim.word, arrays, answer.text)
+        return episodes.commit_episode(stand_in, claim.slot, claim.word, episode, step)
 
     def finish_judged(self, lines: Lines) -> None:
         """Answers that came with their reward, between whose two commits an earlier keeper died."""
@@ -275,9 +270,9 @@ class RingLedger:
 
     def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
         stand_in, slot, word = self.stand_in(index), claim.slot, claim.word
-        reward += turn_rewards_of(self.ring, slot)
+        reward += episodes.turn_rewards_of(self.ring, slot)
         with _as_refusals():
-            write_parts(stand_in, slot, word, parts)
+            answers.write_parts(stand_in, slot, word, parts)
             stand_in.set(slot, word, reward=reward, reward_parts=1)
         done = stand_in.release(slot, word, State.REWARDED)
         if not done:
@@ -286,14 +281,14 @@ class RingLedger:
         self.announce(m.RewardComputed(slot_id=slot, seq=seq_of(done), uid=claim.uid, reward=reward))
 
     def give_back(self, index: int, claim: ClaimedTask) -> None:
-        self.stand_in(index).release(claim.slot, claim.word, RESTS_IN[state_of(claim.word)])
+        self.stand_in(index).release(self._slot(claim), claim.word, RESTS_IN[state_of(claim.word)])
 
     def expire(self, index: int, claim: ClaimedTask) -> bool:
         rewarding = state_of(claim.word) == State.REWARDING
         if rewarding and int(self.ring.line(claim.slot)["attempt"]) + 1 >= MOST_TRIES:
             self.drop(index, claim, Fate.REWARD_HUNG)
             return True
-        self.stand_in(index).expire(claim.slot, claim.word)
+        self.stand_in(index).expire(self._slot(claim), claim.word)
         return False
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
@@ -302,31 +297,31 @@ class RingLedger:
             self.announce(m.RewardComputed(slot_id=claim.slot, seq=claim.seq, uid=claim.uid))
 
     def committed(self, slot: int, seq: int, uid: int) -> bool:
+        slot -= self.first_slot
         if slot >= self.ring.n_slots or uid == UID_NONE:
             return False
         line = self.ring.line(slot)
         return int(line["uid"]) == uid and int(line["last_commit_seq"]) == seq
 
 
-class CallLedger:
-    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights."""
+class CallLedger(RingLedger):
+    """A `RemoteLedger` on the ring of model calls, for remote rollouts. `samples` has the version of the weights, and
+    its entries and slots are numbered before those of this ring, so that a claim has one name in both."""
 
     def __init__(self, ring: Ring, samples: RingLedger) -> None:
-        self.ring, self.samples = ring, samples
-        self._entries = RingLedger(ring, samples.announce, samples.cuts, 0, samples.vocabulary)
-        self.members, self.enter, self.leave = self._entries.members, self._entries.enter, self._entries.leave
-        self.show, self.claims, self.committed = self._entries.show, self._entries.claims, self._entries.committed
-        self.give_back, self.expire = self._entries.give_back, self._entries.expire
+        super().__init__(ring, samples.announce, samples.cuts, 0, samples.vocabulary)
+        self.samples = samples
+        self.first_entry, self.first_slot = samples.ring.n_processes, samples.ring.n_slots
 
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
-        taken, _ = claim_queued(self._entries.stand_in(index), None, limit, idle)
-        return [_claim(slot, self.ring.line(slot)) for slot, _ in taken]
+    def _taken(self, stand_in: Ring, role: str, limit: int, idle: bool) -> list[tuple[int, int]]:
+        return answers.claim_queued(stand_in, None, limit, idle)[0]
 
     def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
-        return [self._task(index, claim) for claim in claims]
+        return [self._call(index, claim) for claim in claims]
 
-    def _task(self, index: int, claim: ClaimedTask) -> g.Task | None:
-        line, slot = self.ring.line(claim.slot), claim.slot
+    def _call(self, index: int, claim: ClaimedTask) -> g.Task | None:
+        slot = self._slot(claim)
+        line = self.ring.line(slot)
         try:
             ids = read_ids(self.ring, slot, "prompt_ids", NO_SEGMENT)
             details = msgspec.msgpack.decode(self.ring.get(slot, "call").tobytes(), type=CallDetails)
@@ -334,7 +329,7 @@ class CallLedger:
             self.refuse(index, claim, f"the call cannot be read: {problem}")
             return None
         return g.Task(
-            task=claim.task, slot_id=slot, seq=claim.seq, uid=claim.uid, record="", attempt=int(line["attempt"]),
+            task=claim.task, slot_id=claim.slot, seq=claim.seq, uid=claim.uid, record="", attempt=int(line["attempt"]),
             max_new_tokens=int(line["max_new_tokens"]), temperature=float(line["temperature"]),
             top_p=float(line["top_p"]), version=self.samples.ring.header(HeaderWord.VERSION),
             tensors={"prompt_ids": tensor(ids)}, kind="call", stream=details.stream, stop=details.stop,
@@ -342,25 +337,26 @@ class CallLedger:
 
     def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
         newest = self.samples.ring.header(HeaderWord.VERSION)
-        most = [int(self.ring.line(claim.slot)["max_new_tokens"]) for claim in claims]
-        return [AnswerLimits(tokens, 0, 0, self.samples.vocabulary, newest) for tokens in most]
+        most = [int(self.ring.line(self._slot(claim))["max_new_tokens"]) for claim in claims]
+        return [AnswerLimits(tokens, 0, 0, self.vocabulary, newest) for tokens in most]
 
     def commit_answer(
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
     ) -> None:
         if not answer.done:
             raise Refused("the answer to a model call is sent whole, with done = true")
-        stand_in, made = self._entries.stand_in(index), (answer.token_ids, answer.logprobs, answer.versions)
-        claimed_ns = int(self.ring.line(claim.slot)["changed_ns"])
+        stand_in, slot = self.stand_in(index), self._slot(claim)
+        made = answer.token_ids, answer.logprobs, answer.versions, answer.finish
+        claimed_ns = int(self.ring.line(slot)["changed_ns"])
         with _as_refusals():
             step = self.samples.steps.step_of(int(answer.versions.min()))
-            if not write_answer(stand_in, claim.slot, claim.word, *made, answer.finish, claimed_ns, step):
+            if not write_answer(stand_in, slot, claim.word, *made, claimed_ns, step):
                 raise ClaimGone
         stand_in.add(tokens=len(answer.token_ids), samples=1)
 
     def refuse(self, index: int, claim: ClaimedTask, why: str) -> None:
         with _as_refusals():
-            write_refusal(self._entries.stand_in(index), claim.slot, claim.word, why)
+            write_refusal(self.stand_in(index), self._slot(claim), claim.word, why)
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
         """A call has no fate: its caller is told instead."""
@@ -368,92 +364,58 @@ class CallLedger:
 
 
 class BothLedgers:
-    """The `RemoteLedger` of a run with model calls: rollouts work on those, rewards on samples. Entries and slots of
-    the ring of calls are numbered behind those of the samples' ring, so that a claim has one name."""
+    """The `RemoteLedger` of a run with model calls: rollouts work on those, rewards on samples."""
 
     def __init__(self, samples: RingLedger, calls: CallLedger) -> None:
         self.samples, self.calls = samples, calls
-        self._entries, self._slots = samples.ring.n_processes, samples.ring.n_slots
+        self.note_version, self.commit_reward = samples.note_version, samples.commit_reward
 
-    def note_version(self) -> None:
-        self.samples.note_version()
+    def _of(self, index: int) -> RingLedger:
+        return self.samples if index < self.calls.first_entry else self.calls
+
+    def _with(self, slot: int) -> RingLedger:
+        return self.samples if slot < self.calls.first_slot else self.calls
 
     def members(self) -> list[tuple[int, str, str, int]]:
-        behind = ((index + self._entries, role, name, life) for index, role, name, life in self.calls.members())
-        return [*self.samples.members(), *behind]
+        return [*self.samples.members(), *self.calls.members()]
 
     def claims(self) -> list[tuple[int, ClaimedTask]]:
-        behind = [(index + self._entries, self._shown(claim)) for index, claim in self.calls.claims()]
-        return [*self.samples.claims(), *behind]
+        return [*self.samples.claims(), *self.calls.claims()]
 
     def enter(self, role: str, name: str, life: int) -> int:
-        if role == "rollout":
-            return self.calls.enter(role, name, life) + self._entries
-        return self.samples.enter(role, name, life)
-
-    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
-        if index < self._entries:
-            return self.samples.take(index, role, limit, idle)
-        return [self._shown(claim) for claim in self.calls.take(index - self._entries, role, limit, idle)]
-
-    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
-        ledger, entry = self._ledger(index)
-        found = ledger.tasks(entry, [self._own(index, claim)[2] for claim in claims])
-        return [
-            task and msgspec.structs.replace(task, task=claim.task, slot_id=claim.slot)
-            for claim, task in zip(claims, found)
-        ]
-
-    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
-        found = []
-        for claim in claims:
-            ledger, _, own = self._own(0 if claim.slot < self._slots else self._entries, claim)
-            found += ledger.limits([own])
-        return found
+        return (self.calls if role == "rollout" else self.samples).enter(role, name, life)
 
     def leave(self, index: int) -> None:
-        ledger, entry = self._ledger(index)
-        ledger.leave(entry)
+        self._of(index).leave(index)
 
     def show(self, index: int, tasks: int) -> None:
-        ledger, entry = self._ledger(index)
-        ledger.show(entry, tasks)
+        self._of(index).show(index, tasks)
+
+    def take(self, index: int, role: str, limit: int, idle: bool) -> list[ClaimedTask]:
+        return self._of(index).take(index, role, limit, idle)
+
+    def tasks(self, index: int, claims: list[ClaimedTask]) -> list[g.Task | None]:
+        return self._of(index).tasks(index, claims)
+
+    def limits(self, claims: list[ClaimedTask]) -> list[AnswerLimits]:
+        return [limits for claim in claims for limits in self._with(claim.slot).limits([claim])]
 
     def commit_answer(
         self, index: int, claim: ClaimedTask, answer: RemoteAnswer, limits: AnswerLimits, judged: Judged | None = None
     ) -> None:
-        ledger, entry, own = self._own(index, claim)
-        ledger.commit_answer(entry, own, answer, limits, judged)
-
-    def commit_reward(self, index: int, claim: ClaimedTask, reward: float, parts: dict[str, float]) -> None:
-        self.samples.commit_reward(index, claim, reward, parts)
+        self._of(index).commit_answer(index, claim, answer, limits, judged)
 
     def give_back(self, index: int, claim: ClaimedTask) -> None:
-        ledger, entry, own = self._own(index, claim)
-        ledger.give_back(entry, own)
+        self._of(index).give_back(index, claim)
 
     def expire(self, index: int, claim: ClaimedTask) -> bool:
-        ledger, entry, own = self._own(index, claim)
-        return ledger.expire(entry, own)
+        return self._of(index).expire(index, claim)
 
     def drop(self, index: int, claim: ClaimedTask, fate: Fate) -> None:
-        ledger, entry, own = self._own(index, claim)
-        ledger.drop(entry, own, fate)
+        self._of(index).drop(index, claim, fate)
 
     def committed(self, slot: int, seq: int, uid: int) -> bool:
-        if slot < self._slots:
-            return self.samples.committed(slot, seq, uid)
-        return self.calls.committed(slot - self._slots, seq, uid)
-
-    def _shown(self, claim: ClaimedTask) -> ClaimedTask:
-        return claim._replace(slot=claim.slot + self._slots)
-
-    def _ledger(self, index: int) -> tuple[RingLedger | CallLedger, int]:
-        return (self.samples, index) if index < self._entries else (self.calls, index - self._entries)
-
-    def _own(self, index: int, claim: ClaimedTask) -> tuple[RingLedger | CallLedger, int, ClaimedTask]:
-        ledger, entry = self._ledger(index)
-        return ledger, entry, claim if ledger is self.samples else claim._replace(slot=claim.slot - self._slots)
+        return self._with(slot).committed(slot, seq, uid)
 
 
 @contextlib.contextmanager
@@ -467,11 +429,6 @@ def _as_refusals() -> Iterator[None]:
         raise NoMemory(str(problem)) from None
     except NotOwner:
         raise ClaimGone from None
-
-
-def _claim(slot: int, line: np.void) -> ClaimedTask:
-    word = int(line["word"])
-    return ClaimedTask(slot, word, seq_of(word), int(line["uid"]), bool(int(line["flags"]) & ALONE))
 
 
 def reserved_names(topology: Topology) -> frozenset[str]:
@@ -490,6 +447,5 @@ def desk_of(topology: Topology, ledger: RingLedger | BothLedgers, tally: Tally, 
     return Desk(
         ledger, tally, time.monotonic(), welcome=welcome, biggest=topology.task_message_bytes,
         most_members=max(0, topology.ring.processes - len(processes) - RESERVE_PROCESSES),
-        reserved=reserved_names(topology),
-        ring=ring,
+        reserved=reserved_names(topology), ring=ring,
     )

@@ -1,8 +1,7 @@
 """A reward worker: claims GENERATED slots, has child processes judge them, writes the reward, commits REWARDED.
 
-Talks to the ring and to its children (`busrl.rewards`), where the user's function may raise, hang or crash. Consumes
-GENERATED slots, produces REWARDED ones and REWARD_COMPUTED; waits for DATA_GENERATED, unblocked by it or by the timer.
-Knows nothing of tokenizers, groups or advantages.
+Talks to the ring and to its children (`busrl.rewards`), where the user's function may raise, hang or crash. Knows
+nothing of tokenizers, groups or advantages.
 
 - A sample whose function raised, hung or returned no number is dropped with that reason; the others are judged.
 - A slot stays REWARDING until its outcome is known: if this process dies, the slot goes back to GENERATED.
@@ -66,7 +65,7 @@ class RewardLoad:
         )
 
     def hung(self) -> str:
-        """What a hung call costs, to be added to its warning."""
+        """To be added to the warning of a hung call."""
         return f"; each such call blocks its worker for so long: {self._remedy()}, or lower the limit"
 
     def _remedy(self) -> str:

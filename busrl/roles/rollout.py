@@ -1,9 +1,8 @@
 """A rollout actor: takes work from its intake, generates, and gives the answers back to it.
 
 Talks to one engine (`busrl.engines`), to the weight transport (`busrl.weights`) and to its intake (`roles/intake.py`),
-which has the slots: those of samples, or those of model calls where agents make the samples. Waits for slots, unblocked
-by the ring's wake-up, NEW_TASK or the timer. Knows nothing of rewards, groups or the learner's state beyond the newest
-version.
+which has the slots: those of samples, or those of model calls where agents make the samples. Knows nothing of rewards,
+groups or the learner's state beyond the newest version.
 
 - New weights enter only between two decoding steps; every token carries the version that produced it.
 - A slot is claimed only when the engine has a row for it: no worker prefetches more than it runs.
@@ -180,7 +179,6 @@ class Rollout(Actor):
     refused = 0  # version that could not be used here
 
     def setup(self) -> None:
-        self.limits = self.topology.derived.limits
         self.engine: Engine = make_engine(self.topology, self.name)
         self.intake: Intake = self._make_intake()
         self.prober = Prober(self.topology, self.intake.only_validates)
@@ -205,9 +203,6 @@ class Rollout(Actor):
         calls.register(self.role, self.name)
         return CallIntake(calls, self.topology, self.engine, self.warn)
 
-    def follow(self) -> None:
-        self.limits = self.topology.derived.limits
-
     def work(self) -> bool:
         self._update_weights()
         for slot in self.intake.orphans():
@@ -229,7 +224,8 @@ class Rollout(Actor):
         whole = self._commit(finished)
         self._announce()
         busy_s = time.monotonic() - begun
-        self.intake.stepped(busy_s)
+        if self.intake.segments is not None:
+            self.intake.segments.stepped(busy_s)
         self.ring.add(busy_ns=int(busy_s * 1e9), samples=whole)
         self.pace.stepped(active, drawn, busy_s)
         return True
@@ -290,11 +286,9 @@ class Rollout(Actor):
 
     def _request_tasks(self) -> None:
         """Send the scheduler this worker's name and how many rows it has for training; it answers with doorbells."""
-        now = time.monotonic()
-        if now >= self._next_request and self.intake.trains:
-            self._next_request = now + REQUEST_EVERY_S
-            rows, active = self.engine.capacity, self.engine.active
-            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=rows - active, rows=rows))
+        if (now := time.monotonic()) >= self._next_request and self.intake.trains:
+            self._next_request, rows = now + REQUEST_EVERY_S, self.engine.capacity
+            self.bus.send(m.TaskRequest(worker_id=self.worker_id, capacity=rows - self.engine.active, rows=rows))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -323,7 +317,8 @@ class Rollout(Actor):
             return
         self.joined = True
         seconds = time.monotonic() - begun
-        self.intake.fetched(seconds)
+        if self.intake.segments is not None:
+            self.intake.segments.fetched(seconds)
         self.intake.steps.add(self.intake.version, step)
         self.ring.set_version_seen(self.intake.version)
         self.prober.loaded(self.intake.version)
@@ -371,7 +366,6 @@ class Rollout(Actor):
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _take(self) -> bool:
-        """Take as much as the engine has rows for."""
         room = self.engine.capacity - self.engine.active
         draining = self.restart is not None and self.restart.draining
         if room <= 0 or draining or self.paused or self._left_behind():
@@ -407,9 +401,10 @@ class Rollout(Actor):
 
     def _left_behind(self) -> bool:
         """Whether new weights do not reach this worker: what it starts would be too old before it is trained."""
-        bound = 0 if self.limits.waves else self.limits.max_staleness
         if self.intake.only_validates:
             return False
+        limits = self.topology.derived.limits
+        bound = 0 if limits.waves else limits.max_staleness
         behind = self.ring.header(HeaderWord.VERSION_STEP) - self.intake.steps.step_of(self.intake.version)
         if bound is None or self.topology.experiments.forced_age != 0 or behind < max(1, bound):
             self._behind_since = math.inf

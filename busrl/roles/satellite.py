@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -157,7 +158,8 @@ class Satellite(Actor):
         if self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING:
             self.stop("the run has reached its goal")
             return True
-        heard = self._hear()
+        for message in (heard := self.home.drain()):
+            self._heard(message)
         did = self._dispatch() + self._collect()
         if (now := time.monotonic()) >= self._next_look:
             self._next_look = now + LOOK_S
@@ -169,7 +171,6 @@ class Satellite(Actor):
         return bool(heard or did)
 
     def idle(self, timeout_s: float) -> None:
-        """Until home or this host says something."""
         if (message := self.home.take()) is not None:
             self._heard(message)
         elif (message := self.bus.take()) is not None:
@@ -198,12 +199,6 @@ class Satellite(Actor):
         self.home.close()
 
     # -- what home says -----
-
-    def _hear(self) -> int:
-        messages = self.home.drain()
-        for message in messages:
-            self._heard(message)
-        return len(messages)
 
     def _heard(self, message: m.Message) -> None:
         self._heard_at = time.monotonic()
@@ -303,12 +298,9 @@ class Satellite(Actor):
                 self._report_one(next(one for one in self.held.values() if one.slot == slot and not one.ended))
             self.held[task.task].slot, self.uids[slot] = slot, task.uid
             del self.waiting[task.task]
-            self._announce(slot, word, task.uid)
+            self.bell.add(partial(m.NewTask, worker_id="", slot_id=slot, seq=seq_of(word), uid=task.uid))
             done += 1
         return done
-
-    def _announce(self, slot: int, word: int, uid: int) -> None:
-        self.bell.add(lambda: m.NewTask(worker_id="", slot_id=slot, seq=seq_of(word), uid=uid))
 
     def _reset_fate(self, uid: int) -> None:
         """The sample may have been here before, under an earlier claim; only this process dispatches here."""
@@ -499,14 +491,14 @@ class Satellite(Actor):
             one.request = self.request
 
     def _send_answers(self, pack: list[Answer], capacity: int) -> None:
-        lengths = {
-            name: [len(answer.tensors.get(name, b"")) // 4 for answer in pack] for name in ("tokens", "prompt_ids")
-        }
+        lengths, prompt_lengths = (
+            [len(answer.tensors.get(name, b"")) // 4 for answer in pack] for name in ("tokens", "prompt_ids")
+        )
         columns = [_joined([answer.tensors.get(name, b"") for answer in pack], name) for name in TENSORS]
         try:
             self._ask(g.RemoteBatch(
-                life=self.source.life, tasks=[answer.one.task for answer in pack], lengths=lengths["tokens"],
-                prompt_lengths=lengths["prompt_ids"], finishes=[answer.finish for answer in pack],
+                life=self.source.life, tasks=[answer.one.task for answer in pack], lengths=lengths,
+                prompt_lengths=prompt_lengths, finishes=[answer.finish for answer in pack],
                 texts=[answer.text for answer in pack], capacity=capacity,
                 rewards=[answer.reward for answer in pack] if self.judges else [],
                 parts=[answer.parts for answer in pack] if any(answer.parts for answer in pack) else [],

@@ -1,12 +1,12 @@
 """The scheduler: which prompt enters the ring next, and when.
 
 Talks to the ring (FREE -> RESERVED* -> QUEUED, fates, the header word next_admission), to the prompts, and to the bus
-(NEW_TASK to every worker that asked). Consumes prompts and learner states; waits for credit, unblocked by a new
-version. `busrl.scheduling` makes all decisions; this loop feeds them and carries them out. Knows nothing of tokens.
+(NEW_TASK to every worker that asked). `busrl.scheduling` makes all decisions; this loop feeds them and carries them
+out. Knows nothing of tokens.
 
 - A member of an open group is dispatched before any new group, so that no group stays half open.
 - A group is opened only under the group credit and while fewer than B are in flight (`busrl.scheduling.admission`).
-- A draw whose prompt is left out by its pass rate is over without being opened (`prompt_filter`).
+- A draw whose prompt is left out by its pass rate is over without being opened.
 - With a damaged fate table nothing is dispatched: what it says to do is wrong.
 - Nothing is remembered that ring and fates do not say: a successor continues where this process was killed. What is
   lost of the dispatch policy with the process costs order, never a sample.
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -30,19 +31,20 @@ from busrl.config import Topology
 from busrl.config.derive import checkpoint_may_follow, in_flight, policy_of
 from busrl.data import JsonlStream, plain_text, trace, training_stream
 from busrl.errors import CannotTrain, DiskFull, MachineError, SharedMemoryFull, UserError
-from busrl.files import LineFile
+from busrl.files import LineFile, LineFollower
+from busrl.ledger.skips import SkipLine, skip_lines
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.protocol.codec import is_address
-from busrl.ring import State, seq_of
+from busrl.ring import Fates, State, seq_of
 from busrl.roles.actor import NO_SPACE, WAVE_TICK_S, Actor, Doorbell
-from busrl.roles.predictor_state import PredictorState
-from busrl.roles.skipped_prompts import SkippedPrompts
+from busrl.roles.predictor_state import PredictorState, Warn
 from busrl.scheduling.admission import Admission, Arrivals, Room, Rows, Waves, not_ahead
 from busrl.scheduling.dispatch import OpenGroup, Policy
 from busrl.scheduling.groups import FinishedAnswers, GroupScanner, GroupView, Lines, in_a_row
 from busrl.scheduling.lengths import Candidate, Guard
-from busrl.states import HeaderWord, RunPhase, SampleClass, place_of, uid_of
+from busrl.scheduling.pass_rates import Band, PassRates, PromptFilter
+from busrl.states import Fate, HeaderWord, RunPhase, SampleClass, place_of, uid_of
 
 log = logging.getLogger("busrl")
 RECORDS_A_LINE = 64
@@ -54,6 +56,9 @@ WORKER_FORGOTTEN_S = 10.0
 NO_END = 1 << 62
 
 
+# -- in which order ------------------------------------------------------------------------------------------------
+
+
 class DispatchFeed:
     """The dispatch policy of a run with its inputs (prompts, open groups, finished answers) and `scheduler.jsonl`.
 
@@ -61,9 +66,7 @@ class DispatchFeed:
     that it costs nothing.
     """
 
-    def __init__(
-        self, topology: Topology, paths: RunPaths, stream: JsonlStream, predictor: Guard, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, predictor: Guard, warn: Warn) -> None:
         self.topology, self.paths, self.stream = topology, paths, stream
         self.predictor, self._warn = predictor, warn
         self.policy: Policy = policy_of(topology, self.predictor)
@@ -120,6 +123,129 @@ class DispatchFeed:
         self._write(self.policy.take_records(), least=1)
 
 
+# -- which prompts are left out ------------------------------------------------------------------------------------
+
+
+class GroupRewards(msgspec.Struct):
+    """What is read of a line of groups.jsonl."""
+
+    draws: list[int]
+    rewards: list[list[float]]
+
+
+class SkippedPrompts:
+    """The prompts that are left out by their pass rates ([data.skip]): what is known, and what was written down. `warn`
+    gets what people should know; without [data.skip] nothing happens.
+
+    - A line of skips.jsonl first, then the fates that it is about: a scheduler that is killed in between leaves a line
+      by which its successor stores them, so a draw that was left out stays left out.
+    - The first sample of a draw that is left out gets the fate `s`, the others none: the draw is over, and was never
+      open.
+    - A group that cannot be read (a full disk, a damaged line) is not judged by: that leaves a prompt in, never out.
+    """
+
+    def __init__(self, topology: Topology, paths: RunPaths, stream: JsonlStream, fates: Fates, warn: Warn) -> None:
+        skip, sources = topology.data.skip, topology.derived.sources
+        self.on, self._solved, self._warn = skip.on, topology.validation.solved, warn
+        self._stream, self._fates, self._size = stream, fates, topology.groups.size
+        mixed = len(sources) > 1
+        self._names = [one.name for one in sources] if mixed else [Path(topology.data.train).stem]
+        sizes = [one.count for one in sources] if mixed else [len(stream)]
+        rates = PassRates(Band(skip.min_pass_rate, skip.max_pass_rate, skip.after, skip.rest), sizes)
+        self.filter = PromptFilter(rates, stream.place, stream.epochs)
+        self.left_out = [0 for _ in sizes]
+        self._newest = 0  # draw
+        if self.on:
+            self._groups = LineFollower(paths.groups, NO_END)
+            self._restore(paths.skips)
+            self._file = LineFile(paths.skips)
+
+    def _restore(self, path: Path) -> None:
+        """Take over what predecessors left out: their fates, their counts, a pass for which they had given up."""
+        for line in skip_lines(path):
+            self.filter.given_up = max(self.filter.given_up, line.given_up)
+            self._newest = max([self._newest, *line.draws])
+            self._end(line.draws)
+            self.left_out = [line.left_out.get(name, 0) for name in self._names]
+
+    def look(self) -> None:
+        """Learn of the groups that ended since the last look."""
+        for text in self._groups.new() if self.on else ():
+            try:
+                line = msgspec.json.decode(text, type=GroupRewards)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            for draw, rewards in zip(line.draws, line.rewards):
+                right = sum(reward >= self._solved for reward in rewards)
+                self.filter.rates.ended(draw, self._stream.place(draw), right, len(rewards))
+
+    def take(self, following: Callable[[], Candidate | None], groups: int) -> tuple[list[Candidate], bool]:
+        """At most `groups` of the candidates that follow, without those that are left out; and whether one was."""
+        wanted: list[Candidate] = []
+        out: list[int] = []
+        given_up = self.filter.given_up
+        while len(wanted) < groups and (candidate := following()) is not None:
+            if self.on and self.filter.leaves_out(candidate.draw):
+                out.append(candidate.draw)
+            else:
+                wanted.append(candidate)
+        if out or given_up != self.filter.given_up:
+            self._leave_out(out, given_up)
+        return wanted, bool(out)
+
+    def _leave_out(self, draws: list[int], given_up: int) -> None:
+        counts = list(self.left_out)
+        for draw in draws:
+            counts[self._stream.place(draw).source] += 1
+        self._newest = max([self._newest, *draws])
+        now = self.filter.given_up if self.filter.given_up != given_up else 0
+        line = SkipLine(
+            time=round(time.time(), 3), told=self.filter.rates.told, draws=draws, given_up=now,
+            left_out=dict(zip(self._names, counts)), resting=self._resting(),
+            prompts=dict(zip(self._names, self.filter.rates.sizes)),
+        )
+        try:
+            self._file.append(msgspec.json.encode(line))
+        except MachineError:
+            self.filter.given_up = given_up  # decided again, as the draws are
+            raise
+        self.left_out = counts
+        self._end(draws)
+        if now:
+            self._warn(
+                f"every prompt is out of the band of data.skip: none is left out for one pass, up to draw {now}; the "
+                "task is learned or out of reach, so end the run, give other prompts, or widen the band"
+            )
+
+    def _end(self, draws: list[int]) -> None:
+        """Store that these draws were left out, over no fate or over what a predecessor had half stored."""
+        for draw in draws:
+            uid = uid_of(draw, 0, 0, self._size)
+            self._fates.store(uid, Fate.DISPATCHED.letter)
+            self._fates.store(uid, Fate.SKIPPED.letter)
+
+    def _resting(self) -> dict[str, int]:
+        return dict(zip(self._names, self.filter.rates.resting(self._stream.epochs(self._newest))))
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for SCHEDULER_STATE, in all and by source where there are several."""
+        if not self.on:
+            return {}
+        resting = self._resting()
+        values = {"left_out": float(sum(self.left_out)), "resting": float(sum(resting.values()))}
+        if len(self._names) > 1:
+            values |= {f"left_out/{name}": float(count) for name, count in zip(self._names, self.left_out)}
+            values |= {f"resting/{name}": float(count) for name, count in resting.items()}
+        return values
+
+    def close(self) -> None:
+        if self.on:
+            self._file.close()
+
+
+# -- the role ------------------------------------------------------------------------------------------------------
+
+
 class Scheduler(Actor):
     role = "scheduler"
     singleton = True
@@ -131,7 +257,6 @@ class Scheduler(Actor):
         self.stream = training_stream(self.topology)
         self.scanner = GroupScanner(self.fates.view(), self.group_size, horizon=derived.horizon)
         self.admission = Admission(limits, self.topology.weights.over_age)
-        warn = partial(self.warn, "scheduler")
         self._order()
         self.rows = Rows(in_flight(self.topology), WORKER_FORGOTTEN_S)
         self.arrivals: Arrivals | None = None
@@ -147,6 +272,7 @@ class Scheduler(Actor):
         self._signs_seen: tuple[int, ...] = ()
         self._reap_predecessor()
         with self.activity("read what prompts were answered", self.topology.limits.work_s):
+            warn = partial(self.warn, "scheduler")
             self.skipped = SkippedPrompts(self.topology, self.paths, self.stream, self.fates, warn)
             self.skipped.look()
         self._unread = False  # draws were left out, and there may be more to open behind them
@@ -201,7 +327,8 @@ class Scheduler(Actor):
         self.skipped.look()
         self.feed.look(view, self.lines, self.rows.total(view.generating))
         try:
-            self._dispatch_all(view)
+            self._finish_open(view)
+            self._open_new(view)
         except (DiskFull, SharedMemoryFull) as problem:
             self.warn("scheduler", f"dispatch pauses: {problem}", "error", kind="full disk")
             self.shows(NO_SPACE)
@@ -215,8 +342,7 @@ class Scheduler(Actor):
     def _signs(self, now: float) -> tuple[int, ...]:
         """Numbers of which one must change before there is anything to dispatch: a slot came free, the learner made
         progress, or, where these hold it back, an engine took a sample, a prompt arrived. Read before the scan, so that
-        what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs.
-        """
+        what happens during it shows at the next pass; LOOK_EVERY_S bounds what a missed change costs."""
         words = (HeaderWord.STEP, HeaderWord.VERSION, HeaderWord.UNPUBLISHED_GROUPS)
         ends: tuple[State, ...] = (State.QUEUED, State.REWARDED) if self.waves is not None else ()
         ends += (State.GENERATING,) if self.topology.scheduler.ahead else ()
@@ -225,10 +351,6 @@ class Scheduler(Actor):
         return (*map(self.ring.transitions, (State.FREE, *ends)), self.arrived, *map(self.ring.header, words))
 
     # -- dispatch -----------------------------------------------------------------------------------------------
-
-    def _dispatch_all(self, view: GroupView) -> None:
-        self._finish_open(view)
-        self._open_new(view, self.lines)
 
     def _finish_open(self, view: GroupView) -> None:
         """Dispatch members of open groups while a slot is free: missing ones after a crash, re-rolls. The group credit
@@ -241,8 +363,8 @@ class Scheduler(Actor):
             if self._put(todo.uid, todo.member, members, self._fields(todo.draw, index)) < members:
                 break
 
-    def _open_new(self, view: GroupView, lines: np.ndarray) -> None:
-        self.room, self._unread = self._room(view, lines), False
+    def _open_new(self, view: GroupView) -> None:
+        self.room, self._unread = self._room(view), False
         if self.room.groups <= 0:
             return
         self.feed.offer(view, self.room.groups, self.arrived)
@@ -253,7 +375,8 @@ class Scheduler(Actor):
         for candidate in found:
             self._open_group(candidate)
 
-    def _room(self, view: GroupView, lines: np.ndarray) -> Room:
+    def _room(self, view: GroupView) -> Room:
+        lines = self.lines
         validating = int(np.count_nonzero((lines["cls"] == SampleClass.VALIDATE) & (lines["state"] != State.FREE)))
         # The unpublished groups are read after the fates that `scan` read: a group is never missing from both.
         room = self.admission.room(
@@ -341,10 +464,8 @@ class Scheduler(Actor):
     # -- trouble ------------------------------------------------------------------------------------------------
 
     def _reap_predecessor(self) -> None:
-        """Wait until no slot is RESERVED by an earlier scheduler: its sample might be dispatched a second time.
-
-        The kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`).
-        """
+        """Wait until no slot is RESERVED by an earlier scheduler, whose sample might be dispatched a second time: the
+        kernel frees its lock a moment before its death is proven (docs/models.md, `a scheduler does not wait`)."""
         with self.activity("reap the predecessor", self.topology.limits.ready_s):
             self.ring.reap()
             while not self.stopping and (left := self._reserved_by_schedulers()):

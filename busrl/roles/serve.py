@@ -18,7 +18,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,25 +89,19 @@ class Serve(EpisodeHolder):
         """Up to `n` episodes, waiting for the first at most `wait_s`."""
         end, made = time.monotonic() + body.wait_s, self._take_leases(body.n)
         if not made:
-            with self._waiting(body.n):
+            self.wanted, self._next_request = self.wanted + body.n, 0.0  # a client waits, which is told at once
+            self.news.set()
+            try:
                 while not made and (left := end - time.monotonic()) > 0 and not self.stopping:
                     await self.next_pass(left)
                     made = self._take_leases(body.n)
+            finally:
+                self.wanted -= body.n
         self.missed, self.missed_until = 0 if made else body.n, time.monotonic() + MISSED_S
         return made
 
     def _take_leases(self, most: int) -> list[dict[str, Any]]:
         return [lease for claim in self.take(most) if (lease := self._lease(claim)) is not None]
-
-    @contextlib.contextmanager
-    def _waiting(self, wanted: int) -> Iterator[None]:
-        """A client waits for samples, which is told at once."""
-        self.wanted, self._next_request = self.wanted + wanted, 0.0
-        self.news.set()
-        try:
-            yield
-        finally:
-            self.wanted -= wanted
 
     @property
     def rows(self) -> int:
@@ -159,7 +153,6 @@ class Serve(EpisodeHolder):
         return {**self._counted(lease), "outcome": "open", "deadline_s": round(left, 3)}
 
     def touch(self, episode: Episode) -> None:
-        """Its client is there."""
         if (lease := self.by_episode.get(episode)) is not None:
             lease.until = time.monotonic() + self.lease_s
 

@@ -138,10 +138,6 @@ class MeasuredSet:
             for place, one in found
         ]
 
-    def tags(self, key: str) -> dict[int, str]:
-        """The tags of the lines that are asked."""
-        return tags_of(self.stream.records(self.lines), key)
-
 
 class Validator(Actor):
     role = "validator"
@@ -184,9 +180,10 @@ class Validator(Actor):
 
     def work(self) -> bool:
         if self.round is None:
-            return self._maybe_start()
+            self._maybe_start()
+            return False
         moved = self._dispatch_some() + self._collect()
-        if self._all_judged() or self._all_ended():
+        if self._is_over():
             self._finish()
         return bool(moved)
 
@@ -199,7 +196,7 @@ class Validator(Actor):
 
     # -- when a round begins ------------------------------------------------------------------------------------
 
-    def _maybe_start(self) -> bool:
+    def _maybe_start(self) -> None:
         finished = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
         step, request = self.ring.header(HeaderWord.STEP), None
         found = self._scheduled(step, finished)
@@ -209,15 +206,14 @@ class Validator(Actor):
         if found is None:
             if finished:
                 self.stop("all rounds are done")
-            return False
+            return
         pins = self.pins and not finished and not (request is not None and request.free)
         if pins and not self._pinned():
-            return False
+            return
         if request is not None:
             self._answer(request, "begun")
         self.request = request
         self._begin(*found)
-        return False
 
     def _scheduled(self, step: int, finished: bool) -> tuple[int, list[MeasuredSet]] | None:
         """The lowest round that is due, and the sets that it is due for."""
@@ -377,11 +373,10 @@ class Validator(Actor):
             results[result.uid] = result
         return written
 
-    def _all_judged(self) -> bool:
-        return all(len(one.results) == one.asked.answers for one in self.due)
-
-    def _all_ended(self) -> bool:
-        """Every sample has a final fate: the round ends although some were dropped."""
+    def _is_over(self) -> bool:
+        """Whether all are judged, or every sample has a final fate: a round ends although some were dropped."""
+        if all(len(one.results) == one.asked.answers for one in self.due):
+            return True
         if self.pending:
             return False
         codes = self.validate_fates.view()
@@ -432,7 +427,8 @@ class Validator(Actor):
         results, config = one.results.values(), self.topology.validation
         versions = sorted({v for result in results for v in (result.oldest, result.version)})
         figures = Figures(one.judged(self._uids(one).start), one.asked.k, config.solved, self.find is not None)
-        parts, tagged = figures.parts(), by_tag(figures, one.tags(config.tag_key))
+        parts = figures.parts()
+        tagged = by_tag(figures, tags_of(one.stream.records(one.lines), config.tag_key))
         return {
             "round": number, **({"set": one.asked.name} if one.asked.name else {}), **figures.record(),
             **({"val/parts": parts} if parts else {}), "dropped": one.asked.answers - len(results),

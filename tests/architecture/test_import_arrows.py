@@ -153,8 +153,8 @@ def test_torch_is_imported_only_where_tensors_are_worked_on(path: Path) -> None:
 
 
 SHARED_BY_ROLES = {
-    "process", "actor", "answers", "episodes", "holder", "intake", "predictor_state", "skipped_prompts",
-    "remote_ledgers", "version_pin", "host_log", "probes",
+    "process", "actor", "answers", "episodes", "holder", "intake", "predictor_state", "remote_ledgers",
+    "version_pin", "host_log", "probes",
 }
 ROLES = sorted((ROOT / "roles").rglob("*.py"))
 

@@ -121,9 +121,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "child": "base code judge kinds model pool",
     },
     "roles.learner": {
-        "alarms": "", "control": "", "groups": "", "history": "", "idling": "", "metrics": "idling",
+        "alarms": "", "control": "", "groups": "", "history": "", "metrics": "alarms",
         "publish": "", "step": "", "parity": "step",
-        "loop": "alarms control groups history idling metrics parity publish step",
+        "loop": "alarms control groups history metrics parity publish step",
     },
     "scheduling": {
         "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",

@@ -19,7 +19,7 @@ from busrl.paths import RunPaths
 from busrl.roles.learner.groups import Claimed
 from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
-from busrl.roles.learner.step import TrainingStep
+from busrl.roles.learner.step import TrainingStep, to_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -115,7 +115,7 @@ class MadeRun:
         group = (step - 1) * (GROUPS + 1) + number
         records = [self._record(chance, step, group, member) for member in range(SIZE)]
         records[0].reward, records[1].reward = 0.0, 1.0  # never flat
-        logps = self.training.score(records)
+        logps = self.training.trainer.score([to_sample(record) for record in records])
         for record, logp in zip(records, logps):  # far from what was drawn, on both sides
             record.logprobs = np.minimum(logp + chance.normal(0, 0.8, len(logp)), -1e-3).astype("<f4").tobytes()
         self._fate(group, "T")

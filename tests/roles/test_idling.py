@@ -19,8 +19,7 @@ from busrl.config import Topology, load
 from busrl.errors import RUN_FAILED, CannotTrain, process_code
 from busrl.ledger.errors import record_error
 from busrl.paths import RunPaths
-from busrl.roles.learner.alarms import MOST_GROUPS, LengthSkew
-from busrl.roles.learner.idling import FlatStreak, Idling, cause_of
+from busrl.roles.learner.alarms import MOST_GROUPS, FlatStreak, Idling, LengthSkew, cause_of
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.states import Finish
 

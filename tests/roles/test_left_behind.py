@@ -20,15 +20,17 @@ class Worker(Rollout):
     """The decision alone: a header, weights that do not come, and a record of what was said."""
 
     def __init__(self, published: int, bound: int | None = 2) -> None:
-        self.limits = SimpleNamespace(max_staleness=bound, waves=0)  # type: ignore[assignment]
         self.shown: list[str] = []
         self.ring = SimpleNamespace(  # type: ignore[assignment]
             header=lambda word: published, activity=self.shown.append
         )
-        self.topology = SimpleNamespace(experiments=SimpleNamespace(forced_age=0))  # type: ignore[assignment]
+        self.topology = SimpleNamespace(  # type: ignore[assignment]
+            experiments=SimpleNamespace(forced_age=0),
+            derived=SimpleNamespace(limits=SimpleNamespace(max_staleness=bound, waves=0)),
+        )
         self.receiver = SimpleNamespace(newest=lambda: (3, 3))  # type: ignore[assignment]
         self.intake = SimpleNamespace(  # type: ignore[assignment]
-            steps=VersionSteps(), only_validates=False, fetched=lambda s: None
+            steps=VersionSteps(), only_validates=False, segments=None
         )
         self._behind_since = math.inf
         self.has(3)

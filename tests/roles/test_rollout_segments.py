@@ -39,7 +39,6 @@ class Worker(Rollout):
 
     def __init__(self, topology: Topology, ring: Ring, engine: PlannedEngine) -> None:
         self.topology, self.ring, self.engine, self.name = topology, ring, engine, "rollout/0"
-        self.limits = topology.derived.limits
         self.warned: list[str] = []
         self.intake = SampleIntake(ring, topology, self.name, engine, self.warn)
         self.pace = Pace(Path(tempfile.mkdtemp()), "rollout-0", lambda: None)

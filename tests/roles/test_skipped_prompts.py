@@ -17,7 +17,7 @@ from busrl.ledger.skips import newest_skips, skip_lines
 from busrl.monitor.status import _left_out
 from busrl.paths import RunPaths
 from busrl.ring import Fates
-from busrl.roles.skipped_prompts import SkippedPrompts
+from busrl.roles.scheduler import SkippedPrompts
 from busrl.scheduling.lengths import Candidate
 from busrl.states import Fate
 

@@ -330,7 +330,7 @@ def test_only_the_first_of_several_updates_is_compared_with_the_engine(topology:
     batch = records(2)
     exact = [
         msgspec.structs.replace(record, logprobs=row.astype("<f4").tobytes())
-        for record, row in zip(batch, step.score(batch), strict=True)
+        for record, row in zip(batch, step.trainer.score([to_sample(one) for one in batch]), strict=True)
     ]
     stats = step.train(exact, 4, version=0)
     assert stats.diagnostics.k3 > 1e-3, "the second update was to be made with other weights"
@@ -343,7 +343,7 @@ def test_answers_that_began_with_older_weights_are_told_apart_from_those_of_the_
     """Their later tokens may stand over keys of the older weights, and then agree with neither."""
     step = TrainingStep(topology)
     batch = records(2)
-    ours = step.score(batch)
+    ours = step.trainer.score([to_sample(one) for one in batch])
     for record, row in zip(batch, ours, strict=True):
         count = len(record.token_array())
         began_before = record.member % 2 == 0

@@ -64,11 +64,9 @@ class Control:
             self.controller.load(state)
 
     def meta(self) -> dict[str, Any]:
-        """For meta.json of a checkpoint."""
         return {} if self.controller is None else {"control": self.controller.state()}
 
     def save(self, folder: Path) -> None:
-        """The probe set, beside the rest of a checkpoint."""
         if self.controller is not None:
             (folder / PROBE_FILE).write_bytes(msgspec.msgpack.encode(self.probe))
 

@@ -17,34 +17,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.config import Topology
 from busrl.config.prompt_tokens import tools_of_chats
+from busrl.config.schema import Reward
 from busrl.data import plain_text, prompt_of
 from busrl.data.chat import LightTokenizer
 from busrl.data.figures import tag_of
 from busrl.errors import DataError
 from busrl.ledger.wal import SampleRecord
 from busrl.ring import Ring, State, segments_of
-from busrl.roles.answers import (
-    UNREADABLE,
-    read_copies,
-    read_parts,
-    read_prompt_ids,
-    read_segment,
-    read_task,
-    read_text,
-)
+from busrl.roles import answers
+from busrl.roles.answers import UNREADABLE
 from busrl.roles.episodes import context_of, messages_of, read_episode
 from busrl.states import Fate, Finish, SampleClass
-
-if TYPE_CHECKING:
-    from busrl.config import Topology
-    from busrl.config.schema import Reward
 
 # -- claims --------------------------------------------------------------------
 
@@ -127,7 +118,7 @@ def _payloads(ring: Ring, owned: Owned) -> Iterable[Payload]:
     of an episode, checked."""
     if all(segments_of(word) == 1 for _, word in owned):
         with contextlib.suppress(*UNREADABLE):  # which slot it is, is found one by one below
-            whole = zip(*(read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
+            whole = zip(*(answers.read_copies(ring, owned, name) for name in ("prompt_ids", *SEGMENTED)))
             return [dict(zip(TENSORS, payload)) for payload in whole]
     return [_payload(ring, position, slot, segments_of(word)) for position, (slot, word) in enumerate(owned)]
 
@@ -136,8 +127,8 @@ def _payload(ring: Ring, position: int, slot: int, segments: int) -> Payload:
     try:
         if segments == 1 and (episode := read_episode(ring, slot)) is not None:
             return episode.logged()
-        parts = [[read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
-        prompt = read_prompt_ids(ring, slot).tobytes()
+        parts = [[answers.read_segment(ring, slot, name, k) for k in range(max(1, segments))] for name in SEGMENTED]
+        prompt = answers.read_prompt_ids(ring, slot).tobytes()
     except UNREADABLE as problem:
         raise Malformed(position, str(problem)) from None
     sizes = [[len(part) for part in name] for name in parts]
@@ -162,7 +153,7 @@ def parts_of(ring: Ring, slots: Iterable[int]) -> list[dict[str, float]]:
     """The parts of the rewards in these slots; nothing is looked for where the first has none."""
     found: list[dict[str, float]] = []
     for slot in slots:
-        parts = read_parts(ring, slot)
+        parts = answers.read_parts(ring, slot)
         if not parts and not found:
             return []
         found.append(parts)
@@ -178,7 +169,7 @@ def context_at(ring: Ring, group: Claimed) -> Counter[str]:
 def tag_at(ring: Ring, slot: int, key: str) -> str:
     """The tag of the prompt in a slot (`busrl.data.figures.tag_of`); "" where its line has none."""
     with contextlib.suppress(*UNREADABLE, msgspec.DecodeError):
-        return tag_of(msgspec.json.decode(read_task(ring, slot), type=dict[str, Any]), key)
+        return tag_of(msgspec.json.decode(answers.read_task(ring, slot), type=dict[str, Any]), key)
     return ""
 
 
@@ -272,15 +263,15 @@ class Excerpts:
             "versions": sorted(set(record.version_array().tolist())),
             "version_runs": [[version, len(list(own))] for version, own in groupby(record.version_array().tolist())],
             "rewards_of_group": [one.reward for one in claimed.records],
-            **({"reward_parts": parts} if (parts := read_parts(ring, slot)) else {}),
+            **({"reward_parts": parts} if (parts := answers.read_parts(ring, slot)) else {}),
             **(_episode(ring, slot, record) if record.turns else {}),
         }
 
     def _texts(self, ring: Ring, slot: int, word: int) -> dict[str, Any]:
         """The prompt, what else its line holds (the right answer, say), and the completion."""
-        task = _text_or_problem(lambda: read_task(ring, slot).decode("utf-8", "replace"))
+        task = _text_or_problem(lambda: answers.read_task(ring, slot).decode("utf-8", "replace"))
         prompt, rest = self.prompt(task)
-        completion = _text_or_problem(lambda: read_text(ring, slot, segments_of(word)))
+        completion = _text_or_problem(lambda: answers.read_text(ring, slot, segments_of(word)))
         return {"prompt": excerpt(prompt), "record": rest, "completion": excerpt(completion)}
 
     def prompt(self, task: str) -> tuple[str, dict[str, Any]]:

@@ -29,15 +29,7 @@ from busrl.config import Topology
 from busrl.data import training_stream
 from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
 from busrl.files import LineFile, json_lines, replace
-from busrl.ledger.trained import (
-    TrainedSet,
-    checkpoints_of,
-    mend_train_log,
-    mend_trained_set,
-    newest_checkpoint,
-    step_of,
-    train_log_is_whole,
-)
+from busrl.ledger import trained
 from busrl.ledger.trainlog import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
@@ -61,13 +53,13 @@ class History:
     def __init__(self, paths: RunPaths, topology: Topology) -> None:
         self.paths, self.topology = paths, topology
         mode = topology.learner.wal
-        newest = newest_checkpoint(paths)
-        superseded = step_of(newest) if newest is not None else -1
+        newest = trained.newest_checkpoint(paths)
+        superseded = trained.step_of(newest) if newest is not None else -1
         self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
         if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = LineFile(paths.train_log)
-        self.trained = TrainedSet()
+        self.trained = trained.TrainedSet()
         self.warnings: list[str] = []  # of the start
         self._train_log_bytes = 0  # up to the newest checkpoint
         self._unwritten: list[Record] = []
@@ -84,18 +76,18 @@ class History:
         if the ranks of a predecessor failed twice with the same samples."""
         if ends := next(iter(json_lines(self.paths.failed_work)), {}).get("ends"):
             raise CannotTrain(ends)
-        if mended := mend_trained_set(self.paths):
+        if mended := trained.mend_trained_set(self.paths):
             log.warning(mended)
         torn: dict[Path, str] = {}
         found = training.load_checkpoint(self.paths.checkpoints, torn)
         self._pass_over(torn, found.step if found is not None else 0)
         if found is not None:
-            self.trained = TrainedSet.load(found.path / "trained.bin")
+            self.trained = trained.TrainedSet.load(found.path / "trained.bin")
             self._saved = found.path
             self.step, self.groups = found.step, int(found.meta["groups"])
             self.highest_version = int(found.meta["version"])
             self._train_log_bytes = int(found.meta.get("train_log_bytes", 0))
-            if not train_log_is_whole(self.paths.train_log, self._train_log_bytes):
+            if not trained.train_log_is_whole(self.paths.train_log, self._train_log_bytes):
                 self._mend_train_log()
             training.stale.steps.load(found.meta.get("version_steps", []))
             also(found.meta, found.path)
@@ -108,14 +100,14 @@ class History:
     def _pass_over(self, torn: Mapping[Path, str], start: int) -> None:
         """No step between `start` and the newest known one may be missing; damaged checkpoints are renamed."""
         if self.wal is not None:
-            newest = max([self.wal.last_step, *(step_of(path) for path in torn)])
+            newest = max([self.wal.last_step, *(trained.step_of(path) for path in torn)])
             if missing := sorted({*range(start + 1, newest + 1)} - {*self.wal.steps()}):
                 raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
             self.warnings += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
-            trained = last_step(self.paths.train_log)
-            if trained > max(newest, start):
+            lined = last_step(self.paths.train_log)
+            if lined > max(newest, start):
                 self.warnings.append(
-                    f"{self.paths.train_log.name} names steps up to {trained}, but checkpoint and log end at step "
+                    f"{self.paths.train_log.name} names steps up to {lined}, but checkpoint and log end at step "
                     f"{max(newest, start)}: the end of the log was lost; training continues from there, and `busrl "
                     "audit` names the samples of the steps after it as trained_unlogged"
                 )
@@ -140,7 +132,7 @@ class History:
         records = self.wal.records() if self.wal is not None else ()
         with training_stream(self.topology) as stream:
             self.warnings.append(
-                mend_train_log(
+                trained.mend_train_log(
                     self.paths.train_log, self.step, self.trained, records,
                     lambda uid: stream.item(place_of(uid, size)[0]).crc, self._train_log_bytes,
                 )
@@ -256,8 +248,8 @@ class History:
     def _log_begins(self) -> int:
         """The step of the checkpoint from which the log leads on; 0 while there are too few."""
         reaches = min(LOG_REACHES, self.topology.learner.keep_last)
-        kept = checkpoints_of(self.paths.checkpoints)
-        return step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
+        kept = trained.checkpoints_of(self.paths.checkpoints)
+        return trained.step_of(kept[reaches - 1]) if len(kept) >= reaches else 0
 
     def failed(self, problem: RankFailed) -> None:
         """A rank failed with these samples, which is kept for the next life; CannotTrain if one did before with some of

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy.typing as npt
 
@@ -31,7 +31,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
-from busrl.roles.learner.alarms import Alarms, LengthSkew
+from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import (
     Claimed,
@@ -47,7 +47,6 @@ from busrl.roles.learner.groups import (
     tag_at,
 )
 from busrl.roles.learner.history import History
-from busrl.roles.learner.idling import QUARTERS, Idling
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.learner.publish import Publisher, join_engine
@@ -60,11 +59,9 @@ from busrl.training.custom import Metrics
 from busrl.training.forward import COMPILE_S
 from busrl.training.ranks.builder import TeamSettings
 from busrl.training.ranks.leader import Team
+from busrl.training.step_stats import StepStats
 from busrl.watching import PausedClock
 from busrl.weights.tensors import fingerprint
-
-if TYPE_CHECKING:
-    from busrl.training.step_stats import StepStats
 
 log = logging.getLogger("busrl")
 PACE_SLICE_S = 0.5  # between two signs of progress
@@ -114,14 +111,9 @@ class Learner(Actor):
         where = device.choose(self.topology.device_of("learner"))
         own = TeamSettings.of(self.topology, self.paths, where, fingerprint)
         with self.activity("waits for its ranks", own.waits_s + self.topology.limits.ready_s):
-            team = Team.gathered(own, self._awaited, lambda text: self.warn("learner", text))
+            team = Team.gathered(own, self.awaited, lambda text: self.warn("learner", text))
         team.on_progress = self.ring.progress
         return team
-
-    def _awaited(self) -> str:
-        """Called while ranks are waited for, which may take as long as a host is away."""
-        self.ring.progress()
-        return self.stopping
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -201,17 +193,17 @@ class Learner(Actor):
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Look, decide, act. True when anything moved."""
         if self._is_over():
             self._finish()
             return True
-        self.publisher.check()
+        self.publisher.sender.check()  # WeightsOwnerLost if they lie in the memory of a process that is gone
         if self.team is not None:
             self.team.look()
         begun = time.monotonic_ns()
         self.publisher.announce()
         self._commit_checkpoint()
-        self._look_at_probes()
+        for verdict in self.parity.look(self._present_version()):
+            self._differs(verdict)
         # `idle` waits from this count: a reward that is committed from here on ends its wait at once.
         self.looked = self.ring.transitions(State.REWARDED)
         self._free_trained()
@@ -260,10 +252,6 @@ class Learner(Actor):
     def handle(self, message: m.Message) -> None:
         if isinstance(message, m.ProbeDrawn):
             self.parity.take(message)
-
-    def _look_at_probes(self) -> None:
-        for verdict in self.parity.look(self._present_version()):
-            self._differs(verdict)
 
     def _differs(self, verdict: Verdict) -> None:
         self.warn("learner", verdict.text, kind=f"parity {verdict.cause}")
@@ -377,7 +365,6 @@ class Learner(Actor):
             self._on_progress()
 
     def _on_progress(self) -> None:
-        """A micro-batch, an update or a part of a checkpoint is done."""
         self.deadline.ended()
         self.ring.progress()
 
@@ -534,7 +521,7 @@ class Learner(Actor):
     def _save_control(self, directory: Path) -> None:
         """The last file of a checkpoint, which is refused if the weights were lost while they were written."""
         self.control.save(directory)
-        self.publisher.check()
+        self.publisher.sender.check()
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -558,7 +545,7 @@ class Learner(Actor):
         if self.ring.header(HeaderWord.RUN_STATE) != RunPhase.FINISHING:
             self._return_claims()
             self._checkpoint(wait=True)
-        self.publisher.close()
+        self.publisher.sender.close()
         self.control.close()
         self.metrics.close()
         self.history.close()

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from busrl.paths import RunPaths
 from busrl.states import Fate, Finish
 
 if TYPE_CHECKING:
-    from busrl.roles.learner.idling import Idling
+    from busrl.roles.learner.alarms import Idling
     from busrl.training.custom import Metrics
     from busrl.training.step_stats import StepStats
 
@@ -62,43 +61,37 @@ class GroupsLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     tags: list[str] = []  # of the line of each group, "" without one
 
 
-@dataclass
-class OfTag:
-    """Sums over the groups of one source or tag; `solved`: answers with at least the reward of a right one."""
+Sums = defaultdict[str, float]
 
-    groups: int = 0
-    flat: int = 0
-    samples: int = 0
-    solved: int = 0
-    reward: float = 0.0
-    tokens: int = 0
 
-    def add(self, other: OfTag) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+def _add(sums: Sums, more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] += value
 
-    def row(self) -> dict[str, float]:
-        per = 1 / max(1, self.samples)
-        return {
-            "groups": self.groups, "samples": self.samples, "reward": self.reward * per, "pass_rate": self.solved * per,
-            "length": self.tokens * per, "flat_share": self.flat / max(1, self.groups),
-        }
+
+def _row_of_tag(sums: Sums) -> dict[str, float]:
+    per = 1 / max(1, sums["samples"])
+    return {
+        "groups": sums["groups"], "samples": sums["samples"], "reward": sums["reward"] * per,
+        "pass_rate": sums["solved"] * per, "length": sums["tokens"] * per,
+        "flat_share": sums["flat"] / max(1, sums["groups"]),
+    }
 
 
 class Ended:
     """Sums over groups that ended: their fates; total and count of `reward`, `length` and each part of the reward; the
-    same by tag. `solved`: the least reward of a right answer."""
+    same by source or tag. `solved`: the least reward of a right answer."""
 
     def __init__(self, solved: float = 1.0) -> None:
         self.solved = solved
         self.fates: Counter[str] = Counter()
-        self.tags: dict[str, OfTag] = {}
-        self._totals: dict[str, float] = {}
+        self.tags: dict[str, Sums] = {}
+        self._totals = Sums(int)
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, values: Iterable[float]) -> None:
         for value in values:
-            self._totals[name] = self._totals.get(name, 0.0) + value
+            self._totals[name] += value
             self._counts[name] += 1
 
     def add_line(self, line: GroupsLine) -> None:
@@ -108,19 +101,19 @@ class Ended:
         for name, values in line.parts.items():
             self.add(PART + name, values)
         for tag, fate, rewards, lengths in zip(line.tags, line.fates, line.rewards, line.lengths):
-            solved = sum(reward >= self.solved for reward in rewards)
-            flat = fate == Fate.FLAT.letter
-            self._add_to_tag(tag, OfTag(1, flat, len(rewards), solved, sum(rewards), sum(lengths)))
+            self._add_to_tag(tag, {
+                "groups": 1, "flat": fate == Fate.FLAT.letter, "samples": len(rewards), "reward": sum(rewards),
+                "solved": sum(reward >= self.solved for reward in rewards), "tokens": sum(lengths),
+            })
 
-    def _add_to_tag(self, tag: str, more: OfTag) -> None:
+    def _add_to_tag(self, tag: str, more: Mapping[str, float]) -> None:
         if tag in self.tags or (tag and len(self.tags) < MOST_TAGS):
-            self.tags.setdefault(tag, OfTag()).add(more)
+            _add(self.tags.setdefault(tag, Sums(int)), more)
 
     def join(self, other: Ended) -> None:
         self.fates.update(other.fates)
         self._counts.update(other._counts)
-        for name, total in other._totals.items():
-            self._totals[name] = self._totals.get(name, 0.0) + total
+        _add(self._totals, other._totals)
         for tag, more in other.tags.items():
             self._add_to_tag(tag, more)
 
@@ -141,7 +134,7 @@ class Ended:
         if parts := {name.removeprefix(PART): mean for name, mean in means.items() if name.startswith(PART)}:
             row["reward_parts"] = parts
         if self.tags:
-            row["by"] = {tag: found.row() for tag, found in self.tags.items()}
+            row["by"] = {tag: _row_of_tag(sums) for tag, sums in self.tags.items()}
         return row
 
 

@@ -337,8 +337,7 @@ class Parity:
             return ""
         return (
             f"step {step + 1}: the log-probabilities of engine {self._engines}, version {version}, differ from the "
-            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; "
-            f"{self._remedy}"
+            f"learner's by {found:.3g} on average (mismatch), where {limit:g} can be rounding; {self._remedy}"
         )
 
     # -- why ---------------------------------------------------------------------------------------------------------
@@ -352,8 +351,11 @@ class Parity:
             text = f"{name}: {wrong.text}. Probable cause: {wrong.cause}; {REMEDIES[wrong.cause]}"
             return Verdict(wrong.cause, math.inf, text)
         masked = [np.isnan(row) & (not worker) for row in theirs]
-        scored = self._score(samples)
-        ours = [np.where(hidden, np.nan, row).astype(np.float32) for row, hidden in zip(scored, masked)]
+
+        def hidden(rows: Rows) -> list[npt.NDArray[np.float32]]:
+            return [np.where(mask, np.nan, row).astype(np.float32) for row, mask in zip(rows, masked)]
+
+        ours = hidden(self._score(samples))
         gap = gap_of(theirs, ours)
         if worker:
             self._gaps[worker] = gap
@@ -362,7 +364,7 @@ class Parity:
             return None
         self._judged = version
         self._copies = True  # from now on: what is in the weights or in a cache shows at the next version
-        found = self._explained(samples, theirs, ours, masked)
+        found = self._explained(samples, theirs, ours, hidden)
         if found.cause:
             self._named[worker] = (version, found)
         elif worker in self._named:  # what has gone wrong once is further away at each version
@@ -370,13 +372,12 @@ class Parity:
             found = found._replace(text=f"{found.text} (at version {since})")
         compared = ~np.concatenate(masked)
         said = [float(np.concatenate(rows)[compared].mean()) for rows in (theirs, ours)]
-        return Verdict(
-            found.cause or UNKNOWN, gap,
+        text = (
             f"{name}: over {compared.sum()} tokens of these very weights the engine's log-probabilities (mean "
             f"{said[0]:.3g}) and the learner's (mean {said[1]:.3g}) differ by {gap:.3g} on average, where {limit:g} "
-            "can be rounding. "
-            + self._because(found),
+            f"can be rounding. {self._because(found)}"
         )
+        return Verdict(found.cause or UNKNOWN, gap, text)
 
     def _impossible(self, samples: list[Sample], version: int, worker: str) -> Explained | None:
         """What needs no score: numbers that cannot be."""
@@ -408,13 +409,8 @@ class Parity:
     def _score(self, samples: Sequence[Sample]) -> Rows:
         return self._training.trainer.score(samples)
 
-    def _explained(
-        self, samples: list[Sample], theirs: Rows, ours: Rows, masked: list[npt.NDArray[np.bool_]]
-    ) -> Explained:
+    def _explained(self, samples: list[Sample], theirs: Rows, ours: Rows, hidden: Callable[[Rows], Rows]) -> Explained:
         """Rounding comes last: a small difference of another kind may look like it."""
-        def hidden(rows: Rows) -> list[npt.NDArray[np.float32]]:
-            return [np.where(mask, np.nan, row).astype(np.float32) for row, mask in zip(rows, masked)]
-
         gap = gap_of(theirs, ours)
         found = explain(theirs, gap, self._alternatives(samples, theirs, ours, hidden))
         nothing_before = not any(one.policy_versions.any() for one in samples)

@@ -92,10 +92,6 @@ class Publisher:
         self._wait_for_pin()
         self.sender.pause_engines(self.next_version(), step)
 
-    def check(self) -> None:
-        """WeightsOwnerLost if the weights lie in the memory of a process that is gone."""
-        self.sender.check()
-
     def announce(self) -> None:
         """Report on the bus which engines were left out and which groups were formed since the last call."""
         while self._missing:
@@ -129,9 +125,6 @@ class Publisher:
                     self.actor.warn("learner", f"{name} holds the version and {waited}")
                     return
                 self.actor.idle(0.01)
-
-    def close(self) -> None:
-        self.sender.close()
 
 
 def _copies(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

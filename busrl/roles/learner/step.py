@@ -123,7 +123,6 @@ class StaleTokenMask:
         self.steps.add(version, step)
 
     def step_of(self, version: int) -> int:
-        """The step that made a version."""
         return self.steps.step_of_row(version, self.now)
 
     def ages(self, versions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
@@ -158,7 +157,6 @@ def _leading(late: npt.NDArray[np.int64]) -> int:
 
 
 ADAPTER = "adapter"  # folder of a checkpoint
-Logprobs = list[npt.NDArray[np.float32]]  # a row per sample
 
 
 class TrainingStep:
@@ -219,9 +217,8 @@ class TrainingStep:
             made = self.team.trainer(folder, self.settings)
             self.adapter = made.adapter
             return made
-        model = self._loaded(
-            folder, torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
-        )
+        dtype = torch.float32 if self.lora is None else getattr(torch, self.settings.compute_dtype)
+        model = self._loaded(folder, dtype)
         device.keep_freed_memory(sum(one.numel() for one in model.parameters()))
         if self.lora is None:
             return Trainer(model, self.settings)
@@ -316,23 +313,22 @@ class TrainingStep:
 
         `version` is that of the present weights; None where no version has them.
         """
-        if self.config.advantage in ONCE:  # divided by what the whole step gives
-            centred = self._group_advantages(records)
-            self._centred += centred
-            self._add(records, Given(centred), version)
-        else:
+        if self.config.advantage not in ONCE:
             self._add(records, self._given(records), version)
+            return
+        centred = self._group_advantages(records)  # divided by what the whole step gives
+        self._centred += centred
+        self._add(records, Given(centred), version)
 
-    def _add(
-        self, records: Sequence[SampleRecord], given: Given, version: int | None, number: int = 0
-    ) -> None:
+    def _add(self, records: Sequence[SampleRecord], given: Given, version: int | None, number: int = 0) -> None:
         """Leading tokens that are too old are context, and a sample of which nothing else is left is not trained; nor
         is one that the limit cut, under reward.truncated = "mask". Their rewards count in their groups' advantages.
         `version` is None after the first update of several; `number` counts these."""
         if not records:
             return
         begun = time.monotonic()
-        whole = [i for i, record in enumerate(records) if not self._cut(record)]
+        whole = [i for i, record in enumerate(records) if not self._is_cut(record)]
+        self.cut_tokens += sum(record.tokens for record in records if self._is_cut(record))
         every = [to_sample(records[i], self.last_only, self.stale.leading(records[i])) for i in whole]
         self.gone_tokens += sum(sample.generated for sample in every if not sample.trained)
         samples = [sample for sample in every if sample.trained]
@@ -362,12 +358,9 @@ class TrainingStep:
         rows = [[next(each) if count else 0.0 for count in own] for own in lengths]
         return [row[0] if len(row) == 1 else row for row in rows], denominator
 
-    def _cut(self, record: SampleRecord) -> bool:
+    def _is_cut(self, record: SampleRecord) -> bool:
         """Whether an answer is not trained, since the limit cut it (reward.truncated = "mask")."""
-        if not self.masks_cut or record.finish != Finish.LENGTH:
-            return False
-        self.cut_tokens += record.tokens
-        return True
+        return self.masks_cut and record.finish == Finish.LENGTH
 
     def _chosen(self, samples: Sequence[Sample], given: Given, number: int) -> list[npt.NDArray[np.bool_]] | None:
         """Of a loss that chooses among all tokens of an update: those that it chose, a row per sample. The draw depends
@@ -409,8 +402,7 @@ class TrainingStep:
 
     def _trained(self, record: SampleRecord) -> npt.NDArray[np.bool_]:
         """Which tokens of the answer will be trained."""
-        cut = self.masks_cut and record.finish == Finish.LENGTH
-        return to_sample(record, self.last_only, self.stale.count(record)).mask() & (not cut)
+        return to_sample(record, self.last_only, self.stale.count(record)).mask() & (not self._is_cut(record))
 
     def _advantages(self, records: Sequence[SampleRecord]) -> Sequence[Worth]:
         """Of whole groups, all that a step has where its advantages depend on the others."""
@@ -498,10 +490,6 @@ class TrainingStep:
 
     def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
         return [to_sample(record, self.last_only) for record in records]
-
-    def score(self, records: Sequence[SampleRecord]) -> Logprobs:
-        """The log-probability of every generated token of these samples under the present weights."""
-        return self.trainer.score([to_sample(record) for record in records])
 
     def entropy(self, records: Sequence[SampleRecord]) -> float:
         """Mean entropy in nats over the generated tokens of these samples under the present weights."""
