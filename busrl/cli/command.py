@@ -301,7 +301,7 @@ def _add_evaluate(verbs: Verbs) -> None:
 def _add_export(verbs: Verbs) -> None:
     text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"
     more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
-    add = _verb(verbs, "export", "checkpoints:export", text, more)
+    add = _verb(verbs, "export", "evaluate:export", text, more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")

@@ -21,7 +21,7 @@ from pathlib import Path
 import busrl
 from busrl import keys, quickstart
 from busrl import launch as launching
-from busrl.config import Topology, explain, inflight, json_schema, load, materialise, recorded
+from busrl.config import Topology, explain, inflight, load, materialise, reader, recorded
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
@@ -114,7 +114,7 @@ def check(options: argparse.Namespace) -> int:
 
 def schema(_: argparse.Namespace) -> int:
     """What may stand in a topology, as a JSON schema."""
-    print(json.dumps(json_schema.schema(), indent=1, allow_nan=False))
+    print(json.dumps(reader.json_schema(), indent=1, allow_nan=False))
     return 0
 
 

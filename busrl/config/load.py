@@ -21,7 +21,7 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, host_rules, named_files, pretrained, rates, reward_rules, rules, sources
+from busrl.config import engine_rules, named_files, pretrained, rates, reward_rules, rules, sources
 from busrl.config.derive import resolve
 from busrl.config.prompts import DataSource
 from busrl.config.reader import KeyPath, Reader, Source, read, show
@@ -56,7 +56,7 @@ REAL_FILES = frozenset(
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
 CHECKS: tuple[rules.Check, ...] = (
-    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, *host_rules.CHECKS, rates.rate_findings,
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, rates.rate_findings,
 )
 PLAYED_OF_PROCESS = ("role", "count")
 

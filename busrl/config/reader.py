@@ -1,4 +1,5 @@
-"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once.
+"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once;
+and the JSON schema of such a file.
 
 Parses TOML, finds the line of every key, applies `--set a.b=value`, and converts each value by the rule of its key.
 Knows nothing of rules between keys, or of the files that a topology names.
@@ -6,6 +7,7 @@ Knows nothing of rules between keys, or of the files that a topology names.
 - A place is `file:line` or `--set key`; what an override sets belongs to the override.
 - A key with a problem gets its default, so that the rest can be checked too.
 - Every message holds place, key, value, rule and remedy.
+- What the reader refuses of a single value, the JSON schema refuses; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import math
 import os
 import re
 import sys
+import types
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from busrl.config import schema
-from busrl.config.declare import REQUIRED, Item, Wrong, convert, items, tables
+from busrl.config.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
 from busrl.config.names import counterpart, elsewhere
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError
@@ -441,3 +445,60 @@ def _bracket(path: KeyPath) -> str:
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
+
+
+# -- the same for editors: completion, each key's text, a mark below what is wrong -----
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+BOUNDS = {"low": "minimum", "above": "exclusiveMinimum", "high": "maximum", "below": "exclusiveMaximum"}
+Schema = dict[str, Any]
+OF_TABLES: dict[Any, Schema] = {Any: {}, float: {"type": "number", "exclusiveMinimum": 0}, str: {"type": "string"}}
+
+
+def json_schema() -> Schema:
+    """The schema of a whole topology file."""
+    sections = {name: _table_schema(kind) for name, kind in SECTIONS.items()}
+    sections["process"] = {"type": "array", "items": _table_schema(schema.Process)}
+    return {"$schema": DIALECT, "title": "busrl topology", "type": "object", "additionalProperties": False,
+            "properties": sections}
+
+
+def _table_schema(cls: type) -> Schema:
+    found = items(cls)
+    made = {"type": "object", "additionalProperties": False,
+            "properties": {name: _item_schema(one) for name, one in found.items()}}
+    needed = [name for name, one in found.items() if one.default is REQUIRED and not one.rule.unless]
+    return {**made, "required": needed} if needed else made
+
+
+def _item_schema(item: Item) -> Schema:
+    if item.table:
+        return _table_schema(item.table)
+    if item.row:
+        return {"type": "array", "items": _table_schema(item.row)}
+    told = " ".join(part for part in (item.rule.doc, item.rule.text()) if part)
+    default = "inf" if item.default == math.inf else item.default  # as a topology has it: JSON has no number for it
+    shown = {} if default in (REQUIRED, None, ()) else {"default": default}
+    return {**value_schema(item.hint, item.rule), **({"description": told} if told else {}), **shown}
+
+
+def value_schema(hint: Any, rule: Rule) -> Schema:
+    """What a value of this type and rule may be."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType or hint in (int, float):
+        bounds = {word: getattr(rule, name) for name, word in BOUNDS.items() if getattr(rule, name) is not None}
+        number = {"type": "integer" if int in (hint, *args) else "number", **bounds}
+        return {"anyOf": [number, {"enum": list(rule.words)}]} if rule.words else number
+    if hint is bool:
+        return {"type": "boolean"}
+    if hint is str and rule.choices:
+        choices: Schema = {"enum": list(rule.choices)}
+        function = {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
+        return {"anyOf": [choices, function]} if rule.function else choices
+    if hint is str:
+        return {"type": "string", **({"minLength": 1} if rule.required else {})}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": OF_TABLES.get(args[1], {"type": "object"})}
+    if args == (float, float):
+        return {"type": "array", "items": value_schema(float, rule), "minItems": 2, "maxItems": 2}
+    return {"type": "array", "items": {"type": "string"}}
