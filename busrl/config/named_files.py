@@ -64,7 +64,6 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 # -- what the files hold -----
 
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
-DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
 
@@ -108,7 +107,7 @@ class _Inspection:
             self._trace()
         if t.data.template == "chat" and self._sound("data.template", "model.path", "process"):
             self._chat_template()
-        token_bytes, context = self._model() if self._sound("model.path") else (DEFAULT_TOKEN_BYTES, 0)
+        token_bytes, context = self._model() if self._sound("model.path") else (pretrained.DEFAULT_TOKEN_BYTES, 0)
         tried = self._reward()
         self._functions()
         self._bus_keys()
@@ -250,11 +249,11 @@ class _Inspection:
         folder = Path(path)
         if missing := _missing(folder):
             self._add("model.path", *missing)
-            return DEFAULT_TOKEN_BYTES, 0
+            return pretrained.DEFAULT_TOKEN_BYTES, 0
         config, place = pretrained.read_json(folder / "config.json"), str(folder / "config.json")
         if not isinstance(config, dict):
             self._add_problem("model.path", Problem(place, "", "not a JSON object", "copy it again"))
-            return DEFAULT_TOKEN_BYTES, 0
+            return pretrained.DEFAULT_TOKEN_BYTES, 0
         if config.get("is_encoder_decoder"):
             rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
             self._add("model.path", rule, "give a causal language model")
@@ -265,7 +264,7 @@ class _Inspection:
         if self.t.scripted and pretrained.vocabulary(folder) is None:
             rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
-        return token_bytes(folder), pretrained.context_of(config)
+        return pretrained.token_bytes(folder), pretrained.context_of(config)
 
     def _whole(self, key: str, folder: Path) -> None:
         """Weights that were cut, or that are another model's, are refused before anybody loads them."""
@@ -493,16 +492,3 @@ def _missing(folder: Path) -> tuple[str, str] | None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         return "no tokenizer (tokenizer.json) in this folder", "save the tokenizer beside the model"
     return None
-
-
-def token_bytes(folder: Path) -> int:
-    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    data = pretrained.read_config(folder, "tokenizer.json")
-    section = data.get("model")
-    vocabulary = section.get("vocab") if isinstance(section, dict) else None
-    if isinstance(vocabulary, list):  # unigram models: pairs of piece and score
-        vocabulary = [item[0] for item in vocabulary if isinstance(item, list) and item]
-    if not vocabulary or not isinstance(vocabulary, (dict, list)):
-        return DEFAULT_TOKEN_BYTES
-    extra = [str(item.get("content", "")) for item in data.get("added_tokens") or [] if isinstance(item, dict)]
-    return max(4, max(len(str(token).encode()) for token in [*vocabulary, *extra]))

@@ -54,6 +54,8 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 HEADS = ("lm_head", "embed_out", "output", "score")
 TINY_PARAMETERS = 100_000
+LONGEST_HEADER = 100 << 20
+DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def vocabulary(folder: Path) -> Vocabulary | None:
 def other_tokens(own: Path, other: Path) -> str | None:
     """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
     of them has no tokenizer.json to be compared."""
-    ids, others = _token_ids(own), _token_ids(other)
+    ids, others = (_ids_of_tokens(one) for one in (own, other))
     if not ids or not others:
         return None
     apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
@@ -167,14 +169,24 @@ def other_tokens(own: Path, other: Path) -> str | None:
     return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
 
 
-def _token_ids(folder: Path) -> dict[str, int]:
-    data = read_config(folder, "tokenizer.json")
-    model, added = data.get("model"), data.get("added_tokens")
-    known = model.get("vocab") if isinstance(model, dict) else None
+def _ids_of_tokens(folder: Path) -> dict[str, int]:
+    known, added = _pieces(read_config(folder, "tokenizer.json"))
+    return known | added
+
+
+def _pieces(tokenizer: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Ids of the tokens of a tokenizer.json, and of those that were added."""
+    known, added = as_map(tokenizer.get("model")).get("vocab"), tokenizer.get("added_tokens")
     if isinstance(known, list):  # of a unigram model: [token, score]
         known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
     rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
-    return (known if isinstance(known, dict) else {}) | {str(one.get("content")): one.get("id", -1) for one in rows}
+    return as_map(known), {str(one.get("content")): one.get("id", -1) for one in rows}
+
+
+def token_bytes(folder: Path) -> int:
+    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
+    known, added = _pieces(read_config(folder, "tokenizer.json"))
+    return max(4, max(len(token.encode()) for token in (*known, *added))) if known else DEFAULT_TOKEN_BYTES
 
 
 def end_ids(folder: Path) -> frozenset[int]:
@@ -219,38 +231,31 @@ def weight_fault(folder: Path) -> tuple[str, str, str] | None:
     there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
     if all(said) and there and said not in there.values():
         name, shape = max(there.items(), key=lambda one: math.prod(one[1]))
-        rule = f"vocabulary and width are {_by(said)}, and those of the weights ({name}) {_by(shape)}"
+        sizes = [" x ".join(map(str, one)) for one in (said, shape)]
+        rule = f"vocabulary and width are {sizes[0]}, and those of the weights ({name}) {sizes[1]}"
         return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
     return None
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
 def _cut(path: Path) -> str:
     """What is wrong with the length of a safetensors file; "" if nothing is."""
+    begin, header = _header(path)
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: Any = json.loads(file.read(length)) if length <= min(size, 100 << 20) else None
         ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError):
+        size = path.stat().st_size
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "not a whole safetensors file: its header cannot be read"
-    whole_size = 8 + length + max(ends, default=0)
+    whole_size = begin + max(ends, default=0)
     return f"it has {size} bytes, and its header says {whole_size}" if size < whole_size else ""
 
 
 def token_fault(folder: Path) -> str:
     """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
     not known. Added tokens are left out: many a tokenizer has some that no text contains."""
-    size, section = vocabulary_size(folder), read_config(folder, "tokenizer.json").get("model")
-    if section is None and (folder / "tokenizer.json").is_file():
+    size, data = vocabulary_size(folder), read_config(folder, "tokenizer.json")
+    if data.get("model") is None and (folder / "tokenizer.json").is_file():
         return "tokenizer.json is no JSON object with a model: it was cut, or is another file"
-    known = section.get("vocab") if isinstance(section, dict) else None
-    ids = list(known.values()) if isinstance(known, dict) else range(len(known)) if isinstance(known, list) else ()
-    highest = max((one for one in ids if isinstance(one, int)), default=0)
+    highest = max((one for one in _pieces(data)[0].values() if isinstance(one, int)), default=0)
     if not size or highest < size:
         return ""
     return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
@@ -261,30 +266,30 @@ def token_fault(folder: Path) -> str:
 
 def tensor_shapes(folder: Path) -> Shapes:
     """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
-    return {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in _shapes(path)}
+    headers = [as_map(_header(path)[1]) for path in sorted(folder.glob("*.safetensors"))]
+    entries = [(name, one) for header in headers for name, one in header.items() if isinstance(one, dict)]
+    return {name: tuple(one["shape"]) for name, one in entries if "shape" in one}
 
 
-def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """The header of a safetensors file is a length of 8 bytes and a JSON map."""
+def _header(path: Path) -> tuple[int, Any]:
+    """Where the values of a safetensors file begin, and its header, a JSON map behind a length of 8 bytes; None where
+    it cannot be read."""
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length)) if length <= 100 << 20 else {}
+            text = file.read(min(length, LONGEST_HEADER))
+        return 8 + length, json.loads(text) if len(text) == length else None
     except (OSError, ValueError, struct.error):
-        return []
-    entries = header.items() if isinstance(header, dict) else ()
-    return [(name, tuple(entry["shape"])) for name, entry in entries if isinstance(entry, dict) and "shape" in entry]
+        return 0, None
 
 
 def count_of(shapes: Shapes) -> int:
-    """How many numbers these tensors have."""
     return sum(map(math.prod, shapes.values()))
 
 
-def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Shapes of the weights that get an adapter, as far as names and shapes tell."""
-    asked = (shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer)))
-    return [(rows, columns) for rows, columns in asked]
+    return [shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer))]
 
 
 def weight_layers(shapes: Shapes) -> set[str]:

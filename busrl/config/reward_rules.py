@@ -18,7 +18,7 @@ from pathlib import Path
 from busrl.config import pretrained
 from busrl.config.declare import items
 from busrl.config.reader import show
-from busrl.config.rules import Check, Clash, Finding, by_path, clashes
+from busrl.config.rules import PLAYS, Check, Clash, Finding, by_path, clashes
 from busrl.config.schema import AGENT, PART_KEYS, RewardPart, Topology
 
 TABLE = (
@@ -92,8 +92,7 @@ def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     elif part.kind == "python":
         yield from by_path((f"{at}.function",), part.function, _example("function"))
     elif part.kind == AGENT and not t.has_callers:
-        rule, remedy = "no episode returns a reward", 'add a [[process]] with role = "agent", "serve" or "atropos"'
-        yield Finding((f"{at}.kind", "process"), rule, remedy)
+        yield Finding((f"{at}.kind", "process"), "no episode returns a reward", PLAYS)
     for name in ("extract", "pattern", "verdict"):
         yield from _expression(f"{at}.{name}", getattr(part, name))
     if part.verdict and _groups(part.verdict) == 0:
