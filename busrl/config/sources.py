@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from busrl.config.prompt_tokens import tools_of_chats
 from busrl.config.prompts import DataSource, MadeSet, Rows, SourceLines
 from busrl.config.rules import Finding, by_path
 from busrl.config.schema import TINY, Topology
-from busrl.config.trial import Events, foreign, last_words
+from busrl.config.trial import foreign
 from busrl.data.convert import Event, Job, Made, Source
 from busrl.data.prompts import BLOCK, shares
 from busrl.data.sources import Refused, files_of, format_of, parse_where
+from busrl.files import crc
 
 TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "  # files that are made, the last by its name
 SILENT_S = 120.0  # a row, or an import, may take so long
@@ -265,18 +265,12 @@ def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
 def _convert(t: Topology, target: Target, job: Job) -> tuple[Event, list[Finding]]:
     """The last event of the converting process, and its problems by the keys of the sources."""
     last = Event(at="starting")
-    with foreign(t, "reward", "busrl.data.convert") as (child, printed):
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            child.stdin.write(msgspec.json.encode(job) + b"\n")
-            child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it says below why it died
-        events = Events(child.stdout)
+    with foreign(t, "reward", "busrl.data.convert") as child:
+        child.tell(job)
         while not (last.made or last.problems):
-            if (found := events.next(SILENT_S)) is None:
+            if (found := child.next(SILENT_S)) is None:
                 rule = f"no row for {SILENT_S:g} s at {last.at}: it hangs"
-                rule = f"converting it died at {last.at}: {last_words(child, printed)}" if events.ended else rule
+                rule = f"converting it died at {last.at}: {child.last_words()}" if child.ended else rule
                 remedy = "see what is read, or called, there"
                 return last, [Finding(target.tables[:1], rule, remedy, value=target.shown)]
             last = msgspec.convert(found, Event)
@@ -298,8 +292,8 @@ def _fingerprint(t: Topology, target: Target, answers: bool) -> str:
     settings = msgspec.structs.asdict(_job(t, target, "", answers))
     settings["sources"] = [msgspec.structs.asdict(one) for one in settings["sources"]]
     if settings["without"]:
-        made = t.derived.sources  # then its name is that of its content
-        stats.append([Path(settings["without"]).name] if made else _age(Path(settings["without"])))
+        file = Path(settings["without"])
+        stats.append([file.name] if t.derived.sources else _age(file))  # of one that was made: its content's
         settings["without"] = ""
     tokenizer = _age(Path(settings["model"]) / "tokenizer.json") if settings["model"] else []
     text = json.dumps([FORMAT, settings, stats, tokenizer, tools_of_chats(t)], sort_keys=True)
@@ -323,11 +317,11 @@ def _age(path: Path) -> list[Any]:
 
 def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int]) -> _Prepared | None:
     """The file of an earlier start in that directory, if its bytes are those that it was made with."""
-    recorded = pretrained.read_config(run_dir, "topology.json") if run_dir else {}
+    if run_dir is None:
+        return None
+    recorded, name = pretrained.read_config(run_dir, "topology.json"), _name_of(which)
     try:
-        derived, name = recorded.get("derived", {}), _name_of(which)
-        if not run_dir:
-            return None
+        derived = recorded.get("derived", {})
         if which == TRAIN:
             known, file = derived.get("sources_key"), recorded["data"]["train"]
             rows = tuple(SourceLines(**{**row, "share": share}) for row, share in zip(derived["sources"], weights))
@@ -340,15 +334,5 @@ def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int])
         path = run_dir / "data" / Path(file).name
     except (KeyError, TypeError, ValueError):
         return None
-    return _Prepared(str(path.resolve()), rows, key) if known == key and _crc(path) == path.stem else None
-
-
-def _crc(path: Path) -> str:
-    crc = 0
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                crc = zlib.crc32(block, crc)
-    except OSError:
-        return ""
-    return f"{crc:08x}"
+    whole = known == key and path.is_file() and f"{crc(path):08x}" == path.stem
+    return _Prepared(str(path.resolve()), rows, key) if whole else None
