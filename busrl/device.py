@@ -86,22 +86,22 @@ def has_bfloat16(kind: str) -> bool:
     """Whether devices of that kind compute in bfloat16: NVIDIA's do from Ampere (compute capability 8.0) on."""
     if kind != "cuda":
         return kind == "npu"
-    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return all(float(one) >= 8 for one in found)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return True  # no answer: nearly all GPUs in use do
+    return all(one >= 8 for one in _of_gpus("compute_cap"))  # no answer: nearly all GPUs in use do
 
 
 def memory(kind: str) -> int:
     """Bytes of the smallest device of that kind, asked of its driver; 0 where there is no answer."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(min(_of_gpus("memory.total"), default=0)) << 20 if kind == "cuda" else 0
+
+
+def _of_gpus(what: str) -> list[float]:
+    """A number of each GPU, of nvidia-smi; none where it gives no answer."""
+    asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return min(int(one) for one in found) << 20 if kind == "cuda" else 0
+        return [float(one) for one in found]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
+        return []
 
 
 def _driver(kind: str) -> bool:

@@ -20,19 +20,7 @@ from typing import Any
 from busrl.config import schema
 from busrl.config.learner import ON_GPUS, Parallel
 from busrl.config.rules import PLACEHOLDER, Check, Clash, Finding, clashes, of_entries, unlike
-from busrl.config.schema import (
-    ADAPTERS,
-    AGENT,
-    FOLDERS,
-    ONE_COPY,
-    RESTARTS,
-    SCRIPTED,
-    SERVE,
-    TRANSPORTS,
-    Process,
-    Topology,
-    has_model,
-)
+from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS, Process, Topology
 from busrl.device import BACKEND, expected
 from busrl.states import CALLER_ROLES, HOST_NAME
 
@@ -368,7 +356,7 @@ def _between_devices(t: Topology) -> Iterator[Finding]:
     for index in vllm_entries(t):
         rule = "vLLM is given its weights through the host's memory"
         yield Finding((f"process.{index}.engine", key), rule, f'engine = "torch", {other}')
-    joining = [one for one in t.processes() if has_model(one.spec)]
+    joining = [one for one in t.processes() if schema.has_model(one.spec)]
     for process in (one for one in joining if (one.spec.role, one.spec.engine) != ("rollout", "vllm")):
         if (device := t.device_of(process.name)) != BETWEEN[backend]:
             rule = f"{backend} connects {BETWEEN[backend]} devices, and {process.name} works on {device}"
@@ -538,7 +526,7 @@ def _cores(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
 
 # -- other hosts, each of which is whole: engines there answer the calls of episodes that are played there alone -----
 
-MAY_BE_AWAY = ("rollout", "reward", AGENT, SERVE, "learner")
+MAY_BE_AWAY = ("rollout", "reward", schema.AGENT, schema.SERVE, "learner")
 
 
 def _judges(t: Topology) -> Iterator[Finding]:

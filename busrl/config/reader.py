@@ -21,7 +21,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in _toml_files(path.parent)], n=1)
+        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.toml")], n=1)
         remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a topology file (.toml)"
         raise TopologyError([Problem(str(path), "", "no such file", remedy)]) from None
     except OSError as error:
@@ -215,10 +215,6 @@ def _text(path: Path) -> str:
         raise TopologyError([Problem(str(path), "", rule, remedy)]) from None
     except UnicodeDecodeError as error:
         raise TopologyError([Problem(str(path), "", f"cannot be read as UTF-8 text ({error})")]) from None
-
-
-def _toml_files(folder: Path) -> Iterable[Path]:
-    return folder.glob("*.toml") if folder.is_dir() else ()
 
 
 def syntax_error(path: str | Path, text: str, error: Exception) -> tuple[int, Problem]:
@@ -403,7 +399,9 @@ class Reader:
 def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
     """Where the key has moved, what it is called here, or which key was meant."""
     name, in_table = str(path[-1]), len(path) > 1
-    others = _sections_with(name)
+    sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
+    others = [f"[{section}]" for section, cls in sections if name in items(cls)]
+    others += ["[[process]]"] * (name in items(schema.Process))
     if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
         return remedy
     near = difflib.get_close_matches(name, known, n=1)
@@ -417,12 +415,6 @@ def _stand_in(item: Item) -> Any:
     if item.default is not REQUIRED:
         return item.default
     return "" if item.hint is str else None
-
-
-def _sections_with(name: str) -> list[str]:
-    sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
-    found = [f"[{section}]" for section, cls in sections if name in items(cls)]
-    return found + ["[[process]]"] * (name in items(schema.Process))
 
 
 def show(value: Any) -> str:

@@ -55,9 +55,9 @@ Check = Callable[[Topology], Iterator[Finding]]
 EntryCheck = Callable[[Topology, str, Process], Iterator[Finding]]  # with the key of the entry of [[process]]
 
 
-def lookup(topology: Topology, key: str) -> object:
+def lookup(table: object, key: str) -> object:
     """The value of a dotted key; `process.0.count` counts entries."""
-    value: object = topology
+    value = table
     for part in key.split("."):
         value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
     return value
