@@ -211,7 +211,6 @@ class Stopwatch:
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """Seconds of the device from one mark to a later one."""
         if self._events is None:
             return float(after - before)
         after.synchronize()
@@ -224,7 +223,6 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 
 def restore_random(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the device's generator."""
     _module(device).set_rng_state(state, device)
 
 

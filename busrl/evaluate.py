@@ -112,7 +112,6 @@ class Evaluation:
         return {place: row.reward for place, row in self.rows.items() if row.reward is not None}
 
     def found(self) -> EvaluationFigures:
-        """The figures now."""
         judged = [self.rows[place] for place in self.rewards]
         figures = self._figures()
         tags = tags_of(self.stream.records(self.lines), self.topology.validation.tag_key)
@@ -129,7 +128,6 @@ class Evaluation:
         )
 
     def mean(self) -> float:
-        """Of the rewards so far."""
         return self._figures().mean()
 
     def _figures(self) -> Figures:

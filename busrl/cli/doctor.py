@@ -49,7 +49,6 @@ class Line:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found; 1 if busrl cannot run here."""
     lines = [line for look in LOOKS for line in _seen(look)]
     if options.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
@@ -130,7 +129,6 @@ def _folder() -> Iterator[Line]:
 
 
 def _file_system(path: Path) -> str:
-    """The kind of the mount that a path is on."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = [(len(one[1]), one[2]) for one in mounts if path.is_relative_to(one[1].replace("\\040", " "))]
     return max(above, default=(0, "unknown"))[1]

@@ -127,7 +127,6 @@ def _await_round(paths: RunPaths, request: Request, pid: int, wait_s: float) -> 
 
 
 def _told(row: dict[str, Any]) -> str:
-    """A line of validation.jsonl for people."""
     versions = f"versions {row['versions'][0]} to {row['versions'][-1]}, mixed" if row["mixed"] else (
         f"version {row['version']}"
     )
@@ -149,7 +148,6 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 def _asked(topology: Topology, options: argparse.Namespace) -> AskedSet:
-    """The set that is meant, with what the command line says instead."""
     own, name = topology.validation, options.validation
     of = next((one for one in topology.sets if one.name == (topology.sets[0].name if name is None else name)), None)
     if name is not None and of is None:

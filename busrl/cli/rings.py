@@ -140,7 +140,6 @@ def users(name: str) -> str:
 
 
 def states(ring: Ring) -> dict[str, int]:
-    """Slots by state, empty states left out."""
     counts = Counter(map(int, ring.lines()["state"]))
     known = {int(state): state.name for state in State}
     return {known.get(state, f"in no state ({state})"): counts[state] for state in sorted(counts)}
@@ -408,7 +407,6 @@ def logged(sample: SampleRecord) -> str:
 
 
 def segment_text(ring: Ring, slot: int, segment: int) -> str:
-    """The tokens of a committed segment and the versions that made them."""
     try:
         versions = ring.get(slot, "versions", segment).copy()
     except (NoSuchTensor, RingError) as error:
@@ -417,7 +415,6 @@ def segment_text(ring: Ring, slot: int, segment: int) -> str:
 
 
 def owner_name(ring: Ring, index: int) -> str:
-    """Name and pid of an owner; says so if it is dead."""
     entry = next((one for one in ring.processes() if one.index == index), None) if index else None
     if entry is None:
         return f"process {index}" if index else ""

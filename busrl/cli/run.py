@@ -88,7 +88,6 @@ def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir:
 
 
 def host(options: argparse.Namespace) -> int:
-    """The processes that a run has on this host; the exit code says what to do next."""
     from busrl.launch import host as other
 
     endpoint, keys, name = options.endpoint, options.keys, options.name
@@ -100,7 +99,6 @@ def host(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Explain a topology, or say everything that is wrong with it."""
     topology = load(options.topology, options.overrides)
     print(explain.report(topology, options.verbose), end="", flush=True)
     asked = pythons.pythons(topology)
@@ -113,13 +111,11 @@ def check(options: argparse.Namespace) -> int:
 
 
 def schema(_: argparse.Namespace) -> int:
-    """What may stand in a topology, as a JSON schema."""
     print(json.dumps(reader.json_schema(), indent=1, allow_nan=False))
     return 0
 
 
 def recipes(options: argparse.Namespace) -> int:
-    """What each recipe sets, by itself and through the loss that it names."""
     print(explain.recipes(options.names))
     return 0
 
@@ -160,7 +156,6 @@ def launch_pid(paths: RunPaths) -> int | None:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Print the report, and with --waste what became of the tokens; 1 if a promise is broken."""
     report = auditing.audit(options.run_dir, prompts=_tiny_prompts(options.run_dir))
     record = read(options.run_dir) if options.waste else None
     account = waste.waste_of(record) if record else None
@@ -182,7 +177,6 @@ def _tiny_prompts(run_dir: Path) -> Path | None:
 
 
 def version(_options: argparse.Namespace) -> int:
-    """The versions of busrl and of what it uses."""
     print(f"busrl {busrl.__version__}, Python {sys.version.split()[0]}")
     for package in ("numpy", "pyzmq", "msgspec", "torch", "transformers"):
         try:

@@ -38,13 +38,11 @@ LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a r
 
 
 def status(options: argparse.Namespace) -> int:
-    """What a run is doing now, or how it ended."""
     print(status_of(options.run_dir, as_json=options.json, host=options.host))
     return 0
 
 
 def report(options: argparse.Namespace) -> int:
-    """The page of one run or several."""
     records = [read(one) for one in options.run_dirs]
     files.replace(options.out, page(records).encode())
     return _written(options.out, records)
@@ -166,7 +164,6 @@ def _publish(recording: Recording, bind: str, speed: float, wait_s: float) -> in
 
 
 def speed_of(text: str) -> float:
-    """`max` is 0; a positive number is a factor, with or without a final x."""
     if text == "max":
         return 0.0
     try:

@@ -135,14 +135,12 @@ def on_host(topology: Topology, host: str, *roles: str) -> int:
 
 
 def _validating(topology: Topology) -> int:
-    """Validation answers that are generated at once, at most."""
     if topology.validation.mode == "dedicated":
         return topology.generation.max_batch * max(1, only_validate(topology))
     return in_flight(topology)
 
 
 def _answers(topology: Topology, val_samples: int, slot_bytes: int) -> Iterator[Finding]:
-    """An answer of validation has a number of its own, which the table of fates must have room for."""
     most = rules.MOST_SAMPLES // (topology.run.max_steps + 1)
     if val_samples > most:
         steps = f"with {topology.run.max_steps} steps there is room for {most} in a round"

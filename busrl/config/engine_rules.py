@@ -186,7 +186,6 @@ def _lora(t: Topology) -> Iterator[Finding]:
 
 
 def _outside(t: Topology) -> Iterator[Finding]:
-    """Rollouts that may join from outside."""
     if not any(entry.role == "rollout" and (entry.count == 0 or entry.command) for entry in t.process):
         return
     if t.weights.transport in ONE_HOST and t.bus.endpoint != "ipc":
@@ -288,7 +287,6 @@ def lacks_ascend(t: Topology) -> int | None:
 
 
 def vllm_entries(t: Topology) -> list[int]:
-    """Entries of [[process]] whose rollouts run vLLM here."""
     return [i for i, entry in rollouts(t) if entry.engine == "vllm"]
 
 
@@ -321,7 +319,6 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    """Sizes that the devices of an entry cannot give."""
     own, at = t.vllm, f"process.{index}"
     cpu = (entry.device or t.model.device) == "cpu" or (not entry.python and vllm_for_cpus())
     few = [one for one in entry.devices if one.count(",") + 1 < own.tensor_parallel and not cpu]
@@ -336,7 +333,6 @@ def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
 
 
 def lora_rank(rank: int) -> int:
-    """What vLLM has to reserve for adapters of that rank."""
     return next((size for size in LORA_RANKS if size >= rank), rank)
 
 
@@ -396,7 +392,6 @@ def _devices(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
 
 
 def _attention(t: Topology) -> Iterator[Finding]:
-    """Attentions of transformers that need a GPU, or fewer bits."""
     name, key = t.learner.memory.attention, "learner.memory.attention"
     if name in ON_GPUS and expected(t.device_of("learner")) == "cpu":
         rule = f"{name} runs on a GPU alone, and the learner is on the CPU"
@@ -465,7 +460,6 @@ REACHABLE = re.compile(r"tcp://(localhost|[1-9][0-9.]*):")  # by ranks of other 
 
 
 def _over_hosts(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    """Ranks of other hosts: where they are, and what they need."""
     places, tensor = 1 + len(entry.hosts), t.learner.parallel.tensor
     if entry.role != "learner" or not entry.hosts:
         return

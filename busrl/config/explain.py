@@ -96,7 +96,6 @@ def process_configs(topology: Topology) -> list[dict[str, Any]]:
 
 
 def dry_run(topology: Topology) -> str:
-    """The page, and one JSON object per process, a line each."""
     lines = [json.dumps(config, ensure_ascii=False) for config in process_configs(topology)]
     return report(topology) + "\nresolved, one line per process\n" + "\n".join(lines) + "\n"
 
@@ -244,7 +243,6 @@ def _sizes(t: Topology) -> Iterator[str]:
 
 
 def _blocks(t: Topology) -> Iterator[str]:
-    """What both ends of a broadcast hold besides the models."""
     if t.weights.transport != "broadcast":
         return
     yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
@@ -288,7 +286,6 @@ def _data(t: Topology) -> Iterator[str]:
 
 
 def _skipped(t: Topology) -> Iterator[str]:
-    """Which prompts the run itself will leave out."""
     skip = t.data.skip
     if not skip.on:
         return
@@ -313,7 +310,6 @@ def _asked(t: Topology, one: AskedSet) -> str:
 
 
 def _answers(t: Topology) -> str:
-    """The lengths of a trace, of which scripted engines take theirs."""
     lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
     limit = t.generation.max_new_tokens
     cut = sum(length > limit for length in lengths)

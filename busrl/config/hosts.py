@@ -48,7 +48,6 @@ def ahead_of(topology: Topology, rows: int) -> int:
 
 
 def of_host(topology: Topology, host: str) -> Topology:
-    """The topology of the processes on `host`."""
     rows = rows_of(topology, host)
     slots = 2 * (rows + ahead_of(topology, rows))  # as many again for answers that wait to be sent
     calls = call_ring(topology, host)[0] if topology.has_callers else 0
@@ -82,7 +81,6 @@ class HostSource:
 
     @classmethod
     def read(cls, file: Path) -> HostSource:
-        """UserError: the file is not what `busrl host` wrote."""
         found: dict[str, Any] = files.read_map(file)
         try:
             return cls(**found)

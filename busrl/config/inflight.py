@@ -45,7 +45,6 @@ def followers(key: str) -> tuple[str, ...]:
 
 
 def value_of(topology: Topology, key: str) -> str:
-    """What is in force, as TOML text."""
     role = _role(key)
     return str(sum(one.count for one in topology.process if one.role == role)) if role else show(lookup(topology, key))
 

@@ -140,7 +140,6 @@ def _real(key: str) -> bool:
 
 
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
-    """The typed settings, with what is empty by default filled in from other keys."""
     sections: dict[str, Any] = reader.sections()
     given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
     draft = _with_algorithm(given, source)
@@ -189,7 +188,6 @@ def _with_origins(draft: Topology, source: Source) -> Topology:
 
 
 def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
-    """The parts of the reward, each with what it takes from [reward]."""
     own, key = draft.reward, named_files.answer_key(draft)
     return tuple(
         dataclasses.replace(

@@ -33,7 +33,6 @@ def shm_free() -> int:
 
 
 def cores() -> frozenset[int]:
-    """Cores that this process may use."""
     return frozenset(os.sched_getaffinity(0))
 
 
@@ -45,7 +44,6 @@ def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int
 
 
 def require_cores(t: Topology, here: frozenset[int]) -> None:
-    """UserError if an entry names cores that are not there."""
     for index, entry in enumerate(t.process):
         if entry.cpus and (missing := sorted(parse_cores(entry.cpus) - here)):
             raise UserError(

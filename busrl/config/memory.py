@@ -351,7 +351,6 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def lines(t: Topology) -> list[str]:
-    """The sum for `busrl check`."""
     parts = of_topology(t)
     if not parts:
         return ["learner memory: unknown, config.json does not say how large the model is"]
@@ -374,7 +373,6 @@ def of_ranks(t: Topology) -> str:
 
 
 def require(t: Topology) -> None:
-    """UserError with the sum and the keys that lower it, if the learner's device or its host cannot hold it."""
     work, parts, host = work_of(t), of_topology(t), of_host(t)
     limit, needed = there(work.kind), sum(parts.values())
     if limit and needed > limit:

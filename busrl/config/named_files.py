@@ -228,7 +228,6 @@ class _Inspection:
             self._add("data.template", f"the tokenizer of {path} has no chat template", remedy)
 
     def _limit(self, context: int) -> Limit:
-        """The limit on prompts; nothing is counted while one of the keys that it takes has a problem."""
         keys = ("data.train", "data.template", "model.path")
         sound = self._sound(*keys, "generation.max_prompt_tokens", "generation.max_new_tokens")
         if sound and self.t.data.train and not any(one.keys[0] in keys[1:] for one in self.found):
@@ -241,7 +240,6 @@ class _Inspection:
     # -- the model -----
 
     def _model(self) -> tuple[int, int]:
-        """Longest token in bytes and context length of a model folder."""
         path = self.t.model.path
         if path.startswith(TINY):
             self._tiny("model.path", path)
@@ -319,7 +317,6 @@ class _Inspection:
             self._add(key, rule, f"start_optimizer = false, or optimizer = {before!r}")
 
     def _lora(self) -> None:
-        """An adapter needs the package that trains it, and layers of the names that are asked for."""
         if importlib.util.find_spec("peft") is None:
             self._add("lora.rank", "LoRA needs the package peft", "pip install 'busrl[lora]'")
         path, known = self.t.model.path, TINY_LAYERS
@@ -331,7 +328,6 @@ class _Inspection:
                 self._add("lora.targets", rule, f"it has {', '.join(known)}")
 
     def _trained_layers(self) -> None:
-        """Each item names parameters of the model, as far as its files tell."""
         folder = Path(self.t.model.path)
         names, count = list(pretrained.tensor_shapes(folder)), pretrained.model_facts(folder).layers
         try:
@@ -363,7 +359,6 @@ class _Inspection:
     # -- code of the user, programs and keys -----
 
     def _reward(self) -> Trial:
-        """Load the reward and try it with the first record, where it can do no harm."""
         own = self.t.reward
         named = [part.function for part in own.part if part.kind == "python"] or [own.function] * (own.kind == "python")
         foreign = named or any(part.kind in TRIED for part in own.part)
@@ -421,7 +416,6 @@ class _Inspection:
             self._add("openai.tools", rule, "give a JSON file with a list of tools, or remove it")
 
     def _programs(self) -> None:
-        """Programs that are to be started have to be there, and so has a vLLM."""
         if self._sound("hosts.start") and self.t.hosts.start and shutil.which(self.t.hosts.start[0]) is None:
             self._add("hosts.start", f"{self.t.hosts.start[0]} is not an executable program", "install it")
         for sink in self.t.sinks.to if self._sound("sinks.to") else ():
@@ -451,7 +445,6 @@ class _Inspection:
 
 
 def answer_key(topology: Topology) -> str:
-    """The key of the right answer that the reward uses."""
     return topology.reward.answer_key or topology.data.answer_key
 
 

@@ -27,7 +27,6 @@ def usual_rate(size: int, lora: bool) -> float:
 
 
 def rate_advice(t: Topology) -> str:
-    """What to set learner.lr to, in words."""
     size, what = parameters(t), "a LoRA adapter of" if t.lora.on else "all weights of"
     if not size:
         return "usual are 1e-06 for all weights of a model of some billion parameters, 1e-05 for a LoRA adapter"
@@ -63,12 +62,10 @@ def stale_rate_advice(t: Topology) -> Iterator[str]:
 
 
 def shown_size(size: int) -> str:
-    """A count of parameters as people write it."""
     return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M" if size >= 1e7 else f"{size / 1e6:.1f} M"
 
 
 def rate_findings(t: Topology) -> Iterator[Finding]:
-    """A learning rate that destroys a model of this size within a few steps."""
     lr, size = t.learner.lr, parameters(t)
     if lr is None or size < WARNED_FROM:
         return

@@ -89,7 +89,6 @@ class _Lines:
         return self._tokens[self._at - 1]
 
     def _keys(self) -> list[str]:
-        """A dotted key."""
         names: list[str] = []
         while not names or self._tokens[self._at][0] == ".":
             self._at += bool(names)
@@ -189,7 +188,6 @@ def read(path: Path, overrides: Sequence[str]) -> Source:
 
 
 def of_overrides(overrides: Sequence[str]) -> Source:
-    """Overrides of no file."""
     return _with(Source("", Path.cwd(), {}, {}), overrides)
 
 
@@ -448,7 +446,6 @@ OF_TABLES: dict[Any, Schema] = {Any: {}, float: {"type": "number", "exclusiveMin
 
 
 def json_schema() -> Schema:
-    """The schema of a whole topology file."""
     sections = {name: _table_schema(kind) for name, kind in SECTIONS.items()}
     sections["process"] = {"type": "array", "items": _table_schema(schema.Process)}
     return {"$schema": DIALECT, "title": "busrl topology", "type": "object", "additionalProperties": False,

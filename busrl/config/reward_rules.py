@@ -54,7 +54,6 @@ BOX_S = 20.0  # of a call that judges code, besides the code's own time
 
 
 def _one(t: Topology) -> Iterator[Finding]:
-    """A reward without parts."""
     if t.reward.kind == "python" and not t.reward.part:
         keys = ("reward.function", "reward.kind")
         yield from by_path(keys, t.reward.function, _example("function"), 'kind = "python"')
@@ -80,7 +79,6 @@ def _parts(t: Topology) -> Iterator[Finding]:
 
 
 def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
-    """What its kind needs, and what it would not read."""
     read, needed = PART_KEYS[part.kind], NEEDED.get(part.kind)
     for item in items(RewardPart).values():
         idle = item.name not in (*read, *BY_EVERY_KIND, *FILLED_IN)

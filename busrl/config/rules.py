@@ -424,7 +424,6 @@ def _named_prompts(t: Topology) -> dict[str, str]:
 
 
 def _one_set(t: Topology, index: int) -> Iterator[Finding]:
-    """One [[validation.set]], or [validation] itself where the index is -1."""
     at = f"validation.set.{index}" if index >= 0 else "validation"
     own = t.validation.set[index] if index >= 0 else t.validation
 
@@ -452,7 +451,6 @@ def _one_set(t: Topology, index: int) -> Iterator[Finding]:
 
 
 def _dedicated(t: Topology) -> Iterator[Finding]:
-    """Rollouts that only validate, and the mode that needs them."""
     alone = [i for i, entry in enumerate(t.process) if entry.serves == "validation"]
     for index in alone:
         at = f"process.{index}.serves"
@@ -529,7 +527,6 @@ def _entry(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
 
 
 def _agents(t: Topology) -> Iterator[Finding]:
-    """What processes that play episodes need, and what does not go with them."""
     if not t.has_callers:
         return
     if t.validation.mode == "dedicated" and _named_prompts(t):
@@ -603,12 +600,10 @@ def count(t: Topology, role: str) -> int:
 
 
 def only_validate(t: Topology) -> int:
-    """How many rollout processes answer validation alone."""
     return sum(entry.count for entry in t.process if entry.role == "rollout" and entry.serves == "validation")
 
 
 def wants_rounds(t: Topology) -> bool:
-    """Whether any validation round is due in the run."""
     own = t.validation
     during = own.every > 0 or any(isinstance(one.every_steps, int) and one.every_steps > 0 for one in own.set)
     return own.at_start or during or own.at_end
@@ -686,7 +681,6 @@ def due(interval: int, before: int, after: int) -> bool:
 
 
 def explain_control(t: Topology) -> Iterator[str]:
-    """What the controller may do, for `busrl check`."""
     c, (low, high) = t.learner.controller, range_of(t)
     if c.mode == "act":
         yield f"controller: moves n_min between {low} and {high}; n_lo and n_hi are in the sums above"

@@ -57,7 +57,6 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """The tables, for people."""
         return "[[data.source]]" if self.which == TRAIN else f"[{self.tables[0]}]"
 
 
@@ -129,7 +128,6 @@ def _name_of(which: str) -> str:
 
 
 def with_file(t: Topology, which: str, path: str) -> Topology:
-    """The topology with another file in that place."""
     if which == TRAIN:
         return dataclasses.replace(t, data=dataclasses.replace(t.data, train=path))
     name, own = _name_of(which), t.validation

@@ -204,7 +204,6 @@ def new_model(recipe: Recipe) -> Any:
 
 
 def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
-    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files."""
     make: Any = GenerationConfig  # untyped in transformers
     model.generation_config = make(
         do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=recipe.max_new_tokens,
@@ -222,7 +221,6 @@ def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
 
 
 def make(name: str, *, force: bool = False) -> Paths:
-    """Make the quickstart of that name in the cache, unless it is there."""
     recipe = find(name)
     return make_once(recipe, lambda folder: _fill(folder, recipe), force=force)
 
