@@ -79,17 +79,14 @@ def _python() -> Iterator[Line]:
 
 
 def _machine() -> Iterator[Line]:
-    cores, ram, nodes = len(machine.cores()), memory.host_memory(), _nodes()
+    cores, ram = len(machine.cores()), memory.host_memory()
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     yield Line("machine", f"{platform.node()}, Linux {platform.release()}, {cores} cores, {ram / GIB:.0f} GiB memory")
     if cores < 2:
         yield Line("machine", "one core for all processes", "it works, and each waits for the others; use two or more")
     if nodes > 1:
         remedy = "bind each engine and learner to the cores beside its device: `cpus` of its [[process]]"
         yield Line("NUMA", f"{nodes} nodes", remedy)
-
-
-def _nodes() -> int:
-    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
 
 
 def _kernel() -> Iterator[Line]:
@@ -154,11 +151,8 @@ def _torch() -> Iterator[Line]:
         yield Line("torch", last, "pip install 'busrl[train]'; only workers and watching run without")
         return
     yield Line("torch", version)
-    yield Line("devices", ", ".join(names) or "CPU alone", missing["cuda"] if not names and _has_nvidia() else "")
-
-
-def _has_nvidia() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    unseen = not names and any(Path("/dev").glob("nvidia[0-9]*"))
+    yield Line("devices", ", ".join(names) or "CPU alone", missing["cuda"] if unseen else "")
 
 
 def _packages() -> Iterator[Line]:

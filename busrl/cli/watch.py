@@ -150,17 +150,14 @@ def replay(options: argparse.Namespace) -> int:
         signal.signal(number, _leave)
     try:
         with Recording(options.file) as recording, own_endpoint() as own:
-            count = _publish(recording, options.bind or own, factor, options.wait)
+            bind = options.bind or own
+            with Replayer(recording, bind, speed=factor) as replayer:
+                print(f"waiting for a listener: busrl monitor {bind}", flush=True)
+                count = replayer.run(options.wait, lambda: print("publishing", flush=True))
             print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
     except KeyboardInterrupt:
         print("stopped")
     return 0
-
-
-def _publish(recording: Recording, bind: str, speed: float, wait_s: float) -> int:
-    with Replayer(recording, bind, speed=speed) as replayer:
-        print(f"waiting for a listener: busrl monitor {bind}", flush=True)
-        return replayer.run(wait_s, lambda: print("publishing", flush=True))
 
 
 def speed_of(text: str) -> float:

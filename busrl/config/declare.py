@@ -77,10 +77,11 @@ def _shown(value: float) -> str:
 
 
 def key(default: Any, doc: str, **rule: Any) -> Any:
-    """A dataclass field with its documentation and rule; `REQUIRED` for one without a default."""
+    """A field of a table with its documentation and rule; `REQUIRED` for one without a default, dict for a map."""
     if default is REQUIRED:
         return dataclasses.field(metadata={"rule": Rule(doc, required=True, **rule)})
-    return dataclasses.field(default=default, metadata={"rule": Rule(doc, **rule)})
+    given: Any = {"default_factory": dict} if default is dict else {"default": default}
+    return dataclasses.field(**given, metadata={"rule": Rule(doc, **rule)})
 
 
 # -- walking the tables -----
