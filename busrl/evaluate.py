@@ -42,10 +42,6 @@ class MeasuredRound:
     answers: int
     round: int = 0
 
-    @property
-    def first_uid(self) -> int:
-        return VALIDATE_BIT | (self.round * self.answers + self.of.first)
-
 
 @dataclass
 class Row:
@@ -141,7 +137,8 @@ class Evaluation:
     def _requests(self, engine: Engine) -> Iterator[Request]:
         """One for each sample; a prompt that cannot be asked has its row already."""
         limit = self.topology.max_prompt_tokens
-        first, asked = self.asked.first_uid, self.asked.of
+        asked = self.asked.of
+        first = VALIDATE_BIT | (self.asked.round * self.asked.answers + asked.first)
         for place in range(asked.answers):
             line = self.stream.at(int(self.lines[place]))
             row = self.rows[place] = Row(line.index + 1, None)

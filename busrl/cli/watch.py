@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from busrl import files
 from busrl.errors import NoSuchRun, UserError
@@ -80,7 +79,7 @@ def monitor(options: argparse.Namespace) -> int:
         if options.web is not None:
             return _page(watcher, target, options.web)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _leave)
+            signal.signal(number, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
             _until_quit(watcher, options.plain)
         return 0
@@ -116,10 +115,6 @@ def _until_quit(watcher: Watcher, plain: bool) -> None:
         screen.run_live(watcher, sys.stdin)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 MIB = 1 << 20
 NICE = 15  # less than a run's, more than a monitor's: what it is too late for is gone
 
@@ -147,7 +142,7 @@ def replay(options: argparse.Namespace) -> int:
         return 0
     factor = speed_of(options.speed)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, signal.default_int_handler)
     try:
         with Recording(options.file) as recording, own_endpoint() as own:
             bind = options.bind or own

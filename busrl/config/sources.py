@@ -230,18 +230,13 @@ def _source_faults(one: DataSource, at: str, target: Target) -> Iterator[Finding
 # -- converting -----
 
 
-def _held_against(t: Topology, target: Target) -> str:
-    """The training prompts that a set of tasks must not have: items of other seeds may be the same."""
-    tasks = target.which != TRAIN and any(one.tasks for one in target.sources)
-    return t.data.train if tasks and not t.data.train.startswith(TINY) else ""
-
-
 def _name(one: DataSource) -> str:
     return one.tag or (Path(one.path).stem if one.path else one.function.rpartition(":")[2] or "+".join(one.tasks))
 
 
 def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
     own, folder = t.data, pretrained.model_at(t.model.path)
+    tasks = target.which != TRAIN and any(one.tasks for one in target.sources)  # items of other seeds may be the same
     sources = [
         Source(
             **{name: value for name, value in dataclasses.asdict(one).items() if name != "weight"} | {
@@ -256,7 +251,8 @@ def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
     return Job(
         sources=sources, out=out, seed=target.seed, model=str(folder or ""), prompt_key=own.prompt_key,
         answer_key=t.reward.answer_key or own.answer_key, answers=answers, template=own.template, system=own.system,
-        tools_key=own.tools_key, template_arguments=own.template_arguments, without=_held_against(t, target),
+        tools_key=own.tools_key, template_arguments=own.template_arguments,
+        without=own.train if tasks and not own.train.startswith(TINY) else "",
     )
 
 
