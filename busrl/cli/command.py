@@ -229,7 +229,7 @@ def _add_runs(verbs: Verbs) -> None:
     add("name", nargs="?", default="", metavar="NAME", help="one process, as `busrl status` names it (default: all)")
     add("-f", "--follow", action="store_true", help="go on with what they write, until Ctrl-C or the end of the run")
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
-    add = _verb(verbs, "stop", "control:stop", "end a run in order and wait until it has ended", more)
+    add = _verb(verbs, "stop", "run:stop", "end a run in order and wait until it has ended", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--now", action="store_true", help="kill everything at once; the next start repairs it")
     add("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
@@ -256,7 +256,7 @@ def _add_accounts(verbs: Verbs) -> None:
 
 def _add_control(verbs: Verbs) -> None:
     def verb(name: str, text: str, more: str) -> Add:
-        add = _verb(verbs, name, "control:control", text, more)
+        add = _verb(verbs, name, "run:control", text, more)
         add("run_dir", type=Path, metavar="RUN_DIR")
         add("--wait", type=positive, default=60.0, metavar="S", help="give up after this long (default 60)")
         return add

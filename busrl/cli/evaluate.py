@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from busrl.evaluate import Evaluation, EvaluationFigures, Row
 
 PATIENCE_S = 5.0
-LOOK_MS = 200
+LOOK_S = 0.2
 SHOWN = 3  # kinds of failures that are printed
 
 
@@ -110,10 +110,8 @@ def _await_round(paths: RunPaths, request: Request, pid: int, wait_s: float) -> 
     except ProcessLookupError:
         raise PeerTimeout(f"{paths.root}: the run has just ended; its next start does what was asked") from None
     try:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
         while True:
-            ended = bool(poller.poll(LOOK_MS))
+            ended = bool(select.select([descriptor], [], [], LOOK_S)[0])
             found = Request.read(paths)
             if found is not None and found.id == request.id and not found.open:
                 return found

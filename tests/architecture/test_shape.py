@@ -41,7 +41,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "link": "broker endpoint security",
     },
     "cli": {
-        "command": "", "doctor": "", "init": "", "keys": "", "rings": "", "run": "", "watch": "", "control": "run",
+        "command": "", "doctor": "", "init": "", "keys": "", "rings": "", "run": "", "watch": "",
         "evaluate": "command run", "simulate": "command",
     },
     "config": {
