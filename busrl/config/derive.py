@@ -63,8 +63,8 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     found.extend(_sums(topology, bounds, slots, facts))
     call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
     found.extend(_answers(topology, val_samples, slot_bytes))
-    derived = Derived(
-        limits=bounds,
+    derived = replace(
+        topology.derived, limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=facts.task_bytes,

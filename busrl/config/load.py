@@ -91,12 +91,8 @@ def _load(
     facts, broken = named_files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
-    made = draft.derived
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
-    derived = dataclasses.replace(
-        derived, sources=made.sources, sources_key=made.sources_key, made=made.made, algorithm=made.algorithm
-    )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]  # one cause is told once

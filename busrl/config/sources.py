@@ -94,7 +94,7 @@ def prepare(t: Topology, earlier: Path | None, answers: bool, bad: Collection[st
 def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) -> tuple[Topology, list[Finding]]:
     key, weights = _fingerprint(t, target, answers), shares([one.weight for one in target.sources])
     if (before := _made_before(earlier, target.which, key, weights)) is not None:
-        return before.of(t, target.which), []
+        return _with_made(t, target.which, key, *before), []
     folder = tempfile.mkdtemp(prefix="busrl-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     event, found = _convert(t, target, _job(t, target, os.path.join(folder, "lines"), answers))
@@ -103,23 +103,16 @@ def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) 
     path = os.path.join(folder, f"{event.crc:08x}.jsonl")
     os.rename(os.path.join(folder, "lines"), path)
     rows = tuple(_lines_of(made, share) for made, share in zip(event.made, weights))
-    return _Prepared(path, rows, key).of(t, target.which), []
+    return _with_made(t, target.which, key, path, rows), []
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    path: str
-    rows: tuple[SourceLines, ...]
-    key: str
-
-    def of(self, t: Topology, which: str) -> Topology:
-        t, derived = with_file(t, which, self.path), t.derived
-        if which == TRAIN:
-            derived = dataclasses.replace(derived, sources=self.rows, sources_key=self.key)
-        else:
-            made = MadeSet(_name_of(which), self.key, f"{self.rows[0].name}: {self.rows[0].text}")
-            derived = dataclasses.replace(derived, made=(*derived.made, made))
-        return dataclasses.replace(t, derived=derived)
+def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceLines, ...]) -> Topology:
+    """The topology with a file that was made by these settings, and what it has of each source."""
+    t, derived = with_file(t, which, path), t.derived
+    if which == TRAIN:
+        return dataclasses.replace(t, derived=dataclasses.replace(derived, sources=rows, sources_key=key))
+    made = MadeSet(_name_of(which), key, f"{rows[0].name}: {rows[0].text}")
+    return dataclasses.replace(t, derived=dataclasses.replace(derived, made=(*derived.made, made)))
 
 
 def _name_of(which: str) -> str:
@@ -309,8 +302,10 @@ def _age(path: Path) -> list[Any]:
     return [str(path), found.st_size, found.st_mtime_ns]
 
 
-def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int]) -> _Prepared | None:
-    """The file of an earlier start in that directory, if its bytes are those that it was made with."""
+def _made_before(
+    run_dir: Path | None, which: str, key: str, weights: list[int]
+) -> tuple[str, tuple[SourceLines, ...]] | None:
+    """The file of an earlier start in that directory, if its bytes are those that it was made with; and its lines."""
     if run_dir is None:
         return None
     recorded, name = pretrained.read_config(run_dir, "topology.json"), _name_of(which)
@@ -326,7 +321,6 @@ def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int])
             source, _, text = one["text"].partition(": ")
             rows = (SourceLines(source, 0, 0, BLOCK, text),)
         path = run_dir / "data" / Path(file).name
-    except (KeyError, TypeError, ValueError):
+        return (str(path.resolve()), rows) if known == key and f"{crc(path):08x}" == path.stem else None
+    except (KeyError, TypeError, ValueError, OSError):
         return None
-    whole = known == key and path.is_file() and f"{crc(path):08x}" == path.stem
-    return _Prepared(str(path.resolve()), rows, key) if whole else None
