@@ -18,6 +18,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,7 @@ def inspect(options: argparse.Namespace) -> int:
         _show(history(Path(target), options.uid).split("\n"))
         return 0
     name = ring_name(target)
-    ring = Ring.attach(name, read_only=True)
-    try:
+    with closing(Ring.attach(name, read_only=True)) as ring:
         print(f"{name}: {ring.n_slots} slots of {ring.slot_bytes} bytes, uuid {bytes(ring.uuid).hex()}")
         words = ("step", "version", "version_step", "next_admission", "unpublished_groups", "hold", "run_state")
         print("  " + ", ".join(f"{word} {ring.header(word)}" for word in words))
@@ -72,8 +72,6 @@ def inspect(options: argparse.Namespace) -> int:
         _show(render_slots(ring))
         _show(render_calls(ring, f"{name.removesuffix(SUFFIX)}.calls"))
         _show(render_processes(ring))
-    finally:
-        ring.close()
     return 0
 
 
@@ -132,10 +130,8 @@ def users(name: str) -> str:
         ring = Ring.attach(name, read_only=True)
     except RingError as error:
         return f"it cannot be read ({error}), so another version of busrl may use it"
-    try:
+    with closing(ring):
         there = [f"{one.label} (pid {one.pid})" for one in living(ring)]
-    finally:
-        ring.close()
     return f"in use by {', '.join(there)}" if there else ""
 
 
@@ -170,12 +166,10 @@ def render_calls(ring: Ring, name: str) -> list[str]:
         calls = Ring.attach(name, read_only=True, calls=True)
     except RingError:
         return []
-    try:
+    with closing(calls):
         found = open_episodes(ring.lines(), calls.lines(), time.monotonic_ns())
         told = [f"  {state:<12}{count:>6} episodes, the oldest {age:.1f} s" for state, (count, age) in found.items()]
         return [f"  calls: {', '.join(f'{count} {state}' for state, count in states(calls).items())}", *told]
-    finally:
-        calls.close()
 
 
 def render_processes(ring: Ring) -> list[str]:
@@ -295,12 +289,10 @@ class SampleHistory:
         except RingError as error:
             yield f"  ring      cannot be read: {error}"
             return
-        try:
+        with closing(ring):
             lines = ring.lines()
             for slot in np.flatnonzero((lines["uid"] == np.uint64(self.uid)) & (lines["state"] != State.FREE)):
                 yield from self._slot(ring, int(slot), lines[slot])
-        finally:
-            ring.close()
 
     def _slot(self, ring: Ring, slot: int, line: Any) -> Iterator[str]:
         state = State(int(line["state"]))

@@ -150,16 +150,15 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
 
 def launch_pid(paths: RunPaths) -> int | None:
     """The pid of the living `launch`, None if the run is not running."""
-    try:
-        run = json.loads(paths.run_json.read_bytes())
-    except (OSError, ValueError):
-        raise NoSuchRun(f"{paths.root}: no readable run.json, so this is no run directory; see `ls runs/`") from None
+    run = read_map(paths.run_json)
+    if not run:
+        raise NoSuchRun(f"{paths.root}: no readable run.json, so this is no run directory; see `ls runs/`")
     if not paths.lock("run").is_file():
         return None
     holder = OfdLock(str(paths.lock("run"))).holder()  # looks, without taking the lock
     if holder is None:
         return None
-    pid = run.get("launch_pid") if isinstance(run, dict) else None
+    pid = run.get("launch_pid")
     if not isinstance(pid, int) or holder not in (pid, -1) or not stat_of(pid):
         raise PeerTimeout(
             f"{paths.root}: its launch (pid {pid}) is gone, but a child still holds the run's lock; children end with "

@@ -415,7 +415,7 @@ def _stand_in(item: Item) -> Any:
     return "" if item.hint is str else None
 
 
-def show(value: Any) -> str:
+def show(value: Any, most: int = SHOWN) -> str:
     """A value as TOML would write it; a long one without its middle, since the end of a path says most."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
@@ -423,7 +423,7 @@ def show(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _bracket(path: KeyPath) -> str:

@@ -28,6 +28,7 @@ import msgspec
 from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.prompt_tokens import tokenizer_of
+from busrl.config.reader import show
 from busrl.config.schema import AGENT, TINY, Process, Topology, has_model
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import open_file, prompt_lines, prompt_of
@@ -83,7 +84,7 @@ class Judged:
         if self.not_loaded:
             yield f"  reward{self.label}: cannot be used: {self.not_loaded}"
         for one in self.tried:
-            shown = f" {_short(one.answer)}" if one.answer else ""
+            shown = f" {show(one.answer, SHOWN_TEXT)}" if one.answer else ""
             yield f"  reward{self.label} of {one.what}{shown}: {one.in_words()}"
         values = [one.value for one in self.tried]
         if [one.what for one in self.tried if not one.error] == [EMPTY, RIGHT] and values[0] == values[1]:
@@ -191,15 +192,10 @@ def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTok
     except DataError as problem:
         yield f"  cannot be written: {problem}"
         return
-    yield f"  as the model reads it: {_short(text)}"
+    yield f"  as the model reads it: {show(text, SHOWN_TEXT)}"
     if ids:
         more = ", ..." if len(ids) > SHOWN_IDS else ""
         yield f"  {len(ids)} tokens: {', '.join(map(str, ids[:SHOWN_IDS]))}{more}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= SHOWN_TEXT else f"{text[: SHOWN_TEXT // 2]} ... {text[-SHOWN_TEXT // 2 :]}"
 
 
 def ends(t: Topology) -> str:

@@ -50,7 +50,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "memory": "pretrained schema", "rules": "learner reader schema declare", "engine_rules": "learner rules schema",
         "rates": "pretrained rules schema",
         "reward_rules": "pretrained reader rules schema declare",
-        "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens schema declare",
+        "prompt_tokens": "pretrained rules schema", "trial": "pretrained prompt_tokens reader schema declare",
         "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
         "derive": "named_files prompts rules schema", "hosts": "derive schema",
