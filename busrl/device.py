@@ -121,14 +121,14 @@ def _driver(kind: str) -> bool:
 # -- memory of the C library -----------------------------------------------------------------------------------
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-LARGEST = (1 << 31) - 1
+LARGEST, SLACK = (1 << 31) - 1, 1 << 26  # bytes; the last: that are asked of the kernel at a time
 LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
 OF_MANY = 1 << 22  # the same of a model of so MANY parameters
 MANY = 10**8
 
 
-def keep_freed_memory(parameters: int = 0, slack: int = 1 << 26) -> bool:
-    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
+def keep_freed_memory(parameters: int = 0) -> bool:
+    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does.
 
     A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
     zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
@@ -137,7 +137,7 @@ def keep_freed_memory(parameters: int = 0, slack: int = 1 << 26) -> bool:
     there.
     """
     largest = OF_MANY if parameters >= MANY else LARGE_BLOCK
-    settings = ((MMAP_THRESHOLD, largest), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
+    settings = ((MMAP_THRESHOLD, largest), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, SLACK))
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)

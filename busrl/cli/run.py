@@ -1,5 +1,5 @@
-"""`busrl launch`, `check`, `recipes`, `audit` and `version`, and what a person asks of a run that runs: `stop`, `pause`,
-`resume`, `checkpoint`, `set` and `scale`.
+"""`busrl launch`, `check`, `recipes`, `audit` and `version`, and what a person asks of a run that runs: `stop`,
+`pause`, `resume`, `checkpoint`, `set` and `scale`.
 
 Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
 

@@ -77,11 +77,10 @@ def _shown(value: float) -> str:
 
 
 def key(default: Any, doc: str, **rule: Any) -> Any:
-    """A field of a table with its documentation and rule; `REQUIRED` for one without a default, dict for a map."""
+    """A dataclass field with its documentation and rule; `REQUIRED` for one without a default."""
     if default is REQUIRED:
         return dataclasses.field(metadata={"rule": Rule(doc, required=True, **rule)})
-    given: Any = {"default_factory": dict} if default is dict else {"default": default}
-    return dataclasses.field(**given, metadata={"rule": Rule(doc, **rule)})
+    return dataclasses.field(default=default, metadata={"rule": Rule(doc, **rule)})
 
 
 # -- walking the tables -----

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from busrl.algorithms import catalog
-from busrl.config.declare import REQUIRED, key
+from busrl.config.declare import REQUIRED, Rule, key
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ class Learner:
                                    "package.module:name or file.py:name (docs/extending.md)")
     optimizer: str = key("adamw", "what turns gradients into updates; adamw8bit has states of 8 bits (busrl[adam8])",
                          choices=OPTIMIZERS, function=True)
-    options: dict[str, Any] = key(dict, "arguments of adafactor, or of an optimiser class of your own")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        "arguments of adafactor, or of an optimiser class of your own")})
     train_layers: str = key("", "train these alone, for example 20-27,lm_head: layers by number from 0, or parts of "
                                 "parameter names; empty = all")
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, below=1)

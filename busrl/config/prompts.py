@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from busrl.config.declare import REQUIRED, key
+from busrl.config.declare import REQUIRED, Rule, key
 
 # -- where rows come from, and which of them are prompts -----
 
@@ -24,10 +24,11 @@ class Rows:
                       choices=("auto", "jsonl", "parquet", "hf", "function", "reasoning_gym", "environment"))
     split: str = key("", "hf: which split of the folder; empty = train, for validation test")
     function: str = key("", "instead of a file: package.module:function or file.py:function, which yields maps")
-    tasks: dict[str, float] = key(dict, "instead of a file: tasks of reasoning-gym with their weights: { gsm_symbolic "
-                                  "= 1.0 }; seeded by run.seed, for validation by one that no training has")
-    task_options: dict[str, dict[str, Any]] = key(dict, "options of a task, as reasoning-gym names them: { chain_sum = "
-                                                  "{ max_terms = 3 } }")
+    tasks: dict[str, float] = field(default_factory=dict, metadata={"rule": Rule(
+        "instead of a file: tasks of reasoning-gym with their weights: { gsm_symbolic = 1.0 }; seeded by run.seed, "
+        "for validation by one that no training has")})
+    task_options: dict[str, dict[str, Any]] = field(default_factory=dict, metadata={"rule": Rule(
+        "options of a task, as reasoning-gym names them: { chain_sum = { max_terms = 3 } }")})
     size: int = key(0, "rows that are kept at most, 0 = all; of tasks and environments the number that is made", low=0,
                     high=10**8)
     prompt_key: str = key("", "column of the prompt; empty = data.prompt_key")
@@ -85,8 +86,8 @@ class Data:
                         "messages that it is a list of", choices=("none", "chat"))
     system: str = key("", "template = chat: the system message of every prompt that has none of its own")
     tools_key: str = key("", "template = chat: the key of a line that holds the tools that the template offers")
-    template_arguments: dict[str, Any] = key(dict, "template = chat: further arguments of the template: "
-                                             "{ enable_thinking = false }")
+    template_arguments: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        "template = chat: further arguments of the template: { enable_thinking = false }")})
     skip: Skip = field(default_factory=Skip)
 
 

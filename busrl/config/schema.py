@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from busrl.config.declare import REQUIRED, build, key, plain
+from busrl.config.declare import REQUIRED, Rule, build, key, plain
 from busrl.config.learner import Learner, Log, ranks_at
 from busrl.config.names import modern
 from busrl.config.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
@@ -372,13 +372,13 @@ class Process:
     program: tuple[str, ...] = key((), "agent: start this for each episode instead of a function, led to its model by "
                                        "OPENAI_BASE_URL and OPENAI_API_KEY; {run_dir} and {here} are filled in")
     environment: str = key("", "agent, instead of function: gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
-    options: dict[str, Any] = key(dict, 'agent: of its environment: { action = "\\d+", system = "...", chat = false }, '
-                                  "and what that itself takes")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"rule": Rule(
+        'agent: of its environment: { action = "\\d+", system = "...", chat = false }, and what that itself takes')})
     python: str = key("", "the Python that runs it, or an agent's code: an interpreter or the folder of a virtual "
                       "environment; empty = busrl's", path=True)
     devices: tuple[str, ...] = key((), 'numbers of the devices that it sees, an item per process, dealt in turn: '
                                        '["0", "1"], or ["0,1"] for both in one')
-    env: dict[str, str] = key(dict, "environment variables added for it")
+    env: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule("environment variables added for it")})
     hosts: tuple[str, ...] = key((), "names of other hosts, each of which runs `count` (rollout, reward, agent, "
                                  "serve); ranks of a learner are dealt out over this one and these; see docs/hosts.md")
 
@@ -405,8 +405,8 @@ class Vllm:
     check_parameters: int = key(50_000_000, "after the first new weights a model of at most so many parameters is "
                                 "compared with a plain forward pass; 0 = never", low=0)
     check_tolerance: float = key(0.0, "largest difference then; 0 = 0.001 for float32, 0.2 for bfloat16", low=0)
-    extra: dict[str, str] = key(dict, "further arguments of vLLM's engine, as text: { max_num_batched_tokens = "
-                                '"8192" }')
+    extra: dict[str, str] = field(default_factory=dict, metadata={"rule": Rule(
+        'further arguments of vLLM\'s engine, as text: { max_num_batched_tokens = "8192" }')})
 
 
 @dataclass(frozen=True)
