@@ -19,8 +19,7 @@ from pathlib import Path
 import msgspec
 
 from busrl.config import load
-from busrl.config.pretrained import context_of, model_facts, read_config
-from busrl.config.rates import usual_rate
+from busrl.config.pretrained import context_of, model_facts, read_config, usual_rate
 from busrl.data.chat import template_of
 from busrl.data.convert import Event, Job, Source
 from busrl.data.sources import format_of

@@ -16,7 +16,7 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.algorithms import catalog
-from busrl.config import machine, memory, pretrained, rates, trial
+from busrl.config import machine, memory, pretrained, trial
 from busrl.config.hosts import of_host, rows_of
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
@@ -137,9 +137,9 @@ def _head(t: Topology) -> Iterator[str]:
         f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
-    yield f"learning rate {t.learner.lr:g}: {rates.rate_advice(t)}"
-    yield from rates.other_rate_advice(t)
-    yield from rates.stale_rate_advice(t)
+    yield f"learning rate {t.learner.lr:g}: {pretrained.rate_advice(t)}"
+    yield from pretrained.other_rate_advice(t)
+    yield from pretrained.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
         yield f"a step is computed at once, when it fires: {why}"

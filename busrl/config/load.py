@@ -21,7 +21,7 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, named_files, pretrained, rates, reward_rules, rules, schema, sources
+from busrl.config import engine_rules, named_files, pretrained, reward_rules, rules, schema, sources
 from busrl.config.derive import resolve
 from busrl.config.prompts import DataSource
 from busrl.config.reader import KeyPath, Reader, Source, read, show
@@ -44,7 +44,7 @@ REAL_FILES = frozenset({
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
 CHECKS: tuple[rules.Check, ...] = (
-    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, rates.rate_findings,
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, pretrained.rate_findings,
 )
 PLAYED_OF_PROCESS = ("role", "count")
 
@@ -124,7 +124,7 @@ def _with_advice(problem: Problem, draft: Topology) -> Problem:
     """The one key that no default can stand for gets advice for the model that is there."""
     if problem.rule != "learner.lr is missing":
         return problem
-    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {rates.rate_advice(draft)}")
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {pretrained.rate_advice(draft)}")
 
 
 def _real(key: str) -> bool:
