@@ -657,7 +657,7 @@ def thresholds(t: Topology) -> tuple[int, int]:
     """(n_lo, n_hi) for the sums: what the controller may choose in mode `act`, else n_min."""
     n_min = t.learner.trigger.n_min
     low, high = range_of(t) if t.learner.controller.mode == "act" else (n_min, n_min)
-    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_range`
+    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_control`
 
 
 def range_of(t: Topology) -> tuple[int, int]:
