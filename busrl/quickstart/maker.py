@@ -167,7 +167,7 @@ class WarmUp:
         self._lengths = (completions != tokenizer.pad_token_id).sum(1).float()
         texts = [text.replace(task.PAD_TOKEN, "") for text in tokenizer.batch_decode(completions)]
         found = [(RIGHT.search(text), task.answer_of(prompt)) for prompt, text in zip(prompts, texts)]
-        return sum(one is not None and one[1] == answer for one, answer in found) / len(prompts)
+        return sum(one is not None and bool(one[1] == answer) for one, answer in found) / len(prompts)
 
 
 # -- model and tokenizer -------------------------------------

@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1] / "busrl"
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 292, 800, 60, 8
+MOST_FILES, MOST_LINES, MOST_OF_FUNCTION, MEDIAN_OF_FUNCTION = 285, 800, 60, 8
 SMALL, MOST_SMALL = 120, 15
 LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join them
 
