@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 KINDS = ("cpu", "cuda", "npu")
 LARGE_MODEL = 10**9  # parameters
-WANTED = ("auto", *KINDS)
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 BACKEND = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 HCCL_PORTS = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
@@ -86,22 +85,22 @@ def has_bfloat16(kind: str) -> bool:
     """Whether devices of that kind compute in bfloat16: NVIDIA's do from Ampere (compute capability 8.0) on."""
     if kind != "cuda":
         return kind == "npu"
-    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return all(float(one) >= 8 for one in found)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return True  # no answer: nearly all GPUs in use do
+    return all(one >= 8 for one in _of_gpus("compute_cap"))  # no answer: nearly all GPUs in use do
 
 
 def memory(kind: str) -> int:
     """Bytes of the smallest device of that kind, asked of its driver; 0 where there is no answer."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(min(_of_gpus("memory.total"), default=0)) << 20 if kind == "cuda" else 0
+
+
+def _of_gpus(what: str) -> list[float]:
+    """A number of each GPU, of nvidia-smi; none where it gives no answer."""
+    asked = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return min(int(one) for one in found) << 20 if kind == "cuda" else 0
+        return [float(one) for one in found]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
+        return []
 
 
 def _driver(kind: str) -> bool:
@@ -121,14 +120,14 @@ def _driver(kind: str) -> bool:
 # -- memory of the C library -----------------------------------------------------------------------------------
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-LARGEST = (1 << 31) - 1
+LARGEST, SLACK = (1 << 31) - 1, 1 << 26  # bytes; the last: that are asked of the kernel at a time
 LARGE_BLOCK = (1 << 26) + (1 << 16)  # a little above one buffer of logits
 OF_MANY = 1 << 22  # the same of a model of so MANY parameters
 MANY = 10**8
 
 
-def keep_freed_memory(parameters: int = 0, slack: int = 1 << 26) -> bool:
-    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does. `slack`: bytes per request.
+def keep_freed_memory(parameters: int = 0) -> bool:
+    """Let glibc keep freed memory instead of giving it back to the kernel; True if it does.
 
     A step allocates the same few megabytes again and again. Given back each time, every page has to be mapped and
     zeroed again: thousands of page faults, about a tenth of the time of a small model's step. A larger block is given
@@ -137,7 +136,7 @@ def keep_freed_memory(parameters: int = 0, slack: int = 1 << 26) -> bool:
     there.
     """
     largest = OF_MANY if parameters >= MANY else LARGE_BLOCK
-    settings = ((MMAP_THRESHOLD, largest), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, slack))
+    settings = ((MMAP_THRESHOLD, largest), (TRIM_THRESHOLD, LARGEST), (TOP_PAD, SLACK))
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         return sum(int(mallopt(option, value)) for option, value in settings) == len(settings)
@@ -157,8 +156,6 @@ def choose(wanted: str = "auto") -> torch.device:
     """The device to work on: of the wanted kind, or the best one present. DeviceMissing says what is wrong."""
     import torch
 
-    if wanted not in WANTED:
-        raise DeviceMissing(f"device {wanted!r}: it must be one of {', '.join(WANTED)}")
     if wanted == "auto":
         wanted = next(kind for kind in ("cuda", "npu", "cpu") if not missing(kind))
     elif why := missing(wanted):
@@ -211,7 +208,6 @@ class Stopwatch:
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """Seconds of the device from one mark to a later one."""
         if self._events is None:
             return float(after - before)
         after.synchronize()
@@ -224,7 +220,6 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 
 def restore_random(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the device's generator."""
     _module(device).set_rng_state(state, device)
 
 

@@ -229,7 +229,7 @@ def _add_runs(verbs: Verbs) -> None:
     add("name", nargs="?", default="", metavar="NAME", help="one process, as `busrl status` names it (default: all)")
     add("-f", "--follow", action="store_true", help="go on with what they write, until Ctrl-C or the end of the run")
     more = "What is in flight stays in the ledger, and a later `busrl launch` in the same directory continues."
-    add = _verb(verbs, "stop", "control:stop", "end a run in order and wait until it has ended", more)
+    add = _verb(verbs, "stop", "run:stop", "end a run in order and wait until it has ended", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--now", action="store_true", help="kill everything at once; the next start repairs it")
     add("--wait", type=positive, default=120.0, metavar="S", help="give up after this long (default 120)")
@@ -256,7 +256,7 @@ def _add_accounts(verbs: Verbs) -> None:
 
 def _add_control(verbs: Verbs) -> None:
     def verb(name: str, text: str, more: str) -> Add:
-        add = _verb(verbs, name, "control:control", text, more)
+        add = _verb(verbs, name, "run:control", text, more)
         add("run_dir", type=Path, metavar="RUN_DIR")
         add("--wait", type=positive, default=60.0, metavar="S", help="give up after this long (default 60)")
         return add
@@ -301,7 +301,7 @@ def _add_evaluate(verbs: Verbs) -> None:
 def _add_export(verbs: Verbs) -> None:
     text = "write the model of a checkpoint as a Hugging Face folder, its tokenizer beside it"
     more = "With LoRA base and adapter are merged. Nothing is overwritten, and the run may be running."
-    add = _verb(verbs, "export", "checkpoints:export", text, more)
+    add = _verb(verbs, "export", "evaluate:export", text, more)
     add("run_dir", type=Path, metavar="RUN_DIR")
     add("--step", type=_count, metavar="N", help="the checkpoint of this step (default: the newest)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")

@@ -49,7 +49,6 @@ class Line:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found; 1 if busrl cannot run here."""
     lines = [line for look in LOOKS for line in _seen(look)]
     if options.json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
@@ -80,17 +79,14 @@ def _python() -> Iterator[Line]:
 
 
 def _machine() -> Iterator[Line]:
-    cores, ram, nodes = len(machine.cores()), memory.host_memory(), _nodes()
+    cores, ram = len(machine.cores()), memory.host_memory()
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     yield Line("machine", f"{platform.node()}, Linux {platform.release()}, {cores} cores, {ram / GIB:.0f} GiB memory")
     if cores < 2:
         yield Line("machine", "one core for all processes", "it works, and each waits for the others; use two or more")
     if nodes > 1:
         remedy = "bind each engine and learner to the cores beside its device: `cpus` of its [[process]]"
         yield Line("NUMA", f"{nodes} nodes", remedy)
-
-
-def _nodes() -> int:
-    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
 
 
 def _kernel() -> Iterator[Line]:
@@ -130,7 +126,6 @@ def _folder() -> Iterator[Line]:
 
 
 def _file_system(path: Path) -> str:
-    """The kind of the mount that a path is on."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = [(len(one[1]), one[2]) for one in mounts if path.is_relative_to(one[1].replace("\\040", " "))]
     return max(above, default=(0, "unknown"))[1]
@@ -156,11 +151,8 @@ def _torch() -> Iterator[Line]:
         yield Line("torch", last, "pip install 'busrl[train]'; only workers and watching run without")
         return
     yield Line("torch", version)
-    yield Line("devices", ", ".join(names) or "CPU alone", missing["cuda"] if not names and _has_nvidia() else "")
-
-
-def _has_nvidia() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    unseen = not names and any(Path("/dev").glob("nvidia[0-9]*"))
+    yield Line("devices", ", ".join(names) or "CPU alone", missing["cuda"] if unseen else "")
 
 
 def _packages() -> Iterator[Line]:

@@ -19,8 +19,7 @@ from pathlib import Path
 import msgspec
 
 from busrl.config import load
-from busrl.config.pretrained import context_of, model_facts, read_config
-from busrl.config.rates import usual_rate
+from busrl.config.pretrained import context_of, model_facts, read_config, usual_rate
 from busrl.data.chat import template_of
 from busrl.data.convert import Event, Job, Source
 from busrl.data.sources import format_of
@@ -133,7 +132,6 @@ role = "rollout"        # and here
 
 
 def init(options: argparse.Namespace) -> int:
-    """Write the folder; UserError where something is missing or in the way."""
     folder = Path(options.out or options.name)
     code = ("agent.py", AGENT) if options.name == "agents" else ("reward.py", NUMBER_REWARD)
     if options.name in ("own", "chat"):
@@ -166,7 +164,6 @@ def init(options: argparse.Namespace) -> int:
 
 
 def _fits(options: argparse.Namespace, model: Path) -> None:
-    """What a case needs that is not there."""
     if options.name in ("own", "chat") and options.data is None:
         columns = "question (or prompt, problem) and answer"
         raise UserError(f"init {options.name} needs --data FILE: JSONL or Parquet with {columns}")
@@ -228,7 +225,6 @@ def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
 
 
 def _sources(data: Path | None, ask: str) -> Iterator[Source]:
-    """What is tried, in this order."""
     for column in COLUMNS if data else ("prompt",):
         path = str(data.expanduser().absolute()) if data else ""
         yield Source(

@@ -1,18 +1,27 @@
-"""`busrl launch`, `check`, `recipes`, `audit` and `version`: what a run needs from the command line.
+"""`busrl launch`, `check`, `recipes`, `audit` and `version`, and what a person asks of a run that runs: `stop`,
+`pause`, `resume`, `checkpoint`, `set` and `scale`.
 
 Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
 
 - The same run directory is the same run: a start there continues it, unless --resume never forbids it.
 - What was set in flight holds at the next start too, over the file and over --set.
+- `stop` also works where the bus does not: it then signals the launch that run.json names through a pidfd, and only if
+  the run's lock names the same pid as its holder; a pid alone is no proof.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import pwd
+import select
+import signal
 import sys
 import tempfile
 import time
+import uuid
+from contextlib import closing, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -21,15 +30,19 @@ from pathlib import Path
 import busrl
 from busrl import keys, quickstart
 from busrl import launch as launching
-from busrl.config import Topology, explain, inflight, json_schema, load, materialise, recorded
-from busrl.errors import NoSuchRun, PeerTimeout, UserError
+from busrl.bus import Endpoint
+from busrl.config import Topology, explain, inflight, load, materialise, reader, recorded
+from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, UserError
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
 from busrl.launch import clusters, pythons
+from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
 from busrl.ledger.controls import Controls
 from busrl.monitor.text import printable
 from busrl.paths import RunPaths
+from busrl.protocol import messages as m
+from busrl.protocol.codec import topic
 from busrl.report import waste
 from busrl.report.record import read
 from busrl.ring import OfdLock
@@ -88,7 +101,6 @@ def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir:
 
 
 def host(options: argparse.Namespace) -> int:
-    """The processes that a run has on this host; the exit code says what to do next."""
     from busrl.launch import host as other
 
     endpoint, keys, name = options.endpoint, options.keys, options.name
@@ -100,7 +112,6 @@ def host(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Explain a topology, or say everything that is wrong with it."""
     topology = load(options.topology, options.overrides)
     print(explain.report(topology, options.verbose), end="", flush=True)
     asked = pythons.pythons(topology)
@@ -113,13 +124,11 @@ def check(options: argparse.Namespace) -> int:
 
 
 def schema(_: argparse.Namespace) -> int:
-    """What may stand in a topology, as a JSON schema."""
-    print(json.dumps(json_schema.schema(), indent=1, allow_nan=False))
+    print(json.dumps(reader.json_schema(), indent=1, allow_nan=False))
     return 0
 
 
 def recipes(options: argparse.Namespace) -> int:
-    """What each recipe sets, by itself and through the loss that it names."""
     print(explain.recipes(options.names))
     return 0
 
@@ -141,16 +150,15 @@ def directory_of(topology: Topology, run_dir: Path | None, resume: str) -> Path:
 
 def launch_pid(paths: RunPaths) -> int | None:
     """The pid of the living `launch`, None if the run is not running."""
-    try:
-        run = json.loads(paths.run_json.read_bytes())
-    except (OSError, ValueError):
-        raise NoSuchRun(f"{paths.root}: no readable run.json, so this is no run directory; see `ls runs/`") from None
+    run = read_map(paths.run_json)
+    if not run:
+        raise NoSuchRun(f"{paths.root}: no readable run.json, so this is no run directory; see `ls runs/`")
     if not paths.lock("run").is_file():
         return None
     holder = OfdLock(str(paths.lock("run"))).holder()  # looks, without taking the lock
     if holder is None:
         return None
-    pid = run.get("launch_pid") if isinstance(run, dict) else None
+    pid = run.get("launch_pid")
     if not isinstance(pid, int) or holder not in (pid, -1) or not stat_of(pid):
         raise PeerTimeout(
             f"{paths.root}: its launch (pid {pid}) is gone, but a child still holds the run's lock; children end with "
@@ -160,7 +168,6 @@ def launch_pid(paths: RunPaths) -> int | None:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Print the report, and with --waste what became of the tokens; 1 if a promise is broken."""
     report = auditing.audit(options.run_dir, prompts=_tiny_prompts(options.run_dir))
     record = read(options.run_dir) if options.waste else None
     account = waste.waste_of(record) if record else None
@@ -182,7 +189,6 @@ def _tiny_prompts(run_dir: Path) -> Path | None:
 
 
 def version(_options: argparse.Namespace) -> int:
-    """The versions of busrl and of what it uses."""
     print(f"busrl {busrl.__version__}, Python {sys.version.split()[0]}")
     for package in ("numpy", "pyzmq", "msgspec", "torch", "transformers"):
         try:
@@ -190,3 +196,111 @@ def version(_options: argparse.Namespace) -> int:
         except PackageNotFoundError:
             print(f"{package} is not installed")
     return 0
+
+
+# -- what is asked of a run that runs, in a message to its launch, which decides; sent until it is answered -----
+
+AGAIN_S, READY_S = 0.5, 2.0
+BUS_S = 5.0  # after which `stop` sends a signal instead
+
+
+def control(options: argparse.Namespace) -> int:
+    """Ask, wait for the answer, print it; 1 if it was refused."""
+    paths, verb = RunPaths.of(options.run_dir), options.control
+    if launch_pid(paths) is None:
+        how = read_map(paths.summary).get("outcome") or "not over"
+        raise NoSuchRun(f"{paths.root}: no process runs it (the run is {how}), so there is nobody to {verb} it; a "
+                        "value for its next start is given with `busrl launch --set`")
+    answer = ask(paths, verb, getattr(options, "key", ""), getattr(options, "value", ""), options.wait)
+    if not answer.ok:
+        raise UserError(f"{verb}: {answer.text}")
+    print(f"{paths.root}: {answer.text}")
+    return 0
+
+
+def ask(paths: RunPaths, verb: str, key: str, value: str, wait_s: float) -> m.ControlDone:
+    """The last answer of the run's launch; PeerTimeout names who has not answered, or not taken it up."""
+    try:
+        secret = paths.control_key.read_bytes()
+    except PermissionError:
+        whose = belongs_to_another(paths.root) or "it belongs to another user"
+        raise UserError(f"{paths.root}: {whose}, and only they (or root) can {verb} it") from None
+    except OSError as problem:
+        raise PeerTimeout(f"{paths.control_key}: {problem.strerror}; is the run starting? Try again") from None
+    asked = m.Control(id=uuid.uuid4().hex, verb=verb, key=key, value=value, who=_me(verb))
+    asked.proof = asked.proof_with(secret)
+    name, end, heard = f"control-{os.getpid()}", time.monotonic() + wait_s, None
+    with closing(Endpoint(name, paths.frontend, paths.backend, subscribe=[topic(m.ControlDone, name)])) as bus:
+        with suppress(BusNotReady):
+            bus.ready(min(READY_S, wait_s))
+        while (left := end - time.monotonic()) > 0:
+            bus.send(asked)
+            answer = bus.recv(min(AGAIN_S, left))
+            if not isinstance(answer, m.ControlDone) or answer.id != asked.id or m.is_from_another(answer):
+                continue
+            heard = answer
+            if not (answer.ok and answer.waits):
+                return answer
+            bus.wait(min(AGAIN_S, max(0.0, end - time.monotonic())))
+    if heard is None:
+        raise PeerTimeout(f"{paths.root}: no answer to {verb} in {wait_s:g} s; see {paths.log('launch')}")
+    raise PeerTimeout(
+        f"{paths.root}: {heard.text}; but {', '.join(heard.waits)} has not taken it up within {wait_s:g} s; it does so "
+        "when it comes to it: see `busrl status`"
+    )
+
+
+def _me(verb: str) -> str:
+    user = f"user {os.getuid()}"
+    with suppress(KeyError):
+        user = pwd.getpwuid(os.getuid()).pw_name
+    return f"{user} (pid {os.getpid()}, busrl {verb})"
+
+
+def stop(options: argparse.Namespace) -> int:
+    """End a run and wait until it has ended; NoSuchRun if there is none, PeerTimeout if it does not end."""
+    paths = RunPaths.of(options.run_dir)
+    pid = launch_pid(paths)
+    if pid is None:
+        print(f"{paths.root}: no process runs it; nothing to stop")
+        return 0
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        print(f"{paths.root}: it has just ended")
+        return 0
+    try:
+        if launch_pid(paths) != pid:
+            print(f"{paths.root}: it has just ended")
+            return 0
+        _ask_to_stop(paths, descriptor, pid, options)
+        print(f"{paths.root}: asked process {pid} to stop", flush=True)
+        _await(descriptor, pid, paths, options.wait)
+    finally:
+        os.close(descriptor)
+    print(f"{paths.root}: ended")
+    return 0
+
+
+def _ask_to_stop(paths: RunPaths, descriptor: int, pid: int, options: argparse.Namespace) -> None:
+    if paths.control_key.exists() and os.access(paths.control_key, os.R_OK):
+        with suppress(PeerTimeout, BadEndpoint):
+            answer = ask(paths, "stop", "", "now" if options.now else "", min(BUS_S, options.wait))
+            if answer.ok:
+                return
+    try:
+        for _ in range(2 if options.now else 1):
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        whose = belongs_to_another(paths.root) or "it belongs to another user"
+        raise UserError(f"{paths.root}: {whose}, and only they (or root) can stop process {pid}") from None
+
+
+def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
+    if not select.select([descriptor], [], [], wait_s)[0]:  # a pidfd is readable when its process has ended
+        raise PeerTimeout(
+            f"{paths.root}: process {pid} has not ended {wait_s:g} s after it was asked; see {paths.logs}, wait longer "
+            f"(--wait), or end it with: kill -9 {pid} (the next launch continues from the ledger)"
+        )

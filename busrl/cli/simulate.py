@@ -51,7 +51,6 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _refuse_mixed(options: argparse.Namespace) -> None:
-    """`UserError` where options of --generate and of a simulation are given together."""
     given = [name for name in GENERATING if getattr(options, name) is not None]
     if options.generate is None:
         if given:

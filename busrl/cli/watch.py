@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from busrl import files
 from busrl.errors import NoSuchRun, UserError
@@ -38,13 +37,11 @@ LISTEN_S, REPLAY_S = 1.0, 60.0  # of --once: at a run; at an endpoint, where a r
 
 
 def status(options: argparse.Namespace) -> int:
-    """What a run is doing now, or how it ended."""
     print(status_of(options.run_dir, as_json=options.json, host=options.host))
     return 0
 
 
 def report(options: argparse.Namespace) -> int:
-    """The page of one run or several."""
     records = [read(one) for one in options.run_dirs]
     files.replace(options.out, page(records).encode())
     return _written(options.out, records)
@@ -82,7 +79,7 @@ def monitor(options: argparse.Namespace) -> int:
         if options.web is not None:
             return _page(watcher, target, options.web)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _leave)
+            signal.signal(number, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
             _until_quit(watcher, options.plain)
         return 0
@@ -118,10 +115,6 @@ def _until_quit(watcher: Watcher, plain: bool) -> None:
         screen.run_live(watcher, sys.stdin)
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 MIB = 1 << 20
 NICE = 15  # less than a run's, more than a monitor's: what it is too late for is gone
 
@@ -149,24 +142,20 @@ def replay(options: argparse.Namespace) -> int:
         return 0
     factor = speed_of(options.speed)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        signal.signal(number, signal.default_int_handler)
     try:
         with Recording(options.file) as recording, own_endpoint() as own:
-            count = _publish(recording, options.bind or own, factor, options.wait)
+            bind = options.bind or own
+            with Replayer(recording, bind, speed=factor) as replayer:
+                print(f"waiting for a listener: busrl monitor {bind}", flush=True)
+                count = replayer.run(options.wait, lambda: print("publishing", flush=True))
             print(f"published {count:,} messages{f'; {recording.torn}' if recording.torn else ''}")
     except KeyboardInterrupt:
         print("stopped")
     return 0
 
 
-def _publish(recording: Recording, bind: str, speed: float, wait_s: float) -> int:
-    with Replayer(recording, bind, speed=speed) as replayer:
-        print(f"waiting for a listener: busrl monitor {bind}", flush=True)
-        return replayer.run(wait_s, lambda: print("publishing", flush=True))
-
-
 def speed_of(text: str) -> float:
-    """`max` is 0; a positive number is a factor, with or without a final x."""
     if text == "max":
         return 0.0
     try:

@@ -61,7 +61,6 @@ class Rule:
         return " and ".join(f"{sign} {_shown(bound)}" for sign, bound in bounds.items() if bound is not None)
 
     def allows(self, number: float) -> bool:
-        """Whether a number keeps the bounds."""
         if math.isnan(number) or (self.finite and math.isinf(number)):
             return False
         if (self.low is not None and number < self.low) or (self.above is not None and number <= self.above):

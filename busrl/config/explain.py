@@ -16,7 +16,7 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.algorithms import catalog
-from busrl.config import machine, memory, pretrained, rates, trial
+from busrl.config import machine, memory, pretrained, trial
 from busrl.config.hosts import of_host, rows_of
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
@@ -96,7 +96,6 @@ def process_configs(topology: Topology) -> list[dict[str, Any]]:
 
 
 def dry_run(topology: Topology) -> str:
-    """The page, and one JSON object per process, a line each."""
     lines = [json.dumps(config, ensure_ascii=False) for config in process_configs(topology)]
     return report(topology) + "\nresolved, one line per process\n" + "\n".join(lines) + "\n"
 
@@ -138,9 +137,9 @@ def _head(t: Topology) -> Iterator[str]:
         f"run {t.run.name}: {t.run.max_steps} steps of {t.learner.trigger.n_min} groups x {t.groups.size} samples, "
         f"{t.weights.mode}{bound}, loss {t.learner.loss}, seed {t.run.seed}"
     )
-    yield f"learning rate {t.learner.lr:g}: {rates.rate_advice(t)}"
-    yield from rates.other_rate_advice(t)
-    yield from rates.stale_rate_advice(t)
+    yield f"learning rate {t.learner.lr:g}: {pretrained.rate_advice(t)}"
+    yield from pretrained.other_rate_advice(t)
+    yield from pretrained.stale_rate_advice(t)
     yield from (f"  {text}" for text in t.derived.algorithm)
     if (why := catalog.held_back(t.learner)) and t.learner.updates_per_batch == 1:
         yield f"a step is computed at once, when it fires: {why}"
@@ -244,7 +243,6 @@ def _sizes(t: Topology) -> Iterator[str]:
 
 
 def _blocks(t: Topology) -> Iterator[str]:
-    """What both ends of a broadcast hold besides the models."""
     if t.weights.transport != "broadcast":
         return
     yield f"broadcast (memory of the {'host' if t.weights.backend == 'gloo' else 'devices'}, besides the models)"
@@ -288,7 +286,6 @@ def _data(t: Topology) -> Iterator[str]:
 
 
 def _skipped(t: Topology) -> Iterator[str]:
-    """Which prompts the run itself will leave out."""
     skip = t.data.skip
     if not skip.on:
         return
@@ -313,7 +310,6 @@ def _asked(t: Topology, one: AskedSet) -> str:
 
 
 def _answers(t: Topology) -> str:
-    """The lengths of a trace, of which scripted engines take theirs."""
     lengths = sorted(length for task in trace.read(t.data.train, t.data.prompt_key) for length in task.lengths)
     limit = t.generation.max_new_tokens
     cut = sum(length > limit for length in lengths)

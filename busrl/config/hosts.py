@@ -17,7 +17,7 @@ import msgspec
 
 from busrl import files, keys
 from busrl.config.derive import call_ring, on_host, sized
-from busrl.config.schema import Derived, Faults, Topology
+from busrl.config.schema import Faults, Topology
 from busrl.errors import BadKeys, UserError
 from busrl.states import CALLER_ROLES
 
@@ -48,18 +48,12 @@ def ahead_of(topology: Topology, rows: int) -> int:
 
 
 def of_host(topology: Topology, host: str) -> Topology:
-    """The topology of the processes on `host`."""
     rows = rows_of(topology, host)
     slots = 2 * (rows + ahead_of(topology, rows))  # as many again for answers that wait to be sent
-    return replace(
-        topology, here=host, bus=replace(topology.bus, endpoint="ipc"), faults=Faults(),
-        derived=_sized(topology, slots, call_ring(topology, host)[0] if topology.has_callers else 0),
-    )
-
-
-def _sized(topology: Topology, slots: int, calls: int) -> Derived:
+    calls = call_ring(topology, host)[0] if topology.has_callers else 0
     own = replace(topology.derived, slots=slots, train_slots=slots, val_reserve=0, call_slots=calls)
-    return sized(topology, own)
+    bus = replace(topology.bus, endpoint="ipc")
+    return replace(topology, here=host, bus=bus, faults=Faults(), derived=sized(topology, own))
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,6 @@ class HostSource:
 
     @classmethod
     def read(cls, file: Path) -> HostSource:
-        """UserError: the file is not what `busrl host` wrote."""
         found: dict[str, Any] = files.read_map(file)
         try:
             return cls(**found)

@@ -10,8 +10,6 @@ nothing of the run: what is in force, who asked, who follows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 from busrl.config.derive import in_flight_limits
 from busrl.config.load import CHECKS, replaced
@@ -29,27 +27,24 @@ KEYS: dict[str, tuple[str, ...]] = {
     "weights.max_staleness": LIMITS, "weights.over_age": LIMITS,
     "scheduler.policy": ("scheduler",), "generation.temperature": ("scheduler",), "log.samples": ("learner",),
 }
+LIMIT_KEYS = tuple(key for key, roles in KEYS.items() if roles is LIMITS)
 COUNT = ("process", "count")
 OF_CONTROLLER = ("learner.trigger.n_min", "learner.trigger.n_floor", "learner.trigger.t_max_s")
 
 
 def count_key(role: str) -> str:
-    """The key that says how many processes of a role there are."""
     return f"process.{role}.count"
 
 
 def is_count(key: str) -> bool:
-    """Whether a key says how many processes of a role there are."""
     return bool(_role(key))
 
 
 def followers(key: str) -> tuple[str, ...]:
-    """The roles whose processes read a key again."""
     return KEYS.get(key, ("keeper",))
 
 
 def value_of(topology: Topology, key: str) -> str:
-    """What is in force, as TOML text."""
     role = _role(key)
     return str(sum(one.count for one in topology.process if one.role == role)) if role else show(lookup(topology, key))
 
@@ -68,10 +63,13 @@ def changed(topology: Topology, key: str, text: str) -> Topology:
                         f"{', '.join(KEYS)}, and the number of processes with `busrl scale`")
     else:
         _refuse_by_mode(topology, key)
-        made = replaced(topology, key.split("."), _value(sections, key.split(".")))
+        table, _, rest = key.partition(".")
+        made = replaced(topology, key.split("."), lookup(sections[table], rest))
     derived, found = in_flight_limits(made)
     made = dataclasses.replace(made, derived=derived)
-    _refuse(key, made, [*found, *_broken(topology, made)])
+    found += _broken(topology, made)
+    if broken := [Problem(f"--set {key}", one.shown(made), one.rule, one.remedy) for one in found if not one.warning]:
+        raise TopologyError(broken)
     return made
 
 
@@ -79,13 +77,6 @@ def _role(key: str) -> str:
     """The role whose count a key is; "" for any other."""
     parts = key.split(".")
     return parts[1] if len(parts) == 3 and (parts[0], parts[2]) == COUNT else ""
-
-
-def _value(sections: Any, names: Sequence[str]) -> Any:
-    value = sections[names[0]]
-    for name in names[1:]:
-        value = getattr(value, name)
-    return value
 
 
 def _refuse_by_mode(topology: Topology, key: str) -> None:
@@ -96,9 +87,6 @@ def _refuse_by_mode(topology: Topology, key: str) -> None:
     if topology.learner.controller.mode != "off" and key in OF_CONTROLLER:
         raise UserError(f"{key} is what the controller moves: learner.controller.mode = "
                         f"{show(topology.learner.controller.mode)}")
-
-
-LIMIT_KEYS = tuple(key for key, roles in KEYS.items() if roles is LIMITS)
 
 
 def _counted(topology: Topology, role: str, count: int) -> Topology:
@@ -119,12 +107,6 @@ def _broken(before: Topology, made: Topology) -> list[Finding]:
     """What the rules say of the new one and did not say of the one before."""
     known = {str(finding) for check in CHECKS for finding in check(before)}
     return [one for check in CHECKS for one in check(made) if not one.warning and str(one) not in known]
-
-
-def _refuse(key: str, made: Topology, found: Sequence[Finding]) -> None:
-    wrong = [Problem(f"--set {key}", one.shown(made), one.rule, one.remedy) for one in found if not one.warning]
-    if wrong:
-        raise TopologyError(wrong)
 
 
 def with_sizes_of(topology: Topology, before: Topology) -> Topology:

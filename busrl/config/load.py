@@ -21,21 +21,11 @@ from typing import Any
 
 from busrl import device
 from busrl.algorithms import catalog
-from busrl.config import engine_rules, host_rules, named_files, pretrained, rates, reward_rules, rules, sources
+from busrl.config import engine_rules, named_files, pretrained, reward_rules, rules, schema, sources
 from busrl.config.derive import resolve
 from busrl.config.prompts import DataSource
 from busrl.config.reader import KeyPath, Reader, Source, read, show
-from busrl.config.schema import (
-    AGENT,
-    PART_TIMEOUT_S,
-    TINY,
-    Derived,
-    Generation,
-    Process,
-    RewardPart,
-    Topology,
-    has_model,
-)
+from busrl.config.schema import AGENT, TINY, Derived, Generation, Process, RewardPart, Topology, has_model
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError, UserError
 from busrl.scheduling.limits import derive
@@ -47,16 +37,14 @@ UNRESOLVED = Derived(
 )
 
 # What belongs to a machine, a model or a program: a simulation neither looks at these nor obeys rules about them.
-REAL_FILES = frozenset(
-    {
-        "model.path", "data.train", "validation.data", "validation.set", "reward.function", "bus.endpoint", "lora.rank",
-        "process",
-    }
-)
+REAL_FILES = frozenset({
+    "model.path", "data.train", "validation.data", "validation.set", "reward.function", "bus.endpoint", "lora.rank",
+    "process",
+})
 REAL_SECTIONS = frozenset({"model", "reward", "bus", "lora", "vllm", "openai", "validation", "faults"})
 REAL_KEYS = frozenset({"ring.processes", "ring.slot_bytes", "weights.transport", "weights.backend"})
 CHECKS: tuple[rules.Check, ...] = (
-    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, *host_rules.CHECKS, rates.rate_findings,
+    *rules.CHECKS, *reward_rules.CHECKS, *engine_rules.CHECKS, pretrained.rate_findings,
 )
 PLAYED_OF_PROCESS = ("role", "count")
 
@@ -103,12 +91,8 @@ def _load(
     facts, broken = named_files.inspect(draft, bad | REAL_FILES if simulated else bad)
     problems.extend(_problem(source, draft, finding) for finding in broken)
     bad |= {finding.keys[0] for finding in broken}
-    made = draft.derived
     draft = dataclasses.replace(draft, derived=dataclasses.replace(draft.derived, prompt_tokens=facts.prompt_tokens))
     derived, sums = resolve(draft, facts)
-    derived = dataclasses.replace(
-        derived, sources=made.sources, sources_key=made.sources_key, made=made.made, algorithm=made.algorithm
-    )
     every = [*(finding for check in CHECKS for finding in check(draft)), *_idle(draft, source), *sums]
     asked = [one for one in every if not (simulated and any(map(_real, one.keys)))]
     found = [one for one in asked if not _depends((*one.keys, *one.depends), bad)]  # one cause is told once
@@ -140,7 +124,7 @@ def _with_advice(problem: Problem, draft: Topology) -> Problem:
     """The one key that no default can stand for gets advice for the model that is there."""
     if problem.rule != "learner.lr is missing":
         return problem
-    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {rates.rate_advice(draft)}")
+    return dataclasses.replace(problem, remedy=f"add lr = ... to [learner]: {pretrained.rate_advice(draft)}")
 
 
 def _real(key: str) -> bool:
@@ -152,7 +136,6 @@ def _real(key: str) -> bool:
 
 
 def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology:
-    """The typed settings, with what is empty by default filled in from other keys."""
     sections: dict[str, Any] = reader.sections()
     given = Topology(**sections, derived=UNRESOLVED, source=os.path.abspath(source.file), overrides=tuple(overrides))
     draft = _with_algorithm(given, source)
@@ -168,16 +151,15 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
         dataclasses.replace(
             entry, command=tuple(part.replace("{here}", here) for part in entry.command),
             program=tuple(part.replace("{here}", here) for part in entry.program),
-            function=_function_path(entry.function, source, ("process",)), python=_interpreter(entry.python),
+            function=_function_path(entry.function, source, ("process",)),
+            python=os.path.join(entry.python, "bin", "python") if os.path.isdir(entry.python) else entry.python,
         )
         for entry in (*draft.process, *_implied(draft, kind))
     )
-    learner = dataclasses.replace(
-        draft.learner, loss=_function_path(draft.learner.loss, source, ("learner", "loss")),
-        advantage=_function_path(draft.learner.advantage, source, ("learner", "advantage")),
-        optimizer=_function_path(draft.learner.optimizer, source, ("learner", "optimizer")),
-        metrics=tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics),
-    )
+    named: dict[str, Any] = {name: _function_path(getattr(draft.learner, name), source, ("learner", name))
+                             for name in ("loss", "advantage", "optimizer")}
+    metrics = tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics)
+    learner = dataclasses.replace(draft.learner, **named, metrics=metrics)
     draft = _with_origins(draft, source)
     made = dataclasses.replace(
         draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
@@ -202,12 +184,11 @@ def _with_origins(draft: Topology, source: Source) -> Topology:
 
 
 def _parts(draft: Topology, source: Source) -> tuple[RewardPart, ...]:
-    """The parts of the reward, each with what it takes from [reward]."""
     own, key = draft.reward, named_files.answer_key(draft)
     return tuple(
         dataclasses.replace(
             part, name=part.name or part.kind, answer_key=part.answer_key or key,
-            timeout_s=part.timeout_s or PART_TIMEOUT_S.get(part.kind, own.timeout_s),
+            timeout_s=part.timeout_s or schema.PART_TIMEOUT_S.get(part.kind, own.timeout_s),
             function=_function_path(part.function, source, ("reward", "part", index, "function")),
         )
         for index, part in enumerate(own.part)
@@ -281,11 +262,6 @@ def _written(source: Source, *key: str) -> bool:
     return key in source.lines or key in source.overridden
 
 
-def _interpreter(python: str) -> str:
-    """The program of `python`, which may be the folder of a virtual environment."""
-    return os.path.join(python, "bin", "python") if python and os.path.isdir(python) else python
-
-
 def _function_path(function: str, source: Source, key: KeyPath) -> str:
     """file.py:name with the file made absolute, as other paths are; package.module:name as it stands."""
     file, colon, name = function.rpartition(":")
@@ -298,7 +274,7 @@ def _function_path(function: str, source: Source, key: KeyPath) -> str:
 def _depends(keys: Iterable[str], bad: set[str]) -> bool:
     """Whether a rule looks at a key that is wrong, or at the processes while one of them is."""
     wrong = bad | {name.partition(".")[0] for name in bad if name.startswith("process")}
-    return any(key in wrong for key in keys)
+    return not wrong.isdisjoint(keys)
 
 
 def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
@@ -332,25 +308,17 @@ def _too_long(draft: Topology, found: Iterable[rules.Finding]) -> list[Problem]:
 
 def materialise(topology: Topology) -> Topology:
     """The same topology with every `tiny:` name replaced by the path of what it stands for."""
-    topology = _with_sets_made(topology)
-    places = (("model", "path", "model"), ("data", "train", "train"), ("validation", "data", "validation"))
-    for section, key, made in places:
-        table = getattr(topology, section)
-        if (name := getattr(table, key)).startswith(TINY):
-            path = str(getattr(pretrained.maker().ensure(name), made))
-            changed: dict[str, Any] = {section: dataclasses.replace(table, **{key: path})}
-            topology = dataclasses.replace(topology, **changed)
-    return topology
-
-
-def _with_sets_made(topology: Topology) -> Topology:
-    def made(table: Any) -> Any:
-        if not table.data.startswith(TINY):
+    def made(table: Any, key: str, part: str) -> Any:
+        name = getattr(table, key)
+        if not name.startswith(TINY):
             return table
-        return dataclasses.replace(table, data=str(pretrained.maker().ensure(table.data).validation))
+        return dataclasses.replace(table, **{key: str(getattr(pretrained.maker().ensure(name), part))})
 
-    named = tuple(map(made, topology.validation.set))
+    validation = made(topology.validation, "data", "validation")
+    named, asked = (tuple(made(one, "data", "validation") for one in sets)
+                    for sets in (validation.set, topology.derived.sets))
     return dataclasses.replace(
-        topology, validation=dataclasses.replace(topology.validation, set=named),
-        derived=dataclasses.replace(topology.derived, sets=tuple(map(made, topology.derived.sets))),
+        topology, model=made(topology.model, "path", "model"), data=made(topology.data, "train", "train"),
+        validation=dataclasses.replace(validation, set=named),
+        derived=dataclasses.replace(topology.derived, sets=asked),
     )

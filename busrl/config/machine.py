@@ -14,17 +14,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from busrl.config import pretrained
 from busrl.config.engine_rules import parse_cores, rollouts, vllm_entries
-from busrl.config.pretrained import (
-    BYTES_OF,
-    adapted,
-    count_of,
-    language_of,
-    model_at,
-    read_config,
-    tensor_shapes,
-    whole,
-)
 from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, Process, Topology
 from busrl.errors import DiskFull, UserError
 
@@ -42,7 +33,6 @@ def shm_free() -> int:
 
 
 def cores() -> frozenset[int]:
-    """Cores that this process may use."""
     return frozenset(os.sched_getaffinity(0))
 
 
@@ -50,11 +40,11 @@ def cores_of(t: Topology, entry: Process, here: frozenset[int]) -> frozenset[int
     """The cores for processes of that entry, out of those that this machine gives us; empty: they are not bound."""
     if entry.cpus:
         return parse_cores(entry.cpus)
-    return here - named if (named := _named_cores(t)) else named
+    named = [parse_cores(one.cpus) for one in t.process if one.cpus]
+    return here.difference(*named) if named else frozenset()
 
 
 def require_cores(t: Topology, here: frozenset[int]) -> None:
-    """UserError if an entry names cores that are not there."""
     for index, entry in enumerate(t.process):
         if entry.cpus and (missing := sorted(parse_cores(entry.cpus) - here)):
             raise UserError(
@@ -65,23 +55,19 @@ def require_cores(t: Topology, here: frozenset[int]) -> None:
 
 def require_axes(t: Topology) -> None:
     """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
-    own, folder = t.learner.parallel, model_at(t.model.path)
-    config = read_config(folder) if folder and t.ranks > 1 else {}
-    text = language_of(config)
-    experts = whole(text, "num_experts", "num_local_experts", "n_routed_experts")
+    own, folder = t.learner.parallel, pretrained.model_at(t.model.path)
+    config = pretrained.read_config(folder) if folder and t.ranks > 1 else {}
+    text = pretrained.language_of(config)
+    experts = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
     for key, over, what, count in (
-        ("tensor", own.tensor, "num_attention_heads", whole(text, "num_attention_heads")),
-        ("tensor", own.tensor, "num_key_value_heads", whole(text, "num_key_value_heads")),
+        ("tensor", own.tensor, "num_attention_heads", pretrained.whole(text, "num_attention_heads")),
+        ("tensor", own.tensor, "num_key_value_heads", pretrained.whole(text, "num_key_value_heads")),
         ("expert", own.expert, "num_experts", experts),
     ):
         if text and over > 1 and (count % over or (key == "expert" and not count)):
             remedy = f"set a divisor of {count}" if count else "set 1"
             raise UserError(f"learner.parallel.{key} = {over}: the model at {t.model.path} has {what} = {count}, which "
                             f"cannot be dealt out evenly over {over} ranks; {remedy}")
-
-
-def _named_cores(t: Topology) -> frozenset[int]:
-    return frozenset().union(*(parse_cores(entry.cpus) for entry in t.process if entry.cpus))
 
 
 # -- published versions -----
@@ -129,13 +115,13 @@ def weight_cost(t: Topology, model: Path | None) -> Cost | None:
     """None for a transport that publishes no folders."""
     if t.weights.transport not in FOLDERS:
         return None
-    shapes = tensor_shapes(model) if model is not None else {}
+    shapes = pretrained.tensor_shapes(model) if model is not None else {}
     if t.weights.transport in ADAPTERS:
-        parts = adapted(shapes, t.lora.targets)
+        parts = pretrained.adapted(shapes, t.lora.targets)
         size = sum(ADAPTER_BYTES * t.lora.rank * (rows + columns) for rows, columns in parts) if parts else 0
         size += SMALL_FILES if size else 0
     else:
-        size = count_of(shapes) * BYTES_OF[t.model.dtype]
+        size = pretrained.count_of(shapes) * pretrained.BYTES_OF[t.model.dtype]
     kept, engines = kept_versions(t), sum(entry.count for _, entry in rollouts(t))
     return Cost(size, kept, kept + 1 + engines * held_versions(t))
 

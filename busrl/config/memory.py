@@ -29,6 +29,9 @@ LIBRARIES = {"cpu": 350 << 20}  # resident bytes of Python, torch and transforme
 CONTEXT = 512 << 20
 LOGITS = {"cpu": 1 << 26}  # bytes of one buffer of logits, and of one on an accelerator
 LOGITS_ELSEWHERE = 1 << 28
+COPY = "copy for learner.parity"
+ROWS = 3  # hidden states of all tokens that exist beside those that are kept
+FEWER = 1024  # tokens, of a micro-batch that is small
 BUFFERS = 3  # of logits, in backward
 AHEAD = 2  # layers whose weights are gathered at the same time
 
@@ -85,7 +88,8 @@ class Widths:
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
         """`parameters`: how many there are, if that is known better than from the widths."""
         text = pretrained.language_of(config)
-        hidden, heads = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), _heads(text)
+        hidden = pretrained.whole(text, "hidden_size", "n_embd", "d_model")
+        heads = pretrained.whole(text, "num_attention_heads", "n_head") or 1
         size = pretrained.whole(text, "head_dim") or hidden // heads
         keys = (pretrained.whole(text, "num_key_value_heads") or heads) * size
         experts, kind = pretrained.whole(text, "num_experts_per_tok"), str(text.get("model_type", ""))
@@ -139,10 +143,6 @@ class Widths:
         attention = 5 * self.queries + 2 * self.keys
         inner = 4 * self.inner // (1 if self.experts else work.tensor)
         return work.width * (norms * self.norms + (inside + attention) // work.tensor + inner)
-
-
-def _heads(text: Mapping[str, Any]) -> int:
-    return pretrained.whole(text, "num_attention_heads", "n_head") or 1
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,6 @@ def _moments(widths: Widths, trained: Trained, work: Work) -> list[dict[str, int
     ]
 
 
-ROWS = 3  # hidden states of all tokens that exist beside those that are kept
-
-
 def _self_test(widths: Widths, work: Work) -> int:
     """A base in few bits has float32 copies of first layer, embedding and head, for the self-test alone."""
     if not work.lora_rank or work.width == FLOAT:
@@ -304,9 +301,6 @@ def _published(t: Topology, parameters: int) -> int:
     return int(t.weights.copies * parameters * pretrained.BYTES_OF[t.model.dtype])
 
 
-COPY = "copy for learner.parity"
-
-
 def _copy(t: Topology, work: Work, parameters: int) -> int:
     """Bytes of host memory with the weights of the version before; of an adapter too little to count."""
     kept = t.learner.parity.copy and t.learner.parity.every > 0 and t.ranks == 1 and not t.lora.on
@@ -317,18 +311,18 @@ def of_host(t: Topology) -> dict[str, int]:
     """What a learner elsewhere needs of the host's memory: the model while it is read, or later what it publishes."""
     if not _known(t) or work_of(t).kind == "cpu":
         return {}
-    known = pretrained.parameters(t)
-    each = pretrained.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
-    read = known * each if t.ranks == 1 else 0  # ranks read the rows of their shards
+    known, work = pretrained.parameters(t), work_of(t)
     published = _published(t, known)
-    if (work := work_of(t)).offload:
+    if work.offload:
         alike = learner_sum(_config(t), replace(work, offload=False), known)
         kept = _at_home(t, work) * sum(alike[name] for name in _on_host(alike))
-        return {"parts of the model, gradients and optimiser of its ranks": kept} | (
-            {"published": published} if published else {})
-    largest = max(("the model while it is read", read), ("published", published), key=lambda part: part[1])
-    copied = _copy(t, work, known)
-    return (dict([largest]) if largest[1] else {}) | ({COPY: copied} if copied else {})
+        found = {"parts of the model, gradients and optimiser of its ranks": kept, "published": published}
+    else:
+        each = pretrained.BYTES_OF[t.model.dtype] if t.lora.on else FLOAT
+        read = known * each if t.ranks == 1 else 0  # ranks read the rows of their shards
+        once = {"published": published} if published > read else {"the model while it is read": read}
+        found = {**once, COPY: _copy(t, work, known)}
+    return {name: size for name, size in found.items() if size}
 
 
 def _teacher(t: Topology, kind: str) -> int:
@@ -357,7 +351,6 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def lines(t: Topology) -> list[str]:
-    """The sum for `busrl check`."""
     parts = of_topology(t)
     if not parts:
         return ["learner memory: unknown, config.json does not say how large the model is"]
@@ -365,14 +358,11 @@ def lines(t: Topology) -> list[str]:
     limit = there(work.kind)
     of = f" of {_gib(limit)}" if limit else f"; how much this machine's {work.kind} has is not known here"
     several = f", {_at_home(t, work)} ranks together" if work.kind == "cpu" else ", each rank"
-    ranks = several if work.ranks > 1 else ""
-    found = [
-        f"learner memory ({work.kind}{ranks}): {_gib(sum(parts.values()))}{of}, micro-batches of {work.tokens} tokens",
-        f"  {_each(parts, ', ')}",
+    ranks, size, host = several if work.ranks > 1 else "", _gib(sum(parts.values())), of_host(t)
+    return [
+        f"learner memory ({work.kind}{ranks}): {size}{of}, micro-batches of {work.tokens} tokens",
+        f"  {_each(parts, ', ')}", *([f"  and of the host's memory: {_each(host, ', ')}"] if host else []),
     ]
-    if host := of_host(t):
-        found.append(f"  and of the host's memory: {_each(host, ', ')}")
-    return found
 
 
 def of_ranks(t: Topology) -> str:
@@ -383,7 +373,6 @@ def of_ranks(t: Topology) -> str:
 
 
 def require(t: Topology) -> None:
-    """UserError with the sum and the keys that lower it, if the learner's device or its host cannot hold it."""
     work, parts, host = work_of(t), of_topology(t), of_host(t)
     limit, needed = there(work.kind), sum(parts.values())
     if limit and needed > limit:
@@ -403,9 +392,6 @@ def _each(parts: Mapping[str, int], between: str) -> str:
     return between.join(f"{name} {_gib(size)}" for name, size in parts.items())
 
 
-FEWER = 1024  # tokens, of a micro-batch that is small
-
-
 def _lower(t: Topology, work: Work) -> dict[str, Work]:
     """Settings that may lower the sum, in the order in which they cost least."""
     few = max(t.longest, min(FEWER, work.tokens))
@@ -419,8 +405,8 @@ def _lower(t: Topology, work: Work) -> dict[str, Work]:
         found['learner.optimizer = "adamw8bit"'] = replace(work, optimizer="adamw8bit")
     if not work.train_layers and not work.lora_rank:
         layers = Widths.of(_config(t)).layers
-        found[f'learner.train_layers = "{layers * 3 // 4}-{layers - 1}"'] = replace(
-            work, train_layers=f"{layers * 3 // 4}-{layers - 1}")
+        upper = f"{layers * 3 // 4}-{layers - 1}"
+        found[f'learner.train_layers = "{upper}"'] = replace(work, train_layers=upper)
     if work.kind != "cpu":
         found[f"ranks = {2 * work.ranks} in the learner's [[process]]"] = replace(work, ranks=2 * work.ranks)
     if work.kind != "cpu" and work.ranks > 1 and not work.offload:

@@ -64,7 +64,6 @@ def _placed(path: str | Path, places: dict[reader.KeyPath, int], fault: Fault) -
 # -- what the files hold -----
 
 TINY_LINE_BYTES = 512  # no line of a tiny task is longer; they are made on first use
-DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 TINY_TOKEN_BYTES = 16
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]  # made or not
 
@@ -108,7 +107,7 @@ class _Inspection:
             self._trace()
         if t.data.template == "chat" and self._sound("data.template", "model.path", "process"):
             self._chat_template()
-        token_bytes, context = self._model() if self._sound("model.path") else (DEFAULT_TOKEN_BYTES, 0)
+        token_bytes, context = self._model() if self._sound("model.path") else (pretrained.DEFAULT_TOKEN_BYTES, 0)
         tried = self._reward()
         self._functions()
         self._bus_keys()
@@ -229,7 +228,6 @@ class _Inspection:
             self._add("data.template", f"the tokenizer of {path} has no chat template", remedy)
 
     def _limit(self, context: int) -> Limit:
-        """The limit on prompts; nothing is counted while one of the keys that it takes has a problem."""
         keys = ("data.train", "data.template", "model.path")
         sound = self._sound(*keys, "generation.max_prompt_tokens", "generation.max_new_tokens")
         if sound and self.t.data.train and not any(one.keys[0] in keys[1:] for one in self.found):
@@ -242,7 +240,6 @@ class _Inspection:
     # -- the model -----
 
     def _model(self) -> tuple[int, int]:
-        """Longest token in bytes and context length of a model folder."""
         path = self.t.model.path
         if path.startswith(TINY):
             self._tiny("model.path", path)
@@ -250,11 +247,11 @@ class _Inspection:
         folder = Path(path)
         if missing := _missing(folder):
             self._add("model.path", *missing)
-            return DEFAULT_TOKEN_BYTES, 0
+            return pretrained.DEFAULT_TOKEN_BYTES, 0
         config, place = pretrained.read_json(folder / "config.json"), str(folder / "config.json")
         if not isinstance(config, dict):
             self._add_problem("model.path", Problem(place, "", "not a JSON object", "copy it again"))
-            return DEFAULT_TOKEN_BYTES, 0
+            return pretrained.DEFAULT_TOKEN_BYTES, 0
         if config.get("is_encoder_decoder"):
             rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
             self._add("model.path", rule, "give a causal language model")
@@ -265,7 +262,7 @@ class _Inspection:
         if self.t.scripted and pretrained.vocabulary(folder) is None:
             rule = "it does not say vocab_size and eos_token_id, so scripted answers can have no valid token ids"
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
-        return token_bytes(folder), pretrained.context_of(config)
+        return pretrained.token_bytes(folder), pretrained.context_of(config)
 
     def _whole(self, key: str, folder: Path) -> None:
         """Weights that were cut, or that are another model's, are refused before anybody loads them."""
@@ -320,7 +317,6 @@ class _Inspection:
             self._add(key, rule, f"start_optimizer = false, or optimizer = {before!r}")
 
     def _lora(self) -> None:
-        """An adapter needs the package that trains it, and layers of the names that are asked for."""
         if importlib.util.find_spec("peft") is None:
             self._add("lora.rank", "LoRA needs the package peft", "pip install 'busrl[lora]'")
         path, known = self.t.model.path, TINY_LAYERS
@@ -332,7 +328,6 @@ class _Inspection:
                 self._add("lora.targets", rule, f"it has {', '.join(known)}")
 
     def _trained_layers(self) -> None:
-        """Each item names parameters of the model, as far as its files tell."""
         folder = Path(self.t.model.path)
         names, count = list(pretrained.tensor_shapes(folder)), pretrained.model_facts(folder).layers
         try:
@@ -364,7 +359,6 @@ class _Inspection:
     # -- code of the user, programs and keys -----
 
     def _reward(self) -> Trial:
-        """Load the reward and try it with the first record, where it can do no harm."""
         own = self.t.reward
         named = [part.function for part in own.part if part.kind == "python"] or [own.function] * (own.kind == "python")
         foreign = named or any(part.kind in TRIED for part in own.part)
@@ -422,7 +416,6 @@ class _Inspection:
             self._add("openai.tools", rule, "give a JSON file with a list of tools, or remove it")
 
     def _programs(self) -> None:
-        """Programs that are to be started have to be there, and so has a vLLM."""
         if self._sound("hosts.start") and self.t.hosts.start and shutil.which(self.t.hosts.start[0]) is None:
             self._add("hosts.start", f"{self.t.hosts.start[0]} is not an executable program", "install it")
         for sink in self.t.sinks.to if self._sound("sinks.to") else ():
@@ -452,7 +445,6 @@ class _Inspection:
 
 
 def answer_key(topology: Topology) -> str:
-    """The key of the right answer that the reward uses."""
     return topology.reward.answer_key or topology.data.answer_key
 
 
@@ -493,16 +485,3 @@ def _missing(folder: Path) -> tuple[str, str] | None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         return "no tokenizer (tokenizer.json) in this folder", "save the tokenizer beside the model"
     return None
-
-
-def token_bytes(folder: Path) -> int:
-    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    data = pretrained.read_config(folder, "tokenizer.json")
-    section = data.get("model")
-    vocabulary = section.get("vocab") if isinstance(section, dict) else None
-    if isinstance(vocabulary, list):  # unigram models: pairs of piece and score
-        vocabulary = [item[0] for item in vocabulary if isinstance(item, list) and item]
-    if not vocabulary or not isinstance(vocabulary, (dict, list)):
-        return DEFAULT_TOKEN_BYTES
-    extra = [str(item.get("content", "")) for item in data.get("added_tokens") or [] if isinstance(item, dict)]
-    return max(4, max(len(str(token).encode()) for token in [*vocabulary, *extra]))

@@ -1,4 +1,5 @@
-"""What a folder of a pretrained model says without torch: sizes, token ids, whether its files are whole.
+"""What a folder of a pretrained model says without torch: sizes, token ids, whether its files are whole, and what
+learning rates are usual for its size.
 
 Reads config.json, tokenizer.json and the headers of safetensors files. Used by `busrl check` and `launch` before
 anything starts, and by engines that need a model's token ids. Knows nothing of devices, nor of what a run needs
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology
 from busrl.files import as_map, read_map
 
@@ -54,6 +56,8 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 HEADS = ("lm_head", "embed_out", "output", "score")
 TINY_PARAMETERS = 100_000
+LONGEST_HEADER = 100 << 20
+DEFAULT_TOKEN_BYTES = 128  # longest text of one token, where the tokenizer cannot be read
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ def vocabulary(folder: Path) -> Vocabulary | None:
 def other_tokens(own: Path, other: Path) -> str | None:
     """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
     of them has no tokenizer.json to be compared."""
-    ids, others = _token_ids(own), _token_ids(other)
+    ids, others = ({**known, **added} for known, added in map(_pieces, (own, other)))
     if not ids or not others:
         return None
     apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
@@ -167,14 +171,20 @@ def other_tokens(own: Path, other: Path) -> str | None:
     return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
 
 
-def _token_ids(folder: Path) -> dict[str, int]:
+def _pieces(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Ids of the tokens of tokenizer.json, and of those that were added."""
     data = read_config(folder, "tokenizer.json")
-    model, added = data.get("model"), data.get("added_tokens")
-    known = model.get("vocab") if isinstance(model, dict) else None
+    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
     if isinstance(known, list):  # of a unigram model: [token, score]
         known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
     rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
-    return (known if isinstance(known, dict) else {}) | {str(one.get("content")): one.get("id", -1) for one in rows}
+    return as_map(known), {str(one.get("content")): one.get("id", -1) for one in rows}
+
+
+def token_bytes(folder: Path) -> int:
+    """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
+    known, added = _pieces(folder)
+    return max(4, max(len(token.encode()) for token in (*known, *added))) if known else DEFAULT_TOKEN_BYTES
 
 
 def end_ids(folder: Path) -> frozenset[int]:
@@ -219,38 +229,32 @@ def weight_fault(folder: Path) -> tuple[str, str, str] | None:
     there = {name: one for name, one in tensor_shapes(folder).items() if name.split(".")[-2:-1] in EMBEDDINGS}
     if all(said) and there and said not in there.values():
         name, shape = max(there.items(), key=lambda one: math.prod(one[1]))
-        rule = f"vocabulary and width are {_by(said)}, and those of the weights ({name}) {_by(shape)}"
+        sizes = [" x ".join(map(str, one)) for one in (said, shape)]
+        rule = f"vocabulary and width are {sizes[0]}, and those of the weights ({name}) {sizes[1]}"
         return str(folder / "config.json"), rule, "put the config.json of these weights there, or its own weights"
     return None
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
 def _cut(path: Path) -> str:
     """What is wrong with the length of a safetensors file; "" if nothing is."""
+    begin, header = _header(path)
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: Any = json.loads(file.read(length)) if length <= min(size, 100 << 20) else None
         ends = [int(one["data_offsets"][1]) for name, one in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, struct.error, LookupError, TypeError, AttributeError):
+        size = path.stat().st_size
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return "not a whole safetensors file: its header cannot be read"
-    whole_size = 8 + length + max(ends, default=0)
+    whole_size = begin + max(ends, default=0)
     return f"it has {size} bytes, and its header says {whole_size}" if size < whole_size else ""
 
 
 def token_fault(folder: Path) -> str:
     """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
     not known. Added tokens are left out: many a tokenizer has some that no text contains."""
-    size, section = vocabulary_size(folder), read_config(folder, "tokenizer.json").get("model")
-    if section is None and (folder / "tokenizer.json").is_file():
-        return "tokenizer.json is no JSON object with a model: it was cut, or is another file"
-    known = section.get("vocab") if isinstance(section, dict) else None
-    ids = list(known.values()) if isinstance(known, dict) else range(len(known)) if isinstance(known, list) else ()
-    highest = max((one for one in ids if isinstance(one, int)), default=0)
+    size, (known, _) = vocabulary_size(folder), _pieces(folder)
+    name = "tokenizer.json"
+    if not known and (folder / name).is_file() and read_config(folder, name).get("model") is None:
+        return f"{name} is no JSON object with a model: it was cut, or is another file"
+    highest = max((one for one in known.values() if isinstance(one, int)), default=0)
     if not size or highest < size:
         return ""
     return f"tokenizer.json has ids up to {highest}, and by config.json the model has {size} (vocab_size)"
@@ -261,30 +265,30 @@ def token_fault(folder: Path) -> str:
 
 def tensor_shapes(folder: Path) -> Shapes:
     """Shape of every tensor in the safetensors of a folder, by name; empty where there are none to be read."""
-    return {name: shape for path in sorted(folder.glob("*.safetensors")) for name, shape in _shapes(path)}
+    headers = [as_map(_header(path)[1]) for path in sorted(folder.glob("*.safetensors"))]
+    entries = [(name, one) for header in headers for name, one in header.items() if isinstance(one, dict)]
+    return {name: tuple(one["shape"]) for name, one in entries if "shape" in one}
 
 
-def _shapes(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """The header of a safetensors file is a length of 8 bytes and a JSON map."""
+def _header(path: Path) -> tuple[int, Any]:
+    """Where the values of a safetensors file begin, and its header, a JSON map behind a length of 8 bytes; None where
+    it cannot be read."""
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length)) if length <= 100 << 20 else {}
+            text = file.read(min(length, LONGEST_HEADER))
+        return 8 + length, json.loads(text) if len(text) == length else None
     except (OSError, ValueError, struct.error):
-        return []
-    entries = header.items() if isinstance(header, dict) else ()
-    return [(name, tuple(entry["shape"])) for name, entry in entries if isinstance(entry, dict) and "shape" in entry]
+        return 0, None
 
 
 def count_of(shapes: Shapes) -> int:
-    """How many numbers these tensors have."""
     return sum(map(math.prod, shapes.values()))
 
 
-def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Shapes of the weights that get an adapter, as far as names and shapes tell."""
-    asked = (shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer)))
-    return [(rows, columns) for rows, columns in asked]
+    return [shape for layer, shape in _matrices(shapes) if (layer in targets if targets else not _outer(layer))]
 
 
 def weight_layers(shapes: Shapes) -> set[str]:
@@ -300,3 +304,67 @@ def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _outer(layer: str) -> bool:
     """Embeddings and output heads, which get no adapter unless they are named."""
     return layer in HEADS or "embed" in layer or layer in ("wte", "wpe")
+
+
+# -- learning rates to begin with, by the size of a model -----
+
+# From published runs of policy gradients with AdamW (1e-6 for all weights of models of some billion parameters, ten
+# times that for an adapter) and busrl's measurements for the quickstart. Only a rate FAR times these gets a warning.
+USUAL = ((1e6, 2e-4), (1e7, 5e-5), (1e8, 2e-5), (1e9, 3e-6), (1e10, 1e-6))  # fewer parameters than: middle, all weights
+LARGEST = 5e-7
+LORA = 10.0  # an adapter's middle is so many times that of all weights
+FAR = 20.0
+WARNED_FROM = 1e8  # parameters; smaller models are toys, whose owners know what they do
+
+SPREAD = 3.0  # a rate is usual up to so many times the middle, and down to such a part of it
+FRESH = 2  # steps of age that the usual learning rates bear (docs/losses.md)
+
+
+def usual_rate(size: int, lora: bool) -> float:
+    """A learning rate to begin with; a third of it and three times that are usual as well."""
+    return next((rate for below, rate in USUAL if size < below), LARGEST) * (LORA if lora else 1)
+
+
+def rate_advice(t: Topology) -> str:
+    size, what = parameters(t), "a LoRA adapter of" if t.lora.on else "all weights of"
+    if not size:
+        return "usual are 1e-06 for all weights of a model of some billion parameters, 1e-05 for a LoRA adapter"
+    middle = usual_rate(size, t.lora.on)
+    return f"for {what} {shown_size(size)} parameters {middle:.0e} is usual, from a third of it to three times that"
+
+
+def other_rate_advice(t: Topology) -> Iterator[str]:
+    """That learner.lr is a usual rate, but of the other kind of training: all weights, or an adapter."""
+    lr, size = t.learner.lr, parameters(t)
+    if size < WARNED_FROM:
+        return
+    middle, other = usual_rate(size, t.lora.on), usual_rate(size, not t.lora.on)
+    if lr > SPREAD * middle and other / SPREAD <= lr <= SPREAD * other:
+        yield "  that is a rate for a LoRA adapter (lora.rank): all weights are trained here, and need a tenth of it"
+    elif lr < middle / SPREAD and other / SPREAD <= lr <= SPREAD * other:
+        yield "  that is a rate for all weights: a LoRA adapter is trained here, and needs ten times that"
+
+
+def stale_rate_advice(t: Topology) -> Iterator[str]:
+    """What old samples ask of learner.lr: a careful start divides it by the square root of the oldest age."""
+    if t.weights.mode == "fully-async":
+        yield "  samples of any age: watch k3 and ess; where k3 rises above 0.05, lower the rate or bound the age"
+    elif t.weights.mode == "batch-async" and t.weights.max_staleness > FRESH:
+        age, careful = t.weights.max_staleness, t.learner.lr / math.sqrt(t.weights.max_staleness / FRESH)
+        yield f"  with samples of age up to {age} a careful start is {careful:.1e} (lr / sqrt({age} / {FRESH}))"
+
+
+def shown_size(size: int) -> str:
+    return f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M" if size >= 1e7 else f"{size / 1e6:.1f} M"
+
+
+def rate_findings(t: Topology) -> Iterator[Finding]:
+    lr, size = t.learner.lr, parameters(t)
+    if lr is None or size < WARNED_FROM:
+        return
+    middle = usual_rate(size, t.lora.on)
+    if lr > FAR * middle:
+        what = "a LoRA adapter" if t.lora.on else "all weights"
+        rule = f"{lr / middle:.0f} times what is usual for {what} of {shown_size(size)} parameters"
+        remedy = f"{rate_advice(t)}; a policy that has collapsed does not come back"
+        yield Finding(("learner.lr",), rule, remedy, warning=True, depends=("model.path", "lora.rank"))

@@ -49,7 +49,6 @@ class Counted:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Tokens of the longest prompt that was counted, and its line."""
         return max(zip(self.tokens, self.lines), default=(0, 0))
 
     @property
@@ -209,7 +208,6 @@ def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:
 
 
 def _tokens(topology: Topology, scan: Scan, light: LightTokenizer, chosen: Sequence[int]) -> Iterator[int]:
-    """Tokens of the prompts of these lines."""
     with open(scan.path, "rb") as file:
         for begin in range(0, len(chosen), BATCH):
             prompts = []

@@ -68,7 +68,6 @@ class Skip:
 
     @property
     def on(self) -> bool:
-        """Whether any prompt can be left out."""
         return self.max_pass_rate > 0 or self.min_pass_rate > 0
 
 
@@ -145,7 +144,6 @@ class Validation(Rows, _Measured):
 
     @property
     def names_prompts(self) -> bool:
-        """Whether anything is to be measured."""
         return bool(self.data or self.function or self.tasks or self.set)
 
 
@@ -172,12 +170,10 @@ class AskedSet:
 
     @property
     def answers(self) -> int:
-        """Answers of a round."""
         return self.prompts * self.k
 
     @property
     def title(self) -> str:
-        """For people."""
         return self.name or "validation"
 
 

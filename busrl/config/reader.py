@@ -1,4 +1,5 @@
-"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once.
+"""From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once;
+and the JSON schema of such a file.
 
 Parses TOML, finds the line of every key, applies `--set a.b=value`, and converts each value by the rule of its key.
 Knows nothing of rules between keys, or of the files that a topology names.
@@ -6,6 +7,7 @@ Knows nothing of rules between keys, or of the files that a topology names.
 - A place is `file:line` or `--set key`; what an override sets belongs to the override.
 - A key with a problem gets its default, so that the rest can be checked too.
 - Every message holds place, key, value, rule and remedy.
+- What the reader refuses of a single value, the JSON schema refuses; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import types
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from busrl.config import schema
-from busrl.config.declare import REQUIRED, Item, Wrong, convert, items, tables
+from busrl.config.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
 from busrl.config.names import counterpart, elsewhere
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError
@@ -85,7 +89,6 @@ class _Lines:
         return self._tokens[self._at - 1]
 
     def _keys(self) -> list[str]:
-        """A dotted key."""
         names: list[str] = []
         while not names or self._tokens[self._at][0] == ".":
             self._at += bool(names)
@@ -185,7 +188,6 @@ def read(path: Path, overrides: Sequence[str]) -> Source:
 
 
 def of_overrides(overrides: Sequence[str]) -> Source:
-    """Overrides of no file."""
     return _with(Source("", Path.cwd(), {}, {}), overrides)
 
 
@@ -200,7 +202,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in _toml_files(path.parent)], n=1)
+        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.toml")], n=1)
         remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a topology file (.toml)"
         raise TopologyError([Problem(str(path), "", "no such file", remedy)]) from None
     except OSError as error:
@@ -211,10 +213,6 @@ def _text(path: Path) -> str:
         raise TopologyError([Problem(str(path), "", rule, remedy)]) from None
     except UnicodeDecodeError as error:
         raise TopologyError([Problem(str(path), "", f"cannot be read as UTF-8 text ({error})")]) from None
-
-
-def _toml_files(folder: Path) -> Iterable[Path]:
-    return folder.glob("*.toml") if folder.is_dir() else ()
 
 
 def syntax_error(path: str | Path, text: str, error: Exception) -> tuple[int, Problem]:
@@ -399,7 +397,9 @@ class Reader:
 def _remedy_for_unknown(path: KeyPath, known: list[str]) -> str:
     """Where the key has moved, what it is called here, or which key was meant."""
     name, in_table = str(path[-1]), len(path) > 1
-    others = _sections_with(name)
+    sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
+    others = [f"[{section}]" for section, cls in sections if name in items(cls)]
+    others += ["[[process]]"] * (name in items(schema.Process))
     if remedy := elsewhere(_dotted(path)) or ("" if others else counterpart(name)):
         return remedy
     near = difflib.get_close_matches(name, known, n=1)
@@ -415,13 +415,7 @@ def _stand_in(item: Item) -> Any:
     return "" if item.hint is str else None
 
 
-def _sections_with(name: str) -> list[str]:
-    sections = [one for section, cls in SECTIONS.items() for one in tables(section, cls)]
-    found = [f"[{section}]" for section, cls in sections if name in items(cls)]
-    return found + ["[[process]]"] * (name in items(schema.Process))
-
-
-def show(value: Any) -> str:
+def show(value: Any, most: int = SHOWN) -> str:
     """A value as TOML would write it; a long one without its middle, since the end of a path says most."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
@@ -429,7 +423,7 @@ def show(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = str(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _bracket(path: KeyPath) -> str:
@@ -441,3 +435,59 @@ def _bracket(path: KeyPath) -> str:
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
+
+
+# -- the same for editors: completion, each key's text, a mark below what is wrong -----
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+BOUNDS = {"low": "minimum", "above": "exclusiveMinimum", "high": "maximum", "below": "exclusiveMaximum"}
+Schema = dict[str, Any]
+OF_TABLES: dict[Any, Schema] = {Any: {}, float: {"type": "number", "exclusiveMinimum": 0}, str: {"type": "string"}}
+
+
+def json_schema() -> Schema:
+    sections = {name: _table_schema(kind) for name, kind in SECTIONS.items()}
+    sections["process"] = {"type": "array", "items": _table_schema(schema.Process)}
+    return {"$schema": DIALECT, "title": "busrl topology", "type": "object", "additionalProperties": False,
+            "properties": sections}
+
+
+def _table_schema(cls: type) -> Schema:
+    found = items(cls)
+    made = {"type": "object", "additionalProperties": False,
+            "properties": {name: _item_schema(one) for name, one in found.items()}}
+    needed = [name for name, one in found.items() if one.default is REQUIRED and not one.rule.unless]
+    return {**made, "required": needed} if needed else made
+
+
+def _item_schema(item: Item) -> Schema:
+    if item.table:
+        return _table_schema(item.table)
+    if item.row:
+        return {"type": "array", "items": _table_schema(item.row)}
+    told = " ".join(part for part in (item.rule.doc, item.rule.text()) if part)
+    default = "inf" if item.default == math.inf else item.default  # as a topology has it: JSON has no number for it
+    shown = {} if default in (REQUIRED, None, ()) else {"default": default}
+    return {**value_schema(item.hint, item.rule), **({"description": told} if told else {}), **shown}
+
+
+def value_schema(hint: Any, rule: Rule) -> Schema:
+    """What a value of this type and rule may be."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType or hint in (int, float):
+        bounds = {word: getattr(rule, name) for name, word in BOUNDS.items() if getattr(rule, name) is not None}
+        number = {"type": "integer" if int in (hint, *args) else "number", **bounds}
+        return {"anyOf": [number, {"enum": list(rule.words)}]} if rule.words else number
+    if hint is bool:
+        return {"type": "boolean"}
+    if hint is str and rule.choices:
+        choices: Schema = {"enum": list(rule.choices)}
+        function = {"type": "string", "pattern": f"^{FUNCTION.pattern}$"}
+        return {"anyOf": [choices, function]} if rule.function else choices
+    if hint is str:
+        return {"type": "string", **({"minLength": 1} if rule.required else {})}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": OF_TABLES.get(args[1], {"type": "object"})}
+    if args == (float, float):
+        return {"type": "array", "items": value_schema(float, rule), "minItems": 2, "maxItems": 2}
+    return {"type": "array", "items": {"type": "string"}}

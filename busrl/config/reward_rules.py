@@ -18,7 +18,7 @@ from pathlib import Path
 from busrl.config import pretrained
 from busrl.config.declare import items
 from busrl.config.reader import show
-from busrl.config.rules import Check, Clash, Finding, by_path, clashes
+from busrl.config.rules import PLAYS, Check, Clash, Finding, by_path, clashes
 from busrl.config.schema import AGENT, PART_KEYS, RewardPart, Topology
 
 TABLE = (
@@ -54,7 +54,6 @@ BOX_S = 20.0  # of a call that judges code, besides the code's own time
 
 
 def _one(t: Topology) -> Iterator[Finding]:
-    """A reward without parts."""
     if t.reward.kind == "python" and not t.reward.part:
         keys = ("reward.function", "reward.kind")
         yield from by_path(keys, t.reward.function, _example("function"), 'kind = "python"')
@@ -80,7 +79,6 @@ def _parts(t: Topology) -> Iterator[Finding]:
 
 
 def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
-    """What its kind needs, and what it would not read."""
     read, needed = PART_KEYS[part.kind], NEEDED.get(part.kind)
     for item in items(RewardPart).values():
         idle = item.name not in (*read, *BY_EVERY_KIND, *FILLED_IN)
@@ -92,8 +90,7 @@ def _keys(t: Topology, at: str, part: RewardPart) -> Iterator[Finding]:
     elif part.kind == "python":
         yield from by_path((f"{at}.function",), part.function, _example("function"))
     elif part.kind == AGENT and not t.has_callers:
-        rule, remedy = "no episode returns a reward", 'add a [[process]] with role = "agent", "serve" or "atropos"'
-        yield Finding((f"{at}.kind", "process"), rule, remedy)
+        yield Finding((f"{at}.kind", "process"), "no episode returns a reward", PLAYS)
     for name in ("extract", "pattern", "verdict"):
         yield from _expression(f"{at}.{name}", getattr(part, name))
     if part.verdict and _groups(part.verdict) == 0:

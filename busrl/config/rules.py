@@ -52,11 +52,12 @@ class Finding:
 
 
 Check = Callable[[Topology], Iterator[Finding]]
+EntryCheck = Callable[[Topology, str, Process], Iterator[Finding]]  # with the key of the entry of [[process]]
 
 
-def lookup(topology: Topology, key: str) -> object:
+def lookup(table: object, key: str) -> object:
     """The value of a dotted key; `process.0.count` counts entries."""
-    value: object = topology
+    value = table
     for part in key.split("."):
         value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
     return value
@@ -72,21 +73,22 @@ class Clash:
     """Values that do not go together. `text` has rule and remedy, over the topology `t`.
 
     `when` has terms with commas between, which must all hold: `KEY` (on, or not empty), `KEY == a|b`, `KEY != a|b`, or
-    `KEY > X` (also <, <=, >=) with a number or another key for X. The finding shows the dotted keys of the terms in
-    their order; it depends on those behind a semicolon without showing them. ENGINE is the key of an entry's engine.
+    `KEY > X` (also <, <=, >=) with a number or another key for X. The finding shows `process` and the dotted keys of
+    the terms in their order; it depends on those behind a semicolon without showing them. IT is an entry of a table,
+    `it` in the text.
     """
 
     when: str
     text: str
     warning: bool = False
 
-    def finding(self, t: Topology, engine: str = "") -> Finding | None:
+    def finding(self, t: Topology, at: str = "") -> Finding | None:
         """What is to be reported, None where the values go together."""
-        shown, _, hidden = self.when.replace("ENGINE", engine).partition("; ")
+        shown, _, hidden = self.when.replace("IT.", f"{at}.").partition("; ")
         terms = [term.split() for term in f"{shown}, {hidden}".split(", ") if term]
         if not all(_holds(t, *term) for term in terms):
             return None
-        rule, _, remedy = self.text.format(t=t).rpartition("; ")
+        rule, _, remedy = self.text.format(t=t, it=lookup(t, at) if at else None).rpartition("; ")
         return Finding(_keys(shown), rule, remedy, self.warning, depends=_keys(hidden))
 
 
@@ -94,17 +96,33 @@ def _holds(t: Topology, key: str, sign: str = "", other: str = "") -> bool:
     value = lookup(t, key)
     if sign in COMPARE:
         return COMPARE[sign](value, float(other) if other[0].isdigit() else lookup(t, other))
-    word = f"{value:g}" if isinstance(value, float) else str(value)
-    return (word in other.split("|")) == (sign == "==") if sign else bool(value)
+    return (_word(value) in other.split("|")) == (sign == "==") if sign else bool(value)
+
+
+def _word(value: object) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def unlike(table: str, cls: type) -> Iterator[str]:
+    """Terms of a rule, each of which holds where one key of a table is not at its default."""
+    return (f"{table}.{name} != {_word(item.default)}" for name, item in items(cls).items())
 
 
 def _keys(terms: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"(?<![\w.])[a-z]\w*(?:\.\w+)+", terms))
+    return tuple(dict.fromkeys(re.findall(r"(?<![\w.])(?:[a-z]\w*(?:\.\w+)+|process(?![\w.]))", terms)))
 
 
-def clashes(t: Topology, table: Iterable[Clash], engine: str = "") -> Iterator[Finding]:
-    """The findings of a table, where `engine` is the key of an entry's engine."""
-    return (found for row in table if (found := row.finding(t, engine)))
+def clashes(t: Topology, table: Iterable[Clash], at: str = "") -> Iterator[Finding]:
+    """The findings of a table of rules, for the entry `at` where they are about one."""
+    return (found for row in table if (found := row.finding(t, at)))
+
+
+def of_entries(t: Topology, table: Iterable[Clash], *checks: EntryCheck) -> Iterator[Finding]:
+    """The findings of a table of rules and of functions about each entry of [[process]]."""
+    for index, entry in enumerate(t.process):
+        yield from clashes(t, table, f"process.{index}")
+        for check in checks:
+            yield from check(t, f"process.{index}", entry)
 
 
 TO_OLD = "|".join(name for name, facts in catalog.LOSSES.items() if facts.ratio)  # losses with a ratio that has a key
@@ -112,6 +130,7 @@ UNTAUGHT = "|".join(name for name, facts in catalog.LOSSES.items() if not facts.
 ONE_PASS = "learner.passes_per_batch == 1"
 HERE, RULES = "learner.controller", "experiments.controller"
 OTHER_PROMPTS = 'set data to a file of prompts (those of training will do), or "tiny:sort"'
+PLAYS = 'add a [[process]] with role = "agent", "serve" or "atropos"'
 OPEN = "every prompt of an open stream is answered when it arrives"
 RESTARTED = f"weights.transport == {'|'.join(RESTARTS)}"
 
@@ -176,6 +195,9 @@ TABLE = (
           'nothing reads the teacher; loss = "topk_kl", teacher_coef > 0, or remove it', warning=True),
     Clash("learner.kl == k3_is, learner.kl_in == reward",
           'a reward has no gradient that k3_is could correct; kl = "k1", or kl_in = "loss"'),
+    *(Clash(f"{value}, learner.advantage != {catalog.GAE}",
+            'only a value head reads it; advantage = "gae" (recipe = "ppo" sets it), or remove it', warning=True)
+      for value in unlike("learner.value", Value)),
     Clash("learner.length_norm, learner.aggregation != seq-mean-token-sum-norm",
           'only aggregation = "seq-mean-token-sum-norm" divides by it; remove it', warning=True),
     Clash("generation.top_p < 1",
@@ -215,6 +237,10 @@ TABLE = (
     *(Clash(terms, 'fifo keeps the order drawn and uses no predictor; policy = "sjf", or remove it', warning=True)
       for terms in ("scheduler.predictor != rules, scheduler.policy == fifo",
                     "scheduler.keywords, scheduler.policy == fifo; scheduler.predictor == rules")),
+    Clash("scheduler.horizon > 1, scheduler.policy == adaptive, weights.mode == sync, "
+          "scheduler.horizon < learner.trigger.n_min",
+          "adaptive sorts a whole round, which has n_min = {t.learner.trigger.n_min} draws; "
+          "set it to {t.learner.trigger.n_min} or more, or 0 for 2 x n_min"),
     # -- segments
     Clash("segments.global_max_length, segments.length == 0",
           "segments are off, so generation.max_new_tokens is the limit; set segments.length, or remove it"),
@@ -247,7 +273,7 @@ TABLE = (
     # -- validation
     Clash("validation.every; validation.data ==, validation.set == ()",
           f"validation rounds are asked for, and no prompts are named; {OTHER_PROMPTS}"),
-    # -- bus and experiments
+    # -- bus and prompts
     Clash("bus.keys, bus.endpoint == ipc",
           "sockets in a 0700 directory need no keys, so they are not used; remove it, or set endpoint", warning=True),
     Clash("data.arrivals, data.shuffle", "prompts arrive in the order of their lines; set shuffle = false"),
@@ -255,6 +281,14 @@ TABLE = (
     Clash("data.arrivals, data.skip.min_pass_rate > 0", f"{OPEN}; set min_pass_rate = 0"),
     Clash("data.skip.max_pass_rate > 0, data.skip.min_pass_rate >= data.skip.max_pass_rate",
           "no prompt is at least the one and below the other; lower min_pass_rate"),
+    # -- episodes
+    Clash(f"reward.kind == {AGENT}, process; reward.part == (), has_callers == False",
+          f"no episode returns a reward; {PLAYS}"),
+    Clash("segments.length, process; has_callers", "an episode is made whole; remove [segments]"),
+    Clash("weights.over_age == drop, process; has_callers",
+          'an episode is as old as its oldest token, so that long ones are trained less; over_age = "wait"',
+          warning=True),
+    # -- experiments
     Clash("mock.learner_s_per_token; scripted == False",
           "an experiment: the learner is slowed down on purpose; 0 for real training", warning=True),
     # -- the controller
@@ -265,13 +299,23 @@ TABLE = (
     Clash(f"{HERE}.mode == act, learner.trigger.count == ended",
           'it moves the number of groups trained, not ended; count = "usable", or mode = "advise"'),
 )
-# Of a topology with a scripted engine, whose key is ENGINE.
+OF_ENTRY = (
+    Clash("IT.python, IT.command", "a command says itself what runs it; remove one of them"),
+    Clash(f"IT.command, IT.role != {'|'.join(FOREIGN_ROLES)}",
+          "a {it.role} is busrl's own; only rollout and reward may be another program; remove command"),
+    *(Clash(f"IT.{name}, IT.role != {AGENT}", "only an agent plays episodes; remove it")
+      for name in ("function", "environment", "program", "options")),
+    Clash(f"IT.options; IT.environment ==, IT.role == {AGENT}", "options are those of an environment; remove it"),
+    Clash("IT.engine == openai, process; IT.role == rollout, has_callers",
+          'model calls are token ids, which this engine does not take; engine = "torch", "vllm" or "mock"'),
+)
+# Of a topology with a scripted engine, in the entry IT.
 SCRIPTED_RUNS = (
-    Clash("ENGINE, weights.transport != shm",
+    Clash("IT.engine, weights.transport != shm",
           'a scripted engine follows the versions in shared memory; set weights.transport = "shm"'),
-    Clash("reward.extract, ENGINE; reward.kind == exact_match",
+    Clash("reward.extract, IT.engine; reward.kind == exact_match",
           "a scripted answer is bare, or wrong: the pattern would find neither; remove extract"),
-    Clash("ENGINE",
+    Clash("IT.engine",
           'nothing is learnt: tokens are random, rewards are given; engine = "torch" for training', warning=True),
 )
 
@@ -287,17 +331,14 @@ def _training(t: Topology) -> Iterator[Finding]:
     if not NAME.fullmatch(t.run.name):
         rule = "a run's name is 1 to 64 letters, digits, dots, dashes or underscores: it names a directory"
         yield Finding(("run.name",), rule, 'for example "sort-lr3e-4"')
-    low, high = t.learner.correction_low or bounds_of(t)[0], t.learner.correction_high or bounds_of(t)[1]
+    own_low, own_high = catalog.CORRECTIONS[t.learner.correction]
+    low, high = t.learner.correction_low or own_low, t.learner.correction_high or own_high
     if t.learner.correction != "none" and low >= high:
         rule = f"the lower bound {low:g} is not below the upper bound {high:g}: everything would be dropped"
         keys = ("learner.correction_low", "learner.correction_high", "learner.correction")
         yield Finding(keys, rule, "correct one of them; 0 = the correction's own default")
     if t.learner.clip_cov_range[0] >= t.learner.clip_cov_range[1]:
         yield Finding(("learner.clip_cov_range",), "low < high: no covariance is between them", "the default is [1, 5]")
-    for key, item in items(Value).items() if t.learner.advantage != catalog.GAE else ():
-        if getattr(t.learner.value, key) != item.default:
-            rule, remedy = "only a value head reads it", 'advantage = "gae" (recipe = "ppo" sets it), or remove it'
-            yield Finding((f"learner.value.{key}", "learner.advantage"), rule, remedy, warning=True)
     for path in t.learner.metrics:
         yield from by_path(("learner.metrics",), path, 'for example metrics = ["metrics.py:measure"]')
     for path in (one for one in t.sinks.to if one not in SINKS):
@@ -325,20 +366,11 @@ def _optimizer(t: Topology) -> Iterator[Finding]:
             yield Finding((f"learner.{key}", name), rule, "arguments stand in [learner.options]", warning=True)
 
 
-def bounds_of(t: Topology) -> tuple[float, float]:
-    """The correction's own bounds."""
-    return catalog.CORRECTIONS[t.learner.correction]
-
-
 def _scheduler(t: Topology) -> Iterator[Finding]:
     scheduler, n_min = t.scheduler, t.learner.trigger.n_min
     if scheduler.policy != "fifo" and scheduler.horizon == 1:
         rule = f"{scheduler.policy} has nothing to choose from within a horizon of one draw"
         yield Finding(("scheduler.horizon", "scheduler.policy"), rule, f"0 for 2 x n_min = {2 * n_min}, or more")
-    elif scheduler.policy == "adaptive" and t.weights.mode == "sync" and 0 < scheduler.horizon < n_min:
-        rule = f"adaptive sorts a whole round, which has n_min = {n_min} draws"
-        keys = ("scheduler.horizon", "scheduler.policy", "weights.mode", "learner.trigger.n_min")
-        yield Finding(keys, rule, f"set it to {n_min} or more, or 0 for 2 x n_min")
     if scheduler.predictor == "oracle" and {one.engine for one in t.process if one.role == "rollout"} != {SCRIPTED}:
         rule = "the lengths of a real model's answers are not known beforehand: it is for the scripted engine"
         yield Finding(("scheduler.predictor",), rule, 'predictor = "blend"', depends=("process",))
@@ -388,7 +420,6 @@ def _named_prompts(t: Topology) -> dict[str, str]:
 
 
 def _one_set(t: Topology, index: int) -> Iterator[Finding]:
-    """One [[validation.set]], or [validation] itself where the index is -1."""
     at = f"validation.set.{index}" if index >= 0 else "validation"
     own = t.validation.set[index] if index >= 0 else t.validation
 
@@ -416,7 +447,6 @@ def _one_set(t: Topology, index: int) -> Iterator[Finding]:
 
 
 def _dedicated(t: Topology) -> Iterator[Finding]:
-    """Rollouts that only validate, and the mode that needs them."""
     alone = [i for i, entry in enumerate(t.process) if entry.serves == "validation"]
     for index in alone:
         at = f"process.{index}.serves"
@@ -468,8 +498,7 @@ FILLED_AT_START = ("{run_dir}", "{name}")
 
 
 def _processes(t: Topology) -> Iterator[Finding]:
-    for index, entry in enumerate(t.process):
-        yield from _entry(t, index, entry)
+    yield from of_entries(t, OF_ENTRY, _entry, _episode_code)
     yield from _agents(t)
     here = sum(entry.count for entry in t.process if entry.is_at(""))
     total = here + t.ranks - 1 + len(t.implied) + len(t.host_names) + RESERVE_PROCESSES
@@ -478,50 +507,28 @@ def _processes(t: Topology) -> Iterator[Finding]:
         yield Finding(("ring.processes",), rule, f"set it to {total} or more")
 
 
-def _entry(t: Topology, index: int, entry: Process) -> Iterator[Finding]:
-    if entry.role in SINGLE_ROLES and sum(e.count for e in t.process[: index + 1] if e.role == entry.role) > 1:
+def _entry(t: Topology, at: str, entry: Process) -> Iterator[Finding]:
+    until = t.process[: int(at.rpartition(".")[2]) + 1]
+    if entry.role in SINGLE_ROLES and sum(one.count for one in until if one.role == entry.role) > 1:
         rule = f"one {entry.role} per run: it works alone under a lock"
-        yield Finding((f"process.{index}.count", f"process.{index}.role"), rule, "set count = 1 and remove the others")
-    at = f"process.{index}.python"
-    if entry.python and entry.command:
-        yield Finding((at, f"process.{index}.command"), "a command says itself what runs it", "remove one of them")
-    elif entry.python and not (os.path.isfile(entry.python) and os.access(entry.python, os.X_OK)):
+        yield Finding((f"{at}.count", f"{at}.role"), rule, "set count = 1 and remove the others")
+    runs = os.path.isfile(entry.python) and os.access(entry.python, os.X_OK)
+    if entry.python and not entry.command and not runs:
         remedy = "give the path of a Python, or the folder of a virtual environment"
-        yield Finding((at,), "no program that can be started", remedy)
-    if entry.command and entry.role not in FOREIGN_ROLES:
-        rule = f"a {entry.role} is busrl's own; only rollout and reward may be another program"
-        yield Finding((f"process.{index}.command", f"process.{index}.role"), rule, "remove command")
+        yield Finding((f"{at}.python",), "no program that can be started", remedy)
     unknown = [name for part in entry.command for name in PLACEHOLDER.findall(part) if name not in FILLED_AT_START]
     if unknown:
         rule = f"{unknown[0]} is not one of the words that are filled in: {', '.join(FILLED_AT_START)}, {{here}}"
-        yield Finding((f"process.{index}.command",), rule, "correct it")
+        yield Finding((f"{at}.command",), rule, "correct it")
 
 
 def _agents(t: Topology) -> Iterator[Finding]:
-    """Processes that play episodes, what they need, and what does not go with them."""
-    for index, entry in enumerate(t.process):
-        role = f"process.{index}.role"
-        if entry.role == AGENT:
-            yield from _episode_code(index, entry)
-        for name in ("function", "environment", "program", "options"):
-            if entry.role != AGENT and getattr(entry, name):
-                yield Finding((f"process.{index}.{name}", role), "only an agent plays episodes", "remove it")
-    judged = ("reward.kind", "process")
-    if t.reward.kind == AGENT and not t.reward.part and not t.has_callers:
-        remedy = 'add a [[process]] with role = "agent", "serve" or "atropos"'
-        yield Finding(judged, "no episode returns a reward", remedy)
     if not t.has_callers:
         return
-    if t.segments.on:
-        yield Finding(("segments.length", "process"), "an episode is made whole", "remove [segments]")
     if t.validation.mode == "dedicated" and _named_prompts(t):
         rule = "episodes of validation and of training are played by the same agents"
         yield Finding(("validation.mode", "process"), rule, 'set it to "hold" or "free"')
     yield from _atropos(t)
-    for index, one in enumerate(t.process):
-        if one.role == "rollout" and one.engine == "openai":
-            rule = "model calls are token ids, which this engine does not take"
-            yield Finding((f"process.{index}.engine", "process"), rule, 'engine = "torch", "vllm" or "mock"')
     yield from _episode_sizes(t)
 
 
@@ -539,20 +546,20 @@ def _atropos(t: Topology) -> Iterator[Finding]:
         yield Finding(("validation.data", at), rule, "remove [validation]")
 
 
-def _episode_code(index: int, entry: Process) -> Iterator[Finding]:
-    at, place = f"process.{index}.function", f"process.{index}.environment"
+def _episode_code(_: Topology, at: str, entry: Process) -> Iterator[Finding]:
     given = [name for name in ("environment", "function", "program") if getattr(entry, name)]
+    if entry.role != AGENT:
+        return
     if len(given) > 1:
-        keys = tuple(f"process.{index}.{name}" for name in given)
+        keys = tuple(f"{at}.{name}" for name in given)
         yield Finding(keys, "an agent plays a function, an environment or a program", "remove all but one")
     elif entry.environment and not ENVIRONMENT.fullmatch(entry.environment):
         rule = "an environment is its library, a colon and its name"
-        yield Finding((place,), rule, "gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
+        yield Finding((f"{at}.environment",), rule, "gymnasium:ID, textarena:ID, openenv:URL or verifiers:NAME")
     elif not (entry.environment or entry.program) and not FUNCTION.fullmatch(entry.function):
         rule = "an agent plays episodes with a function: package.module:function or file.py:function"
-        yield Finding((at, f"process.{index}.role"), rule, "name one, an environment or a program: see docs/agents.md")
-    if entry.options and not entry.environment:
-        yield Finding((f"process.{index}.options",), "options are those of an environment", "remove it")
+        remedy = "name one, an environment or a program: see docs/agents.md"
+        yield Finding((f"{at}.function", f"{at}.role"), rule, remedy)
 
 
 def _episode_sizes(t: Topology) -> Iterator[Finding]:
@@ -571,17 +578,14 @@ def _episode_sizes(t: Topology) -> Iterator[Finding]:
         rule = f"{played} episodes at once, most with one call at a time, leave half of the engines' {rows} rows empty"
         keys = ("agents.episodes", "generation.max_batch")
         yield Finding(keys, rule, "raise agents.episodes, or lower max_batch, which takes memory", warning=True)
-    if t.weights.over_age == "drop":
-        rule = "an episode is as old as its oldest token, so that long ones are trained less"
-        yield Finding(("weights.over_age", "process"), rule, 'over_age = "wait"', warning=True)
 
 
 def _scripted(t: Topology) -> Iterator[Finding]:
     if t.scripted:
-        at = next(f"process.{i}.engine" for i, entry in enumerate(t.process) if entry.engine == SCRIPTED)
+        at = next(f"process.{i}" for i, entry in enumerate(t.process) if entry.engine == SCRIPTED)
         if count(t, "validator"):
-            rule = "scripted answers are made up, so there is nothing to validate"
-            yield Finding((at, "validation.data"), rule, "remove [validation]", value=f'{at} = "mock"')
+            rule, key = "scripted answers are made up, so there is nothing to validate", f"{at}.engine"
+            yield Finding((key, "validation.data"), rule, "remove [validation]", value=f'{key} = "mock"')
         yield from clashes(t, SCRIPTED_RUNS, at)
 
 
@@ -592,12 +596,10 @@ def count(t: Topology, role: str) -> int:
 
 
 def only_validate(t: Topology) -> int:
-    """How many rollout processes answer validation alone."""
     return sum(entry.count for entry in t.process if entry.role == "rollout" and entry.serves == "validation")
 
 
 def wants_rounds(t: Topology) -> bool:
-    """Whether any validation round is due in the run."""
     own = t.validation
     during = own.every > 0 or any(isinstance(one.every_steps, int) and one.every_steps > 0 for one in own.set)
     return own.at_start or during or own.at_end
@@ -655,7 +657,7 @@ def thresholds(t: Topology) -> tuple[int, int]:
     """(n_lo, n_hi) for the sums: what the controller may choose in mode `act`, else n_min."""
     n_min = t.learner.trigger.n_min
     low, high = range_of(t) if t.learner.controller.mode == "act" else (n_min, n_min)
-    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_range`
+    return min(low, n_min), max(high, n_min)  # a contradiction is reported once, by `_control`
 
 
 def range_of(t: Topology) -> tuple[int, int]:
@@ -675,7 +677,6 @@ def due(interval: int, before: int, after: int) -> bool:
 
 
 def explain_control(t: Topology) -> Iterator[str]:
-    """What the controller may do, for `busrl check`."""
     c, (low, high) = t.learner.controller, range_of(t)
     if c.mode == "act":
         yield f"controller: moves n_min between {low} and {high}; n_lo and n_hi are in the sums above"

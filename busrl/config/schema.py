@@ -106,7 +106,6 @@ class Lora:
 
     @property
     def on(self) -> bool:
-        """Whether an adapter is trained."""
         return self.rank > 0
 
     @property
@@ -155,7 +154,6 @@ class Segments:
 
     @property
     def on(self) -> bool:
-        """Whether training answers are made in segments."""
         return self.length != 0
 
     @property
@@ -618,7 +616,6 @@ class ProcessName:
 
     @property
     def devices(self) -> str:
-        """The devices that it sees; empty = all."""
         return self.spec.devices[self.place % len(self.spec.devices)] if self.spec.devices else ""
 
 
@@ -719,7 +716,6 @@ class Topology:
 
     @property
     def validates(self) -> bool:
-        """Whether any validation round takes place."""
         return self.derived.val_samples > 0
 
     @property
@@ -733,12 +729,10 @@ class Topology:
 
     @property
     def dedicated(self) -> bool:
-        """Whether rollouts that do nothing else answer validation, so that training goes on during a round."""
         return self.validation.mode == "dedicated" and self.validates
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """The other hosts of the run, sorted."""
         return tuple(sorted({name for entry in self.process for name in entry.hosts}))
 
     @property
@@ -787,6 +781,5 @@ class Topology:
 
     @staticmethod
     def from_json(text: str) -> Topology:
-        """Read a topology.json. It was checked when it was written: only its shape is looked at here."""
         return build(Topology, modern(json.loads(text)), "topology.json")
 

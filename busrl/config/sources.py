@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from busrl.config.prompt_tokens import tools_of_chats
 from busrl.config.prompts import DataSource, MadeSet, Rows, SourceLines
 from busrl.config.rules import Finding, by_path
 from busrl.config.schema import TINY, Topology
-from busrl.config.trial import Events, foreign, last_words
+from busrl.config.trial import foreign
 from busrl.data.convert import Event, Job, Made, Source
 from busrl.data.prompts import BLOCK, shares
 from busrl.data.sources import Refused, files_of, format_of, parse_where
+from busrl.files import crc
 
 TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "  # files that are made, the last by its name
 SILENT_S = 120.0  # a row, or an import, may take so long
@@ -57,7 +57,6 @@ class Target:
 
     @property
     def shown(self) -> str:
-        """The tables, for people."""
         return "[[data.source]]" if self.which == TRAIN else f"[{self.tables[0]}]"
 
 
@@ -95,7 +94,7 @@ def prepare(t: Topology, earlier: Path | None, answers: bool, bad: Collection[st
 def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) -> tuple[Topology, list[Finding]]:
     key, weights = _fingerprint(t, target, answers), shares([one.weight for one in target.sources])
     if (before := _made_before(earlier, target.which, key, weights)) is not None:
-        return before.of(t, target.which), []
+        return _with_made(t, target.which, key, *before), []
     folder = tempfile.mkdtemp(prefix="busrl-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     event, found = _convert(t, target, _job(t, target, os.path.join(folder, "lines"), answers))
@@ -104,23 +103,16 @@ def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) 
     path = os.path.join(folder, f"{event.crc:08x}.jsonl")
     os.rename(os.path.join(folder, "lines"), path)
     rows = tuple(_lines_of(made, share) for made, share in zip(event.made, weights))
-    return _Prepared(path, rows, key).of(t, target.which), []
+    return _with_made(t, target.which, key, path, rows), []
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    path: str
-    rows: tuple[SourceLines, ...]
-    key: str
-
-    def of(self, t: Topology, which: str) -> Topology:
-        t, derived = with_file(t, which, self.path), t.derived
-        if which == TRAIN:
-            derived = dataclasses.replace(derived, sources=self.rows, sources_key=self.key)
-        else:
-            made = MadeSet(_name_of(which), self.key, f"{self.rows[0].name}: {self.rows[0].text}")
-            derived = dataclasses.replace(derived, made=(*derived.made, made))
-        return dataclasses.replace(t, derived=derived)
+def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceLines, ...]) -> Topology:
+    """The topology with a file that was made by these settings, and what it has of each source."""
+    t, derived = with_file(t, which, path), t.derived
+    if which == TRAIN:
+        return dataclasses.replace(t, derived=dataclasses.replace(derived, sources=rows, sources_key=key))
+    made = MadeSet(_name_of(which), key, f"{rows[0].name}: {rows[0].text}")
+    return dataclasses.replace(t, derived=dataclasses.replace(derived, made=(*derived.made, made)))
 
 
 def _name_of(which: str) -> str:
@@ -129,7 +121,6 @@ def _name_of(which: str) -> str:
 
 
 def with_file(t: Topology, which: str, path: str) -> Topology:
-    """The topology with another file in that place."""
     if which == TRAIN:
         return dataclasses.replace(t, data=dataclasses.replace(t.data, train=path))
     name, own = _name_of(which), t.validation
@@ -232,18 +223,13 @@ def _source_faults(one: DataSource, at: str, target: Target) -> Iterator[Finding
 # -- converting -----
 
 
-def _held_against(t: Topology, target: Target) -> str:
-    """The training prompts that a set of tasks must not have: items of other seeds may be the same."""
-    tasks = target.which != TRAIN and any(one.tasks for one in target.sources)
-    return t.data.train if tasks and not t.data.train.startswith(TINY) else ""
-
-
 def _name(one: DataSource) -> str:
     return one.tag or (Path(one.path).stem if one.path else one.function.rpartition(":")[2] or "+".join(one.tasks))
 
 
 def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
     own, folder = t.data, pretrained.model_at(t.model.path)
+    tasks = target.which != TRAIN and any(one.tasks for one in target.sources)  # items of other seeds may be the same
     sources = [
         Source(
             **{name: value for name, value in dataclasses.asdict(one).items() if name != "weight"} | {
@@ -258,25 +244,20 @@ def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
     return Job(
         sources=sources, out=out, seed=target.seed, model=str(folder or ""), prompt_key=own.prompt_key,
         answer_key=t.reward.answer_key or own.answer_key, answers=answers, template=own.template, system=own.system,
-        tools_key=own.tools_key, template_arguments=own.template_arguments, without=_held_against(t, target),
+        tools_key=own.tools_key, template_arguments=own.template_arguments,
+        without=own.train if tasks and not own.train.startswith(TINY) else "",
     )
 
 
 def _convert(t: Topology, target: Target, job: Job) -> tuple[Event, list[Finding]]:
     """The last event of the converting process, and its problems by the keys of the sources."""
     last = Event(at="starting")
-    with foreign(t, "reward", "busrl.data.convert") as (child, printed):
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            child.stdin.write(msgspec.json.encode(job) + b"\n")
-            child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it says below why it died
-        events = Events(child.stdout)
+    with foreign(t, "reward", "busrl.data.convert") as child:
+        child.tell(job)
         while not (last.made or last.problems):
-            if (found := events.next(SILENT_S)) is None:
+            if (found := child.next(SILENT_S)) is None:
                 rule = f"no row for {SILENT_S:g} s at {last.at}: it hangs"
-                rule = f"converting it died at {last.at}: {last_words(child, printed)}" if events.ended else rule
+                rule = f"converting it died at {last.at}: {child.last_words()}" if child.ended else rule
                 remedy = "see what is read, or called, there"
                 return last, [Finding(target.tables[:1], rule, remedy, value=target.shown)]
             last = msgspec.convert(found, Event)
@@ -298,8 +279,8 @@ def _fingerprint(t: Topology, target: Target, answers: bool) -> str:
     settings = msgspec.structs.asdict(_job(t, target, "", answers))
     settings["sources"] = [msgspec.structs.asdict(one) for one in settings["sources"]]
     if settings["without"]:
-        made = t.derived.sources  # then its name is that of its content
-        stats.append([Path(settings["without"]).name] if made else _age(Path(settings["without"])))
+        file = Path(settings["without"])
+        stats.append([file.name] if t.derived.sources else _age(file))  # of one that was made: its content's
         settings["without"] = ""
     tokenizer = _age(Path(settings["model"]) / "tokenizer.json") if settings["model"] else []
     text = json.dumps([FORMAT, settings, stats, tokenizer, tools_of_chats(t)], sort_keys=True)
@@ -321,13 +302,15 @@ def _age(path: Path) -> list[Any]:
     return [str(path), found.st_size, found.st_mtime_ns]
 
 
-def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int]) -> _Prepared | None:
-    """The file of an earlier start in that directory, if its bytes are those that it was made with."""
-    recorded = pretrained.read_config(run_dir, "topology.json") if run_dir else {}
+def _made_before(
+    run_dir: Path | None, which: str, key: str, weights: list[int]
+) -> tuple[str, tuple[SourceLines, ...]] | None:
+    """The file of an earlier start in that directory, if its bytes are those that it was made with; and its lines."""
+    if run_dir is None:
+        return None
+    recorded, name = pretrained.read_config(run_dir, "topology.json"), _name_of(which)
     try:
-        derived, name = recorded.get("derived", {}), _name_of(which)
-        if not run_dir:
-            return None
+        derived = recorded.get("derived", {})
         if which == TRAIN:
             known, file = derived.get("sources_key"), recorded["data"]["train"]
             rows = tuple(SourceLines(**{**row, "share": share}) for row, share in zip(derived["sources"], weights))
@@ -338,17 +321,6 @@ def _made_before(run_dir: Path | None, which: str, key: str, weights: list[int])
             source, _, text = one["text"].partition(": ")
             rows = (SourceLines(source, 0, 0, BLOCK, text),)
         path = run_dir / "data" / Path(file).name
-    except (KeyError, TypeError, ValueError):
+        return (str(path.resolve()), rows) if known == key and f"{crc(path):08x}" == path.stem else None
+    except (KeyError, TypeError, ValueError, OSError):
         return None
-    return _Prepared(str(path.resolve()), rows, key) if known == key and _crc(path) == path.stem else None
-
-
-def _crc(path: Path) -> str:
-    crc = 0
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                crc = zlib.crc32(block, crc)
-    except OSError:
-        return ""
-    return f"{crc:08x}"

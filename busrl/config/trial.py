@@ -28,6 +28,7 @@ import msgspec
 from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.prompt_tokens import tokenizer_of
+from busrl.config.reader import show
 from busrl.config.schema import AGENT, TINY, Process, Topology, has_model
 from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import open_file, prompt_lines, prompt_of
@@ -83,7 +84,7 @@ class Judged:
         if self.not_loaded:
             yield f"  reward{self.label}: cannot be used: {self.not_loaded}"
         for one in self.tried:
-            shown = f" {_short(one.answer)}" if one.answer else ""
+            shown = f" {show(one.answer, SHOWN_TEXT)}" if one.answer else ""
             yield f"  reward{self.label} of {one.what}{shown}: {one.in_words()}"
         values = [one.value for one in self.tried]
         if [one.what for one in self.tried if not one.error] == [EMPTY, RIGHT] and values[0] == values[1]:
@@ -191,15 +192,10 @@ def _prompt(t: Topology, place: str, record: dict[str, Any], tokenizer: LightTok
     except DataError as problem:
         yield f"  cannot be written: {problem}"
         return
-    yield f"  as the model reads it: {_short(text)}"
+    yield f"  as the model reads it: {show(text, SHOWN_TEXT)}"
     if ids:
         more = ", ..." if len(ids) > SHOWN_IDS else ""
         yield f"  {len(ids)} tokens: {', '.join(map(str, ids[:SHOWN_IDS]))}{more}"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= SHOWN_TEXT else f"{text[: SHOWN_TEXT // 2]} ... {text[-SHOWN_TEXT // 2 :]}"
 
 
 def ends(t: Topology) -> str:
@@ -230,14 +226,50 @@ def ends(t: Topology) -> str:
 Answers = list[tuple[str, str, list[int]]]
 
 
-@contextlib.contextmanager
-def foreign(
-    t: Topology, role: str, *command: str, python: str = ""
-) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """A process for a user's code with the environment of that role, and the file that it prints to; killed at the end.
+class Foreign:
+    """A process that runs a user's code, and lines of JSON from it, each waited for with a deadline."""
 
-    A file: whatever the code prints, it never waits for a reader.
-    """
+    def __init__(self, child: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
+        self.child, self._printed, self._rest = child, printed, b""
+        self.ended = False
+
+    def tell(self, *values: Any) -> None:
+        """Write lines of JSON. `last_words` say why it died, if it did before."""
+        assert self.child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.write(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+            self.child.stdin.flush()
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next line; None after the time, or when the other side has ended."""
+        assert self.child.stdout is not None
+        pipe, until = self.child.stdout, time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
+            data = os.read(pipe.fileno(), 1 << 16) if ready else b""
+            if not data:
+                self.ended = bool(ready)
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def last_words(self) -> str:
+        """Exit code and last line of a process whose output has ended; it may live on where user code has closed that.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(END_S)
+        self._printed.seek(0)
+        rows = self._printed.read().decode(errors="replace").strip().splitlines()
+        code = "its output is closed" if self.child.returncode is None else f"exit code {self.child.returncode}"
+        return f"{code}, {rows[-1]}" if rows else code
+
+
+@contextlib.contextmanager
+def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator[Foreign]:
+    """A process for a user's code with the environment of that role; killed at the end. It prints to a file, so that
+    it never waits for a reader."""
     entry = next((one for one in t.process if one.role == role and not one.command), None)
     program, variables = interpreter(python or (entry.python if entry else ""))
     environment = {**(variables or os.environ), **(entry.env if entry else {})}
@@ -247,7 +279,7 @@ def foreign(
             env=environment, start_new_session=True,
         )
         try:
-            yield child, printed
+            yield Foreign(child, printed)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # it, and whatever user code has started
@@ -260,60 +292,24 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
         {"key": key, "record_line": line.encode(), "completion": text, "token_ids": ids}
         for key, (_, text, ids) in enumerate(answers)
     ]
-    with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as (child, printed):
-        assert child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(msgspec.json.encode(one.setup) + b"\n" + msgspec.json.encode(items) + b"\n")
-            child.stdin.flush()
-        events = Events(child.stdout)
+    with foreign(t, "reward", "busrl.rewards.child", str(os.getpid())) as child:
+        child.tell(one.setup, items)
         load_s = MODEL_LOAD_S if one.setup["kind"] == "model" else LOAD_S
-        loaded = events.next(load_s)
+        loaded = child.next(load_s)
         if loaded is None:
             late = f"importing it took longer than {load_s:g} s"
-            return last_words(child, printed) if events.ended else late, []
+            return child.last_words() if child.ended else late, []
         tried: list[Tried] = []
         for what, answer, _ in answers if not loaded["error"] else ():
-            if event := events.next(one.timeout_s):
+            if event := child.next(one.timeout_s):
                 tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
                 continue
             error, text = "hung", f"no result after {one.timeout_s:g} s ({one.timeout_key})"
-            if events.ended:
-                error, text = "died", f"the process died: {last_words(child, printed)}"
+            if child.ended:
+                error, text = "died", f"the process died: {child.last_words()}"
             tried.append(Tried(what, answer, error=error, text=text))
             break
         return str(loaded["text"]) if loaded["error"] else "", tried
-
-
-class Events:
-    """Lines of JSON from a pipe, each waited for with a deadline."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe, self._rest = pipe, b""
-        self.ended = False
-
-    def next(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next one; None after the time, or when the other side has ended."""
-        until = time.monotonic() + timeout_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(self._pipe.fileno(), 1 << 16) if ready else b""
-            if not data:
-                self.ended = bool(ready)
-                return None
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
-        return event
-
-
-def last_words(child: subprocess.Popen[bytes], printed: IO[bytes]) -> str:
-    """Exit code and last line of a process whose output has ended; it may live on where user code has closed that."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(END_S)
-    printed.seek(0)
-    rows = printed.read().decode(errors="replace").strip().splitlines()
-    code = "its output is closed" if child.returncode is None else f"exit code {child.returncode}"
-    return f"{code}, {rows[-1]}" if rows else code
 
 
 # -- a loss, an advantage estimator, metrics and an optimiser by import path -----
@@ -333,17 +329,17 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
         arguments += "learner.optimizer", json.dumps({"target": own.optimizer, "options": own.options, **adam})
     if not asked:
         return []
-    with foreign(t, "learner", "busrl.training.custom", *arguments) as (child, printed):
+    with foreign(t, "learner", "busrl.training.custom", *arguments) as one:
         try:
-            faults = json.loads(child.communicate(timeout=LOAD_S)[0])
+            faults = json.loads(one.child.communicate(timeout=LOAD_S)[0])
         except subprocess.TimeoutExpired:
             faults = [f"importing and trying it took longer than {LOAD_S:g} s"] * len(asked)
         except json.JSONDecodeError:
-            faults = [f"the process that tried it died: {last_words(child, printed)}"] * len(asked)
+            faults = [f"the process that tried it died: {one.last_words()}"] * len(asked)
     return [(key, fault.removeprefix(f"{key} = {path!r}: ")) for (key, path), fault in zip(asked, faults) if fault]
 
 
-# -- the function of episodes ----------------------------
+# -- episodes -----
 
 
 def turns(t: Topology) -> Iterator[str]:
@@ -351,13 +347,13 @@ def turns(t: Topology) -> Iterator[str]:
     folder = pretrained.model_at(t.model.path)
     if folder is None or not t.has_callers:
         return
-    with foreign(t, AGENT, "busrl.agents.renderer", str(folder)) as (child, printed):
+    with foreign(t, AGENT, "busrl.agents.renderer", str(folder)) as one:
         try:
-            found = child.communicate(timeout=LOAD_S)[0].decode(errors="replace").splitlines()
+            found = one.child.communicate(timeout=LOAD_S)[0].decode(errors="replace").splitlines()
         except subprocess.TimeoutExpired:
             found = [f"not tried: the template took longer than {LOAD_S:g} s"]
-        if child.returncode:
-            found = [f"cannot be tried: {last_words(child, printed)}"]
+        if one.child.returncode:
+            found = [f"cannot be tried: {one.last_words()}"]
     if found:
         yield "turns of an episode, as the chat template lets them be continued"
         yield from (f"  {line}" for line in found)
@@ -379,14 +375,10 @@ def _episode_fault(t: Topology, entry: Process) -> str:
     setup = {"type": "setup", "function": entry.function, "base_dir": base, "environment": entry.environment,
              "options": entry.options, "trial": True}
     until = time.monotonic() + LOAD_S
-    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as (child, printed):
-        assert child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(setup).encode() + b"\n")
-            child.stdin.flush()
-        events = Events(child.stdout)
-        while (event := events.next(max(0.0, until - time.monotonic()))) is not None:
+    with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as child:
+        child.tell(setup)
+        while (event := child.next(max(0.0, until - time.monotonic()))) is not None:
             if event["type"] == "ready":
                 return str(event.get("error", ""))
         late = f"importing and setting it up took longer than {LOAD_S:g} s"
-        return f"its process died: {last_words(child, printed)}" if events.ended else late
+        return f"its process died: {child.last_words()}" if child.ended else late

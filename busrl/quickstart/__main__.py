@@ -10,15 +10,10 @@ import argparse
 import os
 import signal
 import sys
-from types import FrameType
 
 from busrl.errors import BusrlError
 from busrl.quickstart.cache import Paths, paths
 from busrl.quickstart.task import RECIPES
-
-
-def _interrupted(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _make(name: str, force: bool) -> Paths:
@@ -37,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", default=next(iter(RECIPES)), help=f"one of: {', '.join(RECIPES)}")
     parser.add_argument("--force", action="store_true", help="make it again, even if it is there")
     chosen = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupted)  # so that an ended maker cleans up like one interrupted by a person
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an ended maker cleans up like one that is interrupted
     try:
         made = _make(chosen.name, chosen.force)
     except BusrlError as error:

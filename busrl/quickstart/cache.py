@@ -40,14 +40,9 @@ class Paths:
         return cls(folder / "model", folder / "train.jsonl", folder / "validation.jsonl")
 
 
-def root() -> Path:
-    """The cache directory of busrl."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "busrl"
-
-
 def folder_of(recipe: Recipe) -> Path:
-    return root() / recipe.folder
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "busrl" / recipe.folder
 
 
 def paths(name: str) -> Paths | None:
@@ -62,7 +57,9 @@ def ensure(name: str) -> Paths:
     if found is not None:
         return found
     command = [sys.executable, "-m", "busrl.quickstart", "--name", name]
-    ended = subprocess.run(command, env=_child_environment(), stdout=sys.stderr, check=False)
+    places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]  # this very package
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    ended = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
     found = paths(name)
     if ended.returncode != 0 or found is None:
         raise MachineError(
@@ -70,13 +67,6 @@ def ensure(name: str) -> Paths:
             f"try again with: {' '.join(command)}"
         )
     return found
-
-
-def _child_environment() -> dict[str, str]:
-    """The caller's environment, with this very package importable by the child."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{package_root}{os.pathsep}{known}" if known else package_root}
 
 
 def make_once(recipe: Recipe, fill: Callable[[Path], None], *, force: bool = False, wait_s: float = WAIT_S) -> Paths:

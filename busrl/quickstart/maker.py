@@ -20,8 +20,8 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,34 +39,22 @@ WIDTH = 24
 QUIET_S = 5.0  # between two lines when stderr is no terminal
 
 
-class Progress:
-    """`with Progress("making x") as progress: progress.show(0.4, "pass rate 0.31")`: a line on stderr, redrawn on a
-    terminal, a line now and then elsewhere."""
+def progress(title: str) -> Callable[[float, str], None]:
+    """A function of the share that is done (0 to 1) and a text: it shows them on stderr, in a line that is redrawn on a
+    terminal, in a line now and then elsewhere."""
+    terminal, started, shown = sys.stderr.isatty(), time.monotonic(), 0.0
 
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._terminal = sys.stderr.isatty()
-        self._started = time.monotonic()
-        self._shown = 0.0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._terminal:
-            print(file=sys.stderr, flush=True)
-
-    def show(self, share: float, text: str) -> None:
-        """Show that `share` (0 to 1) is done; `text` says where it stands."""
+    def show(share: float, text: str) -> None:
+        nonlocal shown
         now = time.monotonic()
-        if not self._terminal and now - self._shown < QUIET_S and share < 1.0:
+        if not terminal and now - shown < QUIET_S and share < 1.0:
             return
-        self._shown = now
+        shown = now
         filled = round(WIDTH * min(max(share, 0.0), 1.0))
-        bar = "#" * filled + "." * (WIDTH - filled)
-        line = f"{self._title} [{bar}] {text}, {now - self._started:.0f} s"
-        text, end = (f"\r{line:<78}", "") if self._terminal else (line, "\n")
-        print(text, end=end, file=sys.stderr, flush=True)
+        line = f"{title} [{'#' * filled}{'.' * (WIDTH - filled)}] {text}, {now - started:.0f} s"
+        print(f"\r{line:<78}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    return show
 
 
 # -- the warm-up ---------------------------------------------
@@ -80,8 +68,9 @@ RIGHT = re.compile(task.EXTRACT)
 class WarmUp:
     """One warm-up: `teach()` until the skill is there, then `mask()` until it is hidden under mistakes."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, model: Any, held_out: list[str], progress: Progress) -> None:
-        self._recipe, self._tokenizer, self._model, self._progress = recipe, tokenizer, model, progress
+    def __init__(self, recipe: Recipe, tokenizer: Any, model: Any, held_out: list[str]) -> None:
+        self._recipe, self._tokenizer, self._model = recipe, tokenizer, model
+        self._show = progress(f"making {recipe.name}")
         self._held_out = held_out
         self._prompts = task.warm_up_prompts(recipe, held_out)
         self._rng = random.Random(f"{recipe.seed}/targets")
@@ -94,15 +83,15 @@ class WarmUp:
     def teach(self) -> float:
         """Train on right answers until the sampled pass rate is the recipe's `skill`; the rate reached."""
         recipe, passed = self._recipe, 0.0
-        while passed < recipe.skill and self._steps["teach"] < recipe.skill_steps_max:
+        while self._steps["teach"] < recipe.skill_steps_max:
             for _ in range(recipe.check_every):
                 self._steps["teach"] += 1
                 self._step(0.0, recipe.lr * min(1.0, self._steps["teach"] / recipe.lr_rise))
             passed = self.pass_rate()
-            self._progress.show(0.7 * passed / recipe.skill, f"learning, pass rate {passed:.2f}")
-        if passed < recipe.skill:
-            raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
-        return round(passed, 4)
+            self._show(0.7 * passed / recipe.skill, f"learning, pass rate {passed:.2f}")
+            if passed >= recipe.skill:
+                return round(passed, 4)
+        raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
 
     def mask(self) -> float:
         """Train on mostly wrong answers, for `mask_steps` and until the pass rate is in its range; the rate reached."""
@@ -115,7 +104,7 @@ class WarmUp:
                 self._step(recipe.wrong, recipe.lr * (recipe.lr_end / recipe.lr) ** done)
             passed = self.pass_rate()
             done = self._steps["mask"] / recipe.mask_steps
-            self._progress.show(min(0.7 + 0.3 * done, 1.0), f"unlearning, pass rate {passed:.2f}")
+            self._show(min(0.7 + 0.3 * done, 1.0), f"unlearning, pass rate {passed:.2f}")
             if done >= 1.0 and recipe.pass_low <= passed <= recipe.pass_high:
                 return round(passed, 4)
         raise _missed("the pass rate", passed, f"{recipe.pass_low} to {recipe.pass_high}", recipe.mask_steps_max)
@@ -177,11 +166,8 @@ class WarmUp:
         completions = rows[:, asked["input_ids"].shape[1] :]
         self._lengths = (completions != tokenizer.pad_token_id).sum(1).float()
         texts = [text.replace(task.PAD_TOKEN, "") for text in tokenizer.batch_decode(completions)]
-        return sum(map(self._right, prompts, texts)) / len(prompts)
-
-    def _right(self, prompt: str, text: str) -> bool:
-        found = RIGHT.search(text)
-        return found is not None and found[1] == task.answer_of(prompt)
+        found = [(RIGHT.search(text), task.answer_of(prompt)) for prompt, text in zip(prompts, texts)]
+        return sum(one is not None and bool(one[1] == answer) for one, answer in found) / len(prompts)
 
 
 # -- model and tokenizer -------------------------------------
@@ -218,7 +204,6 @@ def new_model(recipe: Recipe) -> Any:
 
 
 def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
-    """Write config.json, generation_config.json, model.safetensors and the tokenizer's files."""
     make: Any = GenerationConfig  # untyped in transformers
     model.generation_config = make(
         do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=recipe.max_new_tokens,
@@ -236,7 +221,6 @@ def save(folder: Path, recipe: Recipe, tokenizer: Any, model: Any) -> None:
 
 
 def make(name: str, *, force: bool = False) -> Paths:
-    """Make the quickstart of that name in the cache, unless it is there."""
     recipe = find(name)
     return make_once(recipe, lambda folder: _fill(folder, recipe), force=force)
 
@@ -257,12 +241,13 @@ def _make_model(folder: Path, recipe: Recipe, validation: list[str]) -> dict[str
     try:
         started = time.monotonic()
         tokenizer, model = new_tokenizer(recipe), new_model(recipe)
-        with Progress(f"making {recipe.name}") as progress:
-            warm_up = WarmUp(recipe, tokenizer, model, validation, progress)
-            facts = {"skill": warm_up.teach(), "pass_rate": warm_up.mask(), **warm_up.facts()}
+        warm_up = WarmUp(recipe, tokenizer, model, validation)
+        facts = {"skill": warm_up.teach(), "pass_rate": warm_up.mask(), **warm_up.facts()}
         save(folder, recipe, tokenizer, model)
     finally:
         torch.set_num_threads(threads)
+        if sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)  # below the line that was redrawn
     facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     return {**facts, "seconds": round(time.monotonic() - started, 1), "torch": torch.__version__}
 

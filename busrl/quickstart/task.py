@@ -99,7 +99,6 @@ EXTRACT = r"\|([0-9]+)<eos>$"  # what `exact_match` compares with the answer; ne
 
 
 def draw_prompt(recipe: Recipe, rng: random.Random) -> str:
-    """A prompt with a uniform number of uniform digits."""
     count = rng.randint(recipe.digits_min, recipe.digits_max)
     return "".join(rng.choice("0123456789") for _ in range(count)) + ASK
 
@@ -119,7 +118,6 @@ def draw_filler(recipe: Recipe, prompt: str, rng: random.Random) -> str:
 
 
 def spoil(answer: str, rng: random.Random) -> str:
-    """The answer with one digit replaced by another."""
     place = rng.randrange(len(answer))
     wrong = (int(answer[place]) + rng.randint(1, 9)) % 10
     return f"{answer[:place]}{wrong}{answer[place + 1 :]}"
@@ -134,7 +132,6 @@ def draw_completion(recipe: Recipe, prompt: str, wrong: float, rng: random.Rando
 
 
 def splits(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """The prompts of train and validation: disjoint and without repeats."""
     rng = random.Random(f"{recipe.seed}/prompts")
     drawn: dict[str, None] = {}
     while len(drawn) < recipe.train_prompts + recipe.validation_prompts:

@@ -54,10 +54,9 @@ ARROWS: dict[str, set[str]] = {
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
     "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
     "report": {"errors", "files", "paths", "ledger", "monitor"},
-    "evaluate": {"errors", "data", "engines", "rewards", "config"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "evaluate", "training", "guardian", "rewards", "report",
+        "data", "simulate", "roles", "engines", "training", "guardian", "rewards", "report",
         "protocol",
     },
     "notebook": {"errors", "files", "paths", "monitor"},

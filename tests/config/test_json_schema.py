@@ -19,7 +19,8 @@ except ImportError:  # Python 3.10
 
 from busrl.cli import main
 from busrl.config.declare import Item, Wrong, convert, items
-from busrl.config.json_schema import schema, value
+from busrl.config.reader import json_schema as schema
+from busrl.config.reader import value_schema as value
 from busrl.config.schema import Topology
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from busrl.cli.control import stop
+from busrl.cli.run import stop
 from busrl.config import load
 from busrl.errors import UserError
 from busrl.launch.rundir import belongs_to_another, open_run

@@ -14,7 +14,7 @@ from test_agents_in_a_run import slots_of_calls
 
 from busrl.bus import Endpoint
 from busrl.cli import main
-from busrl.cli.control import ask
+from busrl.cli.run import ask
 from busrl.ledger.controls import read_lines as controls
 from busrl.protocol import messages as m
 from busrl.protocol.codec import topic

@@ -13,10 +13,10 @@ import pytest
 from harness import ROOT, Run, running
 
 from busrl.cli.command import main
+from busrl.cli.evaluate import Evaluation, MeasuredRound
 from busrl.config import load, materialise
 from busrl.engines import Finished, Request
 from busrl.errors import UserError
-from busrl.evaluate import Evaluation, MeasuredRound
 from busrl.states import Finish
 
 pytestmark = pytest.mark.long
@@ -116,7 +116,7 @@ class GivesUp:
 def test_part_of_an_answer_or_none_is_not_judged(
     finish: int, tokens: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("busrl.evaluate.make_engine", lambda *_: GivesUp(finish, tokens))
+    monkeypatch.setattr("busrl.cli.evaluate.make_engine", lambda *_: GivesUp(finish, tokens))
     topology = materialise(load(QUICKSTART))
     evaluation = Evaluation(topology, MeasuredRound(dataclasses.replace(topology.sets[0], prompts=4), 4))
     rows = evaluation.run()
