@@ -32,14 +32,11 @@ import torch
 from busrl import device as devices
 from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
+from busrl.guardian import born, stat_of
 from busrl.private import exposed
 from busrl.weights.base import NOTHING, Sender, TensorReceiver, is_named, open_own, poll
 
 # -- which process ---------------------------------------------------------------------------------------------
-
-
-STATE, STARTED = 0, 19  # fields of /proc/PID/stat after the name
-ENDED = ("Z", "X")
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
@@ -52,8 +49,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
         """The process that has the number now; nobody if there is none."""
-        fields = _stat(pid)
-        return cls(pid, int(fields[STARTED])) if fields else NOBODY
+        began = born(pid)
+        return cls(pid, began) if began else NOBODY
 
     @classmethod
     def mine(cls) -> ProcessIdentity:
@@ -62,22 +59,14 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     @property
     def alive(self) -> bool:
         """Whether it runs or is stopped; False for a zombie."""
-        fields = _stat(self.pid) if self.pid else []
-        return bool(fields) and fields[STATE] not in ENDED and int(fields[STARTED]) == self.started
+        fields = stat_of(self.pid) if self.pid else []
+        return bool(fields) and fields[0] not in "ZX" and born(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"pid {self.pid}, {'alive' if self.alive else 'dead'}" if self.pid else "nobody"
 
 
 NOBODY = ProcessIdentity(0, 0)
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 # -- handles of memory -----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
     "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device"},
-    "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "_blocks"},
+    "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "_blocks"},
     "sinks": {"errors", "files", "paths"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",

@@ -156,8 +156,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",
         "broadcast": "base sparse tensors", "shm": "base sparse tensors",
-        "factory": "base broadcast folders one_copy shm tensors", "relay": "base shm sparse tensors",
-        "relay_folders": "folders relay",
+        "factory": "base broadcast folders one_copy shm tensors", "relay": "base folders shm sparse tensors",
     },
     "weights.broadcast": {
         "group": "", "receiver": "group", "sender": "group",

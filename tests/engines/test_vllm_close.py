@@ -46,17 +46,13 @@ def test_workers_are_told_to_leave_within_a_deadline(core: Core, transport: str,
     assert receiver.newest() == (-1, -1)
     made.close()
     assert core.calls[-1] == ("busrl_close", seconds)
-    with pytest.raises(ValueError, match="closed"):
-        receiver.newest()
 
 
 def test_an_engine_that_dies_meanwhile_is_a_line_in_the_log(core: Core, caplog: pytest.LogCaptureFixture) -> None:
-    made, receiver = updates(core, "shm")
+    made, _ = updates(core, "shm")
     core.fails = True
     made.close()
     assert "rollout/0: its workers did not leave: died" in caplog.text
-    with pytest.raises(ValueError, match="closed"):
-        receiver.newest()
 
 
 def test_an_engine_that_is_over_is_asked_nothing(core: Core) -> None:

@@ -41,8 +41,8 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
         self.room = min(max_length, FIRST_ROOM)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._prefill: tuple[torch.Tensor, torch.Tensor | None] | None = None  # rows, and which sequence goes to each
-        self._begun: torch.Tensor | None = None  # positions [sequences, length] where rows are continued
+        self._filled: torch.Tensor | None = None  # the rows of a prefill
+        self._begun: torch.Tensor | None = None  # positions [rows, length] where they are continued
         self._span = 0
         self._active = 0
         self._positions: torch.Tensor | None = None
@@ -51,20 +51,20 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 
     # -- what the next forward does -----
 
-    def plan_prefill(self, rows: torch.Tensor, source: torch.Tensor | None, end: int) -> None:
-        """The next forward: the first `end` positions of new sequences, `source[i]` (None: i) into row `rows[i]`."""
+    def plan_prefill(self, rows: torch.Tensor, end: int) -> None:
+        """The next forward computes the first `end` positions of new sequences, one for each of `rows`."""
         self._reserve(end)
-        self._prefill, self._begun, self._span = (rows, source), None, end
+        self._filled, self._begun, self._span = rows, None, end
 
     def plan_extend(self, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
         """The next forward continues `rows` at `positions` [rows, length]; `span` covers them all."""
         self._reserve(span)
-        self._prefill, self._begun, self._span = (rows, None), positions, span
+        self._filled, self._begun, self._span = rows, positions, span
 
     def plan_step(self, positions: torch.Tensor, span: int) -> None:
         """The next forward computes one token for each of the first rows, at `positions`; `span` covers them all."""
         self._reserve(span)
-        self._prefill = None
+        self._filled = None
         self._positions, self._active, self._span = positions, len(positions), span
         self._flat.clear()
 
@@ -75,13 +75,12 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values of a layer; returns those that this forward attends to."""
         layer = self._places.setdefault(layer_idx, len(self._places))
-        if self._prefill is None:
+        if (rows := self._filled) is None:
             return self.store_step(layer, key_states, value_states)
         self._grow_layers(layer, key_states, value_states)
-        rows, source = self._prefill
         for store, new in ((self.keys[layer], key_states), (self.values[layer], value_states)):
             if self._begun is None:
-                store[rows, :, : self._span] = new if source is None else new[source]
+                store[rows, :, : self._span] = new
             else:
                 store[rows[:, None], :, self._begun] = new.transpose(1, 2)
         if self._begun is None:
@@ -161,8 +160,8 @@ class Decoder(ABC):
     cache: RowCache | TokenRows
 
     @abstractmethod
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Fill `rows` from the beginning with `ids` [sequences, length]; row i holds sequence `source[i]` (None: i)."""
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Fill `rows` from the beginning with `ids` [rows, length]."""
 
     @abstractmethod
     def extend(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
@@ -189,8 +188,8 @@ class GenericDecoder(Decoder):
         self._window = window_of(config)
         self._dtype = next(model.parameters()).dtype
 
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        self.cache.plan_prefill(rows, source, ids.shape[1])
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self.cache.plan_prefill(rows, ids.shape[1])
         keys = torch.arange(ids.shape[1], device=ids.device)
         self._forward(self._base, ids, keys[None], keys)
 
@@ -305,22 +304,15 @@ class StateCache(RowCache):
         self.begin(rows)
 
     def _state(self, key: StateKey) -> torch.Tensor | None:
-        if self._prefill is None:
+        if self._filled is None:
             return self.states[key][: self._active] if key in self.states else None
         # A view: for a single token the model writes into it.
         return self.states[key][self._row : self._row + 1] if self._begun is not None else None
 
     def _keep(self, key: StateKey, new: torch.Tensor) -> None:
-        if self._prefill is None:
-            self._store(key, new)[: self._active] = new
-        else:
-            rows, source = self._prefill
-            self._store(key, new)[rows] = new if source is None else new[source]
-
-    def _store(self, key: StateKey, like: torch.Tensor) -> torch.Tensor:
         if key not in self.states:
-            self.states[key] = like.new_zeros((self.rows, *like.shape[1:]))
-        return self.states[key]
+            self.states[key] = new.new_zeros((self.rows, *new.shape[1:]))
+        self.states[key][slice(self._active) if self._filled is None else self._filled] = new
 
 
 class StateDecoder(GenericDecoder):
@@ -371,8 +363,8 @@ class WholeDecoder(Decoder):
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self.cache = TokenRows(rows, max_length, next(model.parameters()).device)
 
-    def prefill(self, ids: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None) -> None:
-        self.cache.ids[rows, : ids.shape[1]] = ids if source is None else ids[source]
+    def prefill(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self.cache.ids[rows, : ids.shape[1]] = ids
 
     def extend(self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, span: int) -> None:
         self.cache.ids[rows[:, None], positions] = ids

@@ -351,11 +351,9 @@ class Prefill:
         self.computed += sum(one.left for one in joining)
         if empty := [row for one in joining if not len(one.ids) for row in one.rows]:
             self._decoder.cache.begin(self._tensor(empty))
-        self._batches([one for one in joining if one.left and not one.begin], self._batch)
-        self._batches([one for one in joining if one.left and one.begin], self._extend)
-        for one in joining:
-            if one.begin:
-                self.copy([(one.rows[0], row, len(one.ids)) for row in one.rows[1:]])
+        self._batches([one for one in joining if one.left and not one.begin])
+        self._batches([one for one in joining if one.left and one.begin])
+        self._share([one for one in joining if not one.left])
 
     def _begin_long(self) -> None:
         """The first in the queue alone is over the budget: take it, and all with the same prompt."""
@@ -375,7 +373,7 @@ class Prefill:
         if begin:
             self._decoder.extend(ids, self._tensor([kept.row]), self._tensor(range(begin, end))[None], end)
         else:
-            self._decoder.prefill(ids, self._tensor([kept.row]), None)
+            self._decoder.prefill(ids, self._tensor([kept.row]))
         self.computed += end - begin
         self._seats.computed[long.seats[0]] += end - begin
         kept.ids = long.ids[:end]
@@ -394,7 +392,7 @@ class Prefill:
             self._decoder.cache.clear(self._tensor([long.kept.row]))
         return long.seats
 
-    def _batches(self, joining: list[_Joining], compute: Callable[[list[_Joining]], None]) -> None:
+    def _batches(self, joining: list[_Joining]) -> None:
         """Those with the least to compute first; a batch ends where its padding would be more than its tokens."""
         batch: list[_Joining] = []
         real = furthest = 0
@@ -406,31 +404,31 @@ class Prefill:
             reach = max(furthest, one.begin) + one.left
             too_far = reach > self._seats.max_length or (one.begin > 0 and (len(batch) + 1) * reach > GATHERED)
             if batch and (padded > most or too_far):
-                compute(batch)
+                self._compute(batch)
                 batch, real, furthest = [], 0, 0
             batch.append(one)
             real, furthest = real + one.left, max(furthest, one.begin)
         if batch:
-            compute(batch)
+            self._compute(batch)
 
-    def _batch(self, batch: list[_Joining]) -> None:
-        rows = [row for one in batch for row in one.rows]
-        source = [k for k, one in enumerate(batch) for _ in one.rows]
-        copied = self._tensor(source) if len(rows) > len(batch) else None
-        self._decoder.prefill(self._padded(batch), self._tensor(rows), copied)
-
-    def _extend(self, batch: list[_Joining]) -> None:
-        ids, begins = self._padded(batch), np.array([one.begin for one in batch])
-        positions = torch.from_numpy(begins[:, None] + np.arange(ids.shape[1])).to(self._device)
+    def _compute(self, batch: list[_Joining]) -> None:
+        """What is to be computed of each goes into its first row, and from there into the others."""
         rows = self._tensor([one.rows[0] for one in batch])
-        self._decoder.extend(ids, rows, positions, int(begins.max()) + ids.shape[1])
-
-    def _padded(self, batch: list[_Joining]) -> torch.Tensor:
-        """What is to be computed of each, [sequences, length]."""
-        ids = np.zeros((len(batch), batch[-1].left), np.int64)
+        length = batch[-1].left  # the longest is the last
+        ids = np.zeros((len(batch), length), np.int64)
         for k, one in enumerate(batch):
             ids[k, : one.left] = one.ids[one.begin :]
-        return torch.from_numpy(ids).to(self._device)
+        padded = torch.from_numpy(ids).to(self._device)
+        if batch[0].begin:
+            begins = np.array([one.begin for one in batch])
+            positions = torch.from_numpy(begins[:, None] + np.arange(length)).to(self._device)
+            self._decoder.extend(padded, rows, positions, int(begins.max()) + length)
+        else:
+            self._decoder.prefill(padded, rows)
+        self._share(batch)
+
+    def _share(self, joining: list[_Joining]) -> None:
+        self.copy([(one.rows[0], row, len(one.ids)) for one in joining for row in one.rows[1:]])
 
     def copy(self, copies: Copies) -> None:
         if copies:
@@ -603,7 +601,7 @@ class TorchEngine(Engine):
             return []
         self._holes = ended.nonzero()[0].tolist()
         if (spoilt := np.isnan(measured)).any():
-            self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
+            self._decoder.cache.clear(self._to_device(spoilt.nonzero()[0]))
         for row in self._holes if self._kept.keep_s else ():
             if not np.isnan(measured[row]):
                 self._kept.park(row, seats.cached(int(running[row])))
@@ -633,9 +631,6 @@ class TorchEngine(Engine):
         if low < 0 or high >= self._vocabulary:
             wrong = low if low < 0 else high
             raise ValueError(f"{name} has token id {wrong}; the model knows 0 to {self._vocabulary - 1}")
-
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

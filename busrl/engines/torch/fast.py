@@ -78,9 +78,9 @@ class FastDecoder(Decoder):
         self._cos, self._sin = _rotary_table(base.rotary_emb, max_length, self._embedding)
         self._small = self._embedding.dtype == torch.float32 and self._embedding.device.type == "cpu"
 
-    def prefill(self, ids: Tensor, rows: Tensor, source: Tensor | None) -> None:
+    def prefill(self, ids: Tensor, rows: Tensor) -> None:
         length = ids.shape[1]
-        self.cache.plan_prefill(rows, source, length)
+        self.cache.plan_prefill(rows, length)
         self._read(ids, self._cos[:length, None], self._sin[:length, None], None)
 
     def extend(self, ids: Tensor, rows: Tensor, positions: Tensor, span: int) -> None:
@@ -254,11 +254,11 @@ def _objection(model: Any, maker: Maker, max_length: int) -> str:
 
 def disagreement(model: Any, maker: Maker, max_length: int) -> float:
     """Largest difference of logits over random sequences of unequal length, prefilled, continued and stepped."""
-    decoder = maker(model, 3, max_length)  # outside inference mode: it may move the parameters, which stay writable
-    with torch.inference_mode():
-        return _disagreement(model, decoder, max_length)
+    # Made outside of inference mode: it may move the parameters, which stay writable.
+    return _disagreement(model, maker(model, 3, max_length), max_length)
 
 
+@torch.inference_mode()
 def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
     rows, device = 3, next(model.parameters()).device
     length = max(2, min(12, max_length))
@@ -268,10 +268,10 @@ def _disagreement(model: Any, decoder: Decoder, max_length: int) -> float:
     known = torch.tensor([length // 2, length // 3, length // 2], device=device)  # tokens prefilled, per row
     order, everyone = torch.tensor([2, 0, 1], device=device), torch.arange(rows, device=device)
     if decoder.equal_lengths:
-        decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]], None)
-        decoder.prefill(ids[1:2, : length // 3], everyone[1:2], None)
+        decoder.prefill(ids[[2, 0], : length // 2], everyone[[2, 0]])
+        decoder.prefill(ids[1:2, : length // 3], everyone[1:2])
     else:
-        decoder.prefill(ids[order, : length // 2], everyone[order], None)
+        decoder.prefill(ids[order, : length // 2], everyone[order])
     _continue(decoder, ids, -(-length // 4), known)
     gap = 0.0
     for k in range(length - length // 2):
@@ -287,7 +287,7 @@ def _continue(decoder: Decoder, ids: Tensor, piece: int, known: Tensor) -> None:
     pairs = [[0], [1]] if decoder.equal_lengths else [[0, 1]]
     for rows in (torch.tensor(pair, device=ids.device) for pair in pairs):
         begins = torch.minimum((piece - rows).clamp(min=1), known[rows])
-        decoder.prefill(ids[rows, : int(begins.max())], rows, None)
+        decoder.prefill(ids[rows, : int(begins.max())], rows)
         longest = int((known[rows] - begins).max())
         if longest:
             positions = begins[:, None] + torch.arange(longest, device=ids.device)
