@@ -56,36 +56,26 @@ class TransportSettings:
 
     @classmethod
     def of(cls, topology: Topology, paths: RunPaths) -> TransportSettings:
-        weights = topology.weights
+        weights, sparse = topology.weights, topology.weights.sparse
         made = cls(
-            transport=weights.transport,
-            segment=str(paths.weights_file),
-            address_file=str(paths.runtime_dir / "cast.sock"),
-            timeout_s=weights.timeout_s,
-            checksum=weights.checksum,
-            bucket_bytes=weights.bucket_mb << 20,
-            backend=weights.backend,
-            threshold=weights.sparse.threshold if weights.sparse.enabled else 0.0,
-            key_every=weights.sparse.key_every,
+            weights.transport, str(paths.weights_file), str(paths.runtime_dir / "cast.sock"),
+            timeout_s=weights.timeout_s, checksum=weights.checksum, bucket_bytes=weights.bucket_mb << 20,
+            backend=weights.backend, threshold=sparse.threshold if sparse.enabled else 0.0, key_every=sparse.key_every,
         )
         if weights.transport not in FOLDERS:
             return made
         adapters = weights.transport in ADAPTERS
         return replace(
-            made,
-            folders=str(paths.adapters if adapters else paths.published),
-            kept=kept_versions(topology),
-            kept_by_engine=held_versions(topology),
-            base=topology.model.path if adapters else "",
+            made, folders=str(paths.adapters if adapters else paths.published), kept=kept_versions(topology),
+            kept_by_engine=held_versions(topology), base=topology.model.path if adapters else "",
         )
 
     def plain(self) -> dict[str, Any]:
-        """Numbers, strings and booleans by field name."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TransportSettings:
-        """The other way; UserError names a field that this version does not know."""
+        """UserError names a field that this version does not know."""
         unknown = sorted(plain.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise UserError(f"settings of the weights: {unknown[0]!r} is unknown here; both sides must run one version")
@@ -136,11 +126,8 @@ def make_receiver(settings: TransportSettings, name: str) -> Receiver:
     """An engine's side; `name` is the process, which errors call it by."""
     if settings.folders:
         return FolderReceiver(
-            Path(settings.folders),
-            name,
-            kind="folder" if settings.transport in RESTARTS else "adapter",
-            kept=settings.kept_by_engine,
-            base=Path(settings.base) if settings.base else None,
+            Path(settings.folders), name, kind="folder" if settings.transport in RESTARTS else "adapter",
+            kept=settings.kept_by_engine, base=Path(settings.base) if settings.base else None,
             timeout_s=settings.timeout_s,
         )
     if settings.transport == "shm":

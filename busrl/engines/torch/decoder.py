@@ -206,11 +206,8 @@ class GenericDecoder(Decoder):
     def _forward(self, model: Any, ids: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor) -> Any:
         """Of `ids` [sequences, length] at `positions` [sequences or 1, length], over the positions `keys`."""
         return model(
-            input_ids=ids,
-            attention_mask=self._masks(positions[:, None, :, None], keys),
-            position_ids=positions.expand(len(ids), -1),
-            past_key_values=self.cache,
-            use_cache=True,
+            input_ids=ids, attention_mask=self._masks(positions[:, None, :, None], keys),
+            position_ids=positions.expand(len(ids), -1), past_key_values=self.cache, use_cache=True,
         )
 
     def _masks(self, queries: torch.Tensor, keys: torch.Tensor) -> Any:
@@ -324,14 +321,13 @@ class StateDecoder(GenericDecoder):
     cache_type = StateCache
 
     def _by_kind(self, full: torch.Tensor, sliding: torch.Tensor) -> Any:
-        if not self._layer_types:
+        if not (kinds := self._layer_types):
             return sliding
-        kinds = self._layer_types
         attending = [kind for kind in kinds if "hybrid" in kind or ("attention" in kind and "linear" not in kind)]
         if not attending:
             return None
         # Layers of both kinds in one ask for the mask of an attention layer.
-        found = {"full_attention": full, **dict.fromkeys((*self._layer_types, "linear_attention"))}
+        found = {"full_attention": full, **dict.fromkeys((*kinds, "linear_attention"))}
         return found | {kind: sliding if "sliding" in kind else full for kind in attending}
 
 

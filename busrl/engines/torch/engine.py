@@ -295,19 +295,16 @@ class Prefill:
 
     def fill(self) -> int:
         """Compute what the budget allows; those that are complete take rows. How many those are."""
-        if self._long is None and not self._queue:
-            return 0
         if self._long is not None:
             count = self.joining
             self._piece(self._long)
             return count
         seats_of = self._next()
-        count = sum(map(len, seats_of.values()))
-        if count:
+        if seats_of:
             self._join(seats_of)
-        else:
+        elif self._queue:
             self._begin_long()
-        return count
+        return sum(map(len, seats_of.values()))
 
     def _left(self, seat: int) -> int:
         """How many tokens of it are to be computed."""
@@ -442,7 +439,7 @@ class Prefill:
 # -- the engine -----
 
 class TorchEngine(Engine):
-    """`capacity` rows of one model on one device. Use `load` for a model folder."""
+    """`capacity` rows of one model on one device. `load` makes one for a model folder."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
@@ -501,7 +498,9 @@ class TorchEngine(Engine):
         finished = self._take_done()
         if not self.paused:
             with torch.inference_mode():
-                self._arrange()
+                if self._waiting.fill():  # those that join get the rows of those that left first
+                    self._sampling = None
+                self._close_up()
                 if self._seats.active:
                     finished.extend(self._decode())
         return finished
@@ -533,7 +532,7 @@ class TorchEngine(Engine):
         return taken
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
+        """Live tensors, written in place between two steps."""
         return dict(self._model.named_parameters())
 
     def statistics(self) -> Statistics:
@@ -555,13 +554,8 @@ class TorchEngine(Engine):
         """Rows without a sequence that runs."""
         return [*self._holes, *range(self._seats.active, self.capacity)]
 
-    def _arrange(self) -> None:
-        """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
-        if self._waiting.fill():
-            self._sampling = None
-        self._close_up()
-
     def _close_up(self) -> None:
+        """Make the rows in use the first ones."""
         if not self._holes:
             return
         seats = self._seats
@@ -647,13 +641,8 @@ def _max_length(model: Any, wanted: int) -> int:
 def make(topology: Topology, process: str) -> TorchEngine:
     generation = topology.generation
     return TorchEngine.load(
-        topology.model.path,
-        capacity=generation.max_batch,
-        max_length=topology.longest,
-        dtype=topology.model.dtype,
-        device=choose_device(topology.device_of(process)),
-        chat=topology.data.template == "chat",
+        topology.model.path, capacity=generation.max_batch, max_length=topology.longest, dtype=topology.model.dtype,
+        device=choose_device(topology.device_of(process)), chat=topology.data.template == "chat",
         on_update="recompute" if generation.on_update == "recompute" else "keep",
-        prefill_tokens=generation.prefill_tokens,
-        prefix_keep_s=topology.prefix_keep_s,
+        prefill_tokens=generation.prefill_tokens, prefix_keep_s=topology.prefix_keep_s,
     )

@@ -99,27 +99,6 @@ class Running(PartialAnswer):
         )
 
 
-def stat_logger(record: Callable[[float], None]) -> Callable[..., Any]:
-    """What AsyncLLM calls to make its logger of statistics: `record` gets the share of the key-value cache in use after
-    every step, if this vLLM reports any."""
-
-    def make_logger(config: Any, engine_index: int = 0) -> Any:
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        class Logger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
-            def __init__(self, config: Any, engine_index: int = 0) -> None: ...
-
-            def record(self, scheduler_stats: Any = None, *args: Any, **more: Any) -> None:
-                if scheduler_stats is not None:
-                    record(float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0))
-
-            def log_engine_initialized(self) -> None: ...
-
-        return Logger(config, engine_index)
-
-    return make_logger
-
-
 class VllmEngine(Engine):
     """`start` says what vLLM is given; `make` takes all of it from a topology."""
 
@@ -138,7 +117,7 @@ class VllmEngine(Engine):
         self._moved_at = time.monotonic()  # the last token, start or resumption
         self._looked = False
         self._arrived = self._counted = 0  # tokens that came, in the loop; those of the steps so far
-        self._usage = 0.0  # share of the key-value cache in use
+        self._usage = 0.0
         self.core = self._start_core()
         self._updates = Updates(self, on_update, on_restart)
 
@@ -284,13 +263,14 @@ class VllmEngine(Engine):
 
     def _start_core(self) -> Core:
         self._tasks: set[asyncio.Task[None]] = set()
-        core = Core(self.start, stat_logger(self._record))
+        core = Core(self.start, self._record)
         core.on_death = self._wake.set
         # It is up when it has made a token: what a version still compiles then belongs to the start.
         core.call("its first token", lambda: self.sample_for_check(core, 1), self.own.start_s)
         return core
 
     def _record(self, usage: float) -> None:
+        """After a step, with the share of the key-value cache in use."""
         self._counts.steps += 1
         self._usage = usage
 
