@@ -144,11 +144,9 @@ class Text(Protocol):
 
 
 class Engine(ABC):
-    """`submit` while `active < capacity`, `step` while `active`, weights in between.
-
-    An engine keeps what it works on in `_running`, by key, until its end is in `_done`. `_begin`, `_end_now` and
-    `_update` are its own parts of the calls here.
-    """
+    """`submit` while `active < capacity`, `step` while `active`, weights in between. An engine keeps what it works on
+    in `_running`, by key, until its end is in `_done`. `_begin`, `_end_now` and `_update` are its own parts of the
+    calls here."""
 
     def __init__(self, text: Text, capacity: int, max_length: int, clock: Callable[[], float] = time.monotonic) -> None:
         """At most `capacity` requests at once, sequences of at most `max_length` tokens, prompt included."""

@@ -181,11 +181,9 @@ def alive(pid: int | str) -> str:
 
 
 class VersionSteps:
-    """Which learner step made which policy version, of the last `kept` versions that were added.
-
-    Versions are added in the order of their numbers. One that is not the newest changes nothing; one that is added
-    again keeps the smallest step.
-    """
+    """Which learner step made which policy version, of the last `kept` versions that were added. Versions are added in
+    the order of their numbers. One that is not the newest changes nothing; one that is added again keeps the smallest
+    step."""
 
     def __init__(self, kept: int = 4096) -> None:
         self._versions: list[int] = []

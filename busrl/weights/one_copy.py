@@ -224,10 +224,8 @@ LOADED = FenceState(0, 0, False)
 
 class Fence:
     """A mapping of the page. State, version and step share one 64-bit word, so nobody reads one without the others.
-
-    Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state
-    (step << 32 | version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for.
-    """
+    Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state (step << 32 |
+    version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for."""
 
     def __init__(self, descriptor: int) -> None:
         self.inode = os.fstat(descriptor).st_ino
@@ -415,10 +413,8 @@ class OneCopyReceiver(TensorReceiver):
         self._kept: list[torch.Tensor] = []
 
     def share(self, named: Named, wanted: Shapes | None = None) -> None:
-        """Share the tensors of this process's model with the learner (its parameters, by name, each once).
-
-        `wanted`: the checkpoint's names and shapes, for an engine that has fused its own.
-        """
+        """Share the tensors of this process's model with the learner (its parameters, by name, each once). `wanted`:
+        the checkpoint's names and shapes, for an engine that has fused its own."""
         self._kept = list(named.values())  # shared memory has to outlive the model
         described = describe_bridge(self.name, named, wanted)
         self._fence = Fence.create(self.fence_file)
@@ -457,10 +453,8 @@ class OneCopyReceiver(TensorReceiver):
         self._fence, self._kept = None, []
 
     def _at_rest(self, version: int = 0) -> FenceState | None:
-        """The weights' state if they are at rest and of that version at least.
-
-        For a change it confirms, once, that this engine reads no weights from here on.
-        """
+        """The weights' state if they are at rest and of that version at least. For a change it confirms, once, that
+        this engine reads no weights from here on."""
         fence = self._shared()
         state = fence.state
         if state.changing and fence.paused != state:
@@ -498,11 +492,8 @@ class OneCopySender(Sender):
     def connect(
         self, own: Named, device: torch.device, wait_s: float, stopping: Callable[[], object] = lambda: False
     ) -> dict[str, torch.Tensor] | None:
-        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile.
-
-        `own` are the weights that this process has loaded: names and shapes must be equal. WeightsTimeout after
-        `wait_s`.
-        """
+        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile. `own` are the
+        weights that this process has loaded: names and shapes must be equal. WeightsTimeout after `wait_s`."""
         found = poll(lambda: "stopping" if stopping() else self._attach(), wait_s, SEARCH_EVERY_S)
         if isinstance(found, str):
             return None

@@ -151,10 +151,8 @@ class Segment:
 
 
 def attach_segment(path: Path, writable: bool = False) -> Segment | None:
-    """The segment of that name, None if there is no such file or it is not a segment of this layout.
-
-    UserError for a file of another user.
-    """
+    """The segment of that name, None if there is no such file or it is not a segment of this layout. UserError for a
+    file of another user."""
     descriptor = open_own(path, os.O_RDWR if writable else os.O_RDONLY)
     if descriptor is None:
         return None
@@ -276,10 +274,8 @@ class ShmSender(Sender):
         return True
 
     def _for(self, named: Mapping[str, torch.Tensor], above: bool) -> Segment:
-        """The segment for this layout: the present one, or a new one if that is of another run or model.
-
-        Also a new one if the file was removed: processes that map it would keep its old versions and see no new one.
-        """
+        """The segment for this layout: the present one, or a new one if that is of another run or model. Also a new one
+        if the file was removed: processes that map it would keep its old versions and see no new one."""
         inherited, self._inherited = self._inherited, False
         mine = self._segment
         if mine is not None and above and is_named(self.path, mine.inode) and self._suits(mine, named):
@@ -304,10 +300,8 @@ class ShmSender(Sender):
 
 
 class VersionReceiver(TensorReceiver):
-    """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`.
-
-    A version counts only if its buffer is complete and was not written to while its words were read.
-    """
+    """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`. A version
+    counts only if its buffer is complete and was not written to while its words were read."""
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         self.path = Path(path)

@@ -210,9 +210,7 @@ def _value_of(text: str) -> Any:
 
 class Core:
     """One life of vLLM, with the deadlines of `start.own`. Raises EngineLost from every method.
-
-    starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
-    """
+    starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds."""
 
     def __init__(self, start: Start, record: Callable[[float], None]) -> None:
         self.version = require()

@@ -227,10 +227,8 @@ class Updates:
 
     def _swap(self, version: int, hold: bool) -> tuple[int, int]:
         """Load in every worker, drop what old weights cached, note the version: one round trip, nothing decodes in it.
-
         Running sequences are computed again where asked for. Where they keep their cache vLLM cannot drop it, and
-        returns False; new requests have another salt and do not find it. EngineLost if workers differ in version.
-        """
+        returns False; new requests have another salt and do not find it. EngineLost if workers differ in version."""
         core, again = self._engine.core, self._recompute
 
         async def together() -> list[Any]:
@@ -334,10 +332,8 @@ class Updates:
         return {adapter.version for adapter in adapters if adapter is not None and adapter.request is not None}
 
     def _make_room(self) -> None:
-        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`.
-
-        Unused ones are removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn.
-        """
+        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`. Unused ones are
+        removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn."""
         engine, places = self._engine, self._engine.start.adapters
         if not engine.wait_until(lambda: len(self._used()) < places, engine.own.rpc_s):
             used, oldest = sorted(self._used()), min(self._used())

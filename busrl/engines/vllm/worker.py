@@ -133,10 +133,8 @@ class WorkerWeights:
 
 class SharedWeights(WorkerWeights):
     """One copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
-
     `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
-    its change; `commit` returns when the change is complete.
-    """
+    its change; `commit` returns when the change is complete."""
 
     def __init__(self, model: Any, source: OneCopyReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
         source.share(dict(model.named_parameters()), shapes)
