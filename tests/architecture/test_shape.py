@@ -71,11 +71,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "tokens": "", "base": "tokens", "openai": "base tokens", "scripted": "base tokens", "torch": "base tokens",
         "vllm": "base tokens",
     },
-    "engines.openai": {
-        "client": "", "weights": "client", "engine": "client weights",
-    },
+    "engines.openai": {"client": "", "engine": "client"},
     "engines.torch": {
-        "decoder": "", "lora": "", "prefix": "", "fast": "decoder", "engine": "decoder fast lora prefix",
+        "decoder": "", "lora": "", "prefix": "", "engine": "decoder lora prefix",
     },
     "engines.vllm": {
         "cpu_patches": "", "process": "", "weights": "process", "engine": "process weights",

@@ -30,8 +30,7 @@ from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
 from busrl.engines.base import Engine, Finished, Request, Statistics, Streams
 from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
-from busrl.engines.torch.decoder import Decoder
-from busrl.engines.torch.fast import choose_decoder
+from busrl.engines.torch.decoder import Decoder, choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError

@@ -415,8 +415,6 @@ class Core:
 
 def is_death(result: object) -> bool:
     """Whether the result of a call is vLLM's error that its engine is dead."""
-    if not isinstance(result, BaseException):
-        return False
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(result, EngineDeadError)

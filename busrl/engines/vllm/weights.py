@@ -90,20 +90,15 @@ class WorkerReceiver(TensorReceiver):
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
-        self._trouble = ""
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong in a worker, as far as `newest` has seen."""
-        return self._trouble or "nothing is wrong there"
+        self.trouble = ""  # what is wrong in a worker, as far as `newest` has seen
 
     def newest(self) -> tuple[int, int]:
         """What every worker has; what is wrong in one is logged once."""
         lines = [page.read() for page in self._pages]
-        trouble = next((line.trouble for line in lines if line.trouble), "")
-        if trouble and trouble != self._trouble:
-            log.warning("weights: %s: %s", self.name, trouble)
-        self._trouble = trouble
+        troubles = [line.trouble for line in lines if line.trouble]
+        if troubles and troubles[0] != self.trouble:
+            log.warning("weights: %s: %s", self.name, troubles[0])
+        self.trouble = troubles[0] if troubles else "nothing is wrong there"
         return min(line.newest for line in lines)
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
@@ -288,8 +283,7 @@ class Updates:
 
     def _folder(self, receiver: Receiver) -> tuple[int, int]:
         engine = self._engine
-        if receiver.kind == "tensors":
-            raise UserError("vLLM takes tensors from the receivers in its workers alone")
+        assert receiver.kind != "tensors"  # those come to the receivers in its workers alone
         # The first adapter goes into the model without one; later folders need a vLLM that starts again.
         restarts = receiver.kind == "folder" and (self.adapter is None or self.adapter.request is not None)
         if not restarts and self.adapter is not None:
