@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
 LOOK_EVERY_S = 0.005
-Kind = Literal["tensors", "adapter", "folder"]
 Hook = Callable[[str], None]
 T = TypeVar("T")
 

@@ -307,6 +307,7 @@ class VersionReceiver(TensorReceiver):
         self.path = Path(path)
         self._timeout_s = timeout_s
         self._segment: Segment | None = None
+        self._problem = ""  # why `fetch` did not accept the version that it found
 
     def newest(self) -> tuple[int, int]:
         segment = self._current()
@@ -323,7 +324,8 @@ class VersionReceiver(TensorReceiver):
             if segment is not None and (stamp := self._copy(segment, params)) is not None:
                 return stamp
             if segment is None or segment.newest() is None or time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._writer()}: no complete version within {self._timeout_s:g} s{self._why()}")
+                why = f"; {self._problem}: the model holds parts of it and must not be used" if self._problem else ""
+                raise WeightsTimeout(f"{self._writer()}: no complete version within {self._timeout_s:g} s{why}")
 
     def close(self) -> None:
         if self._segment is not None:
@@ -341,10 +343,6 @@ class VersionReceiver(TensorReceiver):
         if self._segment is None:
             self._segment = attach_segment(self.path)
         return self._segment
-
-    def _why(self) -> str:
-        """Why `fetch` did not accept the version that it found; empty if it found none."""
-        return ""
 
     def _writer(self) -> str:
         if self._segment is None:
@@ -373,7 +371,6 @@ class ShmReceiver(VersionReceiver):
         self._staging: torch.Tensor | None = None
         self._tensors = Follower()  # the tensors that `_at` is true of
         self._at: _Position | None = None
-        self._problem = ""
 
     def _copy(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
         k = segment.newest()
@@ -448,6 +445,3 @@ class ShmReceiver(VersionReceiver):
         if segment is not None and segment is not before:
             segment.prefault()
         return segment
-
-    def _why(self) -> str:
-        return f"; {self._problem}: the model holds parts of it and must not be used" if self._problem else ""

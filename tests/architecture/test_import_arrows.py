@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "pipes"},
     "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
-    "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device"},
+    "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "pipes"},
     "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "_blocks"},
     "sinks": {"errors", "files", "paths"},
     "roles": {

@@ -35,7 +35,8 @@ from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish
-from busrl.weights.factory import one_copy_receiver
+from busrl.weights.factory import make_receiver
+from busrl.weights.one_copy import OneCopyReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -445,8 +446,6 @@ class TorchEngine(Engine):
         on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if capacity < 1:
-            raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
@@ -519,7 +518,8 @@ class TorchEngine(Engine):
         """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
         if settings.transport != ONE_COPY:
             return None
-        receiver = one_copy_receiver(settings, name)
+        receiver = make_receiver(settings, name)
+        assert isinstance(receiver, OneCopyReceiver)
         receiver.share(self.parameters())
         return receiver
 

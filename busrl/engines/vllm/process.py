@@ -34,6 +34,7 @@ from busrl.config.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm
 from busrl.config.machine import adapter_slots
 from busrl.config.schema import ADAPTERS, Vllm
 from busrl.errors import EngineLost, UserError
+from busrl.guardian import stat_of
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -430,10 +431,8 @@ def _with_descendants(roots: list[int]) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-        return STATES.get(letter, letter)
-    return "gone"
+    fields = stat_of(pid)
+    return STATES.get(fields[0], fields[0]) if fields else "gone"
 
 
 def _shared_files(pid: int) -> set[Path]:
