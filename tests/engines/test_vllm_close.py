@@ -35,7 +35,7 @@ def core(tmp_path: Path) -> Core:
 
 def updates(core: Core, transport: str) -> tuple[Updates, Any]:
     start = SimpleNamespace(lora_rank=0, model="m", dtype="float32")
-    made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto", "continue")  # type: ignore[arg-type]
+    made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto")  # type: ignore[arg-type]
     settings = TransportSettings(transport, "segment", str(core.page.parent / "address"), timeout_s=7.0)
     return made, made.receiver(settings, "rollout/0")
 

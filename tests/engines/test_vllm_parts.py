@@ -213,15 +213,6 @@ def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() ->
     assert without.finished(without.finish).versions.tolist() == [4, 4, 5]
 
 
-def test_vllms_note_counts_from_the_last_start_of_a_request() -> None:
-    running = Running(asked())
-    running.take(output([8, 9]), 4)
-    running.started_with = len(running.token_ids)
-    assert running.known_ids == [5, 6, 7, 5, 8, 9]
-    running.take(output([10, 11], "length", [span("6", 0, 2)]), 5)
-    assert running.finished(running.finish).versions.tolist() == [4, 4, 6, 6]
-
-
 def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None:
     running = Running(asked(temperature=0.0))
     running.take(output([8], "length"), 4)

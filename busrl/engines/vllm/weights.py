@@ -131,11 +131,10 @@ class LoadedAdapter:
 class Updates:
     """The updates of one engine. `on_update`: keep or recompute the cache of running sequences; auto = recompute."""
 
-    def __init__(self, engine: VllmEngine, on_update: str, on_restart: str) -> None:
+    def __init__(self, engine: VllmEngine, on_update: str) -> None:
         self._engine = engine
         self._any = False  # whether a version of a receiver is in vLLM
         self._recompute = on_update != "keep"
-        self._finish_first = on_restart == "finish"
         self._dirty = ""
         self._checked = False  # whether the weights were compared with a plain forward pass, or cannot be
         self._own: WorkerReceiver | None = None
@@ -282,7 +281,6 @@ class Updates:
     # -- adapters and folders -----
 
     def _folder(self, receiver: Receiver) -> tuple[int, int]:
-        engine = self._engine
         assert receiver.kind != "tensors"  # those come to the receivers in its workers alone
         # The first adapter goes into the model without one; later folders need a vLLM that starts again.
         restarts = receiver.kind == "folder" and (self.adapter is None or self.adapter.request is not None)
@@ -293,32 +291,27 @@ class Updates:
             self._start_again(version, path)
         else:
             self._add(version, path)
-            engine.version = version
         return version, step
 
     def _start_again(self, version: int, path: Path) -> None:
         """Restart vLLM with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before.
         """
         engine, before = self._engine, self.adapter
-        if self._finish_first:
-            engine.wait_until(lambda: not engine.running)
-        engine.restart(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
+        assert not engine.running  # whoever has an engine start again takes them out first
+        if before is None:
+            engine.restart(dataclasses.replace(engine.start, model=str(path)))
+            self._note(version)
+            return
+        engine.restart(engine.start)
         self._loaded.clear()
         try:
-            if before is None:
-                self._note(version)
-            else:
-                self._add(version, path)
-            engine.version = version
+            self._add(version, path)
         except WeightsRefused as problem:
-            if before is not None and before.request is not None:
-                try:
-                    self._add(before.version, Path(before.request.lora_path))
-                except WeightsRefused as second:
-                    raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
-            engine.continue_all(self.adapter)
+            try:
+                self._add(before.version, Path(before.request.lora_path))
+            except WeightsRefused as second:
+                raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
             raise
-        engine.continue_all(self.adapter)
 
     def _used(self) -> set[int]:
         """Versions of the adapters that running answers have, and of the one that new ones get."""
