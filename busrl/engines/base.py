@@ -104,12 +104,9 @@ class PartialAnswer:
     def rest(self) -> Request:
         """The request for what is left. It draws from a stream of random numbers that no piece before has used."""
         first = self.request
-        return replace(
-            first,
-            segment=first.segment + PIECE * self.pieces,
-            prefix_ids=np.concatenate([first.prefix_ids, np.array(self.token_ids, np.int32)]),
-            max_new_tokens=first.max_new_tokens - len(self.token_ids),
-        )
+        prefix = np.concatenate([first.prefix_ids, np.array(self.token_ids, np.int32)])
+        left = first.max_new_tokens - len(self.token_ids)
+        return replace(first, segment=first.segment + PIECE * self.pieces, prefix_ids=prefix, max_new_tokens=left)
 
     def finished(self, finish: int, text: str | None = None, refused: str = "") -> Finished:
         logprobs = np.minimum(np.array(self.logprobs, np.float32), np.float32(0.0))
@@ -147,11 +144,9 @@ class Text(Protocol):
 
 
 class Engine(ABC):
-    """An engine: `submit` while `active < capacity`, `step` while `active`, weights in between.
-
-    An engine keeps what it works on in `_running`, by key, until its end is in `_done`. `_begin`, `_end_now` and
-    `_update` are its own parts of the calls here.
-    """
+    """`submit` while `active < capacity`, `step` while `active`, weights in between. An engine keeps what it works on
+    in `_running`, by key, until its end is in `_done`. `_begin`, `_end_now` and `_update` are its own parts of the
+    calls here."""
 
     def __init__(self, text: Text, capacity: int, max_length: int, clock: Callable[[], float] = time.monotonic) -> None:
         """At most `capacity` requests at once, sequences of at most `max_length` tokens, prompt included."""
@@ -266,8 +261,7 @@ class Engine(ABC):
         return self.version, step
 
     @abstractmethod
-    def _update(self, receiver: Receiver) -> tuple[int, int]:
-        """What `update_weights` counts."""
+    def _update(self, receiver: Receiver) -> tuple[int, int]: ...
 
     # -- the rest -----
 
@@ -312,12 +306,8 @@ class Streams:
         key = np.array([uid & _MASK, seed & _MASK], np.uint64)
         counter = np.array([0, 0, segment & _MASK, 0], np.uint64)
         self._philox.state = {
-            "bit_generator": "Philox",
-            "state": {"counter": counter, "key": key},
-            "buffer": self._buffer,
-            "buffer_pos": 4,
-            "has_uint32": 0,
-            "uinteger": 0,
+            "bit_generator": "Philox", "state": {"counter": counter, "key": key}, "buffer": self._buffer,
+            "buffer_pos": 4, "has_uint32": 0, "uinteger": 0,
         }
         words: npt.NDArray[np.uint64] = self._philox.random_raw(count)
         drawn: npt.NDArray[np.float64] = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32

@@ -115,7 +115,7 @@ class Script:
 
 @dataclass
 class _Row:
-    """A request, the decoding steps at which it joined and ends, and from which token on which version was in use."""
+    """A request, the decoding steps at which it joined and ends, and from which step on which version was in use."""
 
     request: Request
     joined: int
@@ -243,10 +243,7 @@ def make(topology: Topology, process: str) -> ScriptedEngine:
     stream = training_stream(topology)
     right, answer_key = topology.mock.right, topology.reward.answer_key
     return ScriptedEngine(
-        Script(stream, ids, topology.groups.size, seed=seed, right=right, answer_key=answer_key),
-        topology.mock,
-        capacity=generation.max_batch,
-        max_length=topology.longest,
+        Script(stream, ids, topology.groups.size, seed=seed, right=right, answer_key=answer_key), topology.mock,
+        capacity=generation.max_batch, max_length=topology.longest, calls=topology.has_callers,
         seed=(seed, int(number) if number.isdigit() else 0),
-        calls=topology.has_callers,
     )

@@ -38,8 +38,7 @@ from busrl.roles import host_log
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
 from busrl.weights.factory import TransportSettings
-from busrl.weights.relay import Chain, Pieces, SegmentCopy, Snapshot, Sources
-from busrl.weights.relay_folders import FolderCopy, FolderSnapshot
+from busrl.weights.relay import Chain, FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Sources
 
 log = logging.getLogger("busrl")
 LOOK_S = 0.02

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 NOTHING = (-1, -1)  # (version, step) where no version has been published
 LOOK_EVERY_S = 0.005
-Kind = Literal["tensors", "adapter", "folder"]
 Hook = Callable[[str], None]
 T = TypeVar("T")
 
@@ -181,11 +180,9 @@ def alive(pid: int | str) -> str:
 
 
 class VersionSteps:
-    """Which learner step made which policy version, of the last `kept` versions that were added.
-
-    Versions are added in the order of their numbers. One that is not the newest changes nothing; one that is added
-    again keeps the smallest step.
-    """
+    """Which learner step made which policy version, of the last `kept` versions that were added. Versions are added in
+    the order of their numbers. One that is not the newest changes nothing; one that is added again keeps the smallest
+    step."""
 
     def __init__(self, kept: int = 4096) -> None:
         self._versions: list[int] = []

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from busrl import device as devices
 from busrl.config.machine import held_versions, kept_versions
-from busrl.config.schema import ADAPTERS, FOLDERS, ONE_COPY, RESTARTS
-from busrl.errors import BugError, UserError
+from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, TRANSPORTS
+from busrl.errors import UserError
 from busrl.weights.base import GroupCallbacks, Receiver, Sender
 from busrl.weights.folders import FolderReceiver, FolderSender, Write
 from busrl.weights.tensors import fingerprint
@@ -26,7 +26,6 @@ from busrl.weights.tensors import fingerprint
 if TYPE_CHECKING:
     from busrl.config import Topology
     from busrl.paths import RunPaths
-    from busrl.weights.one_copy import OneCopyReceiver
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,32 @@ class TransportSettings:
     kept_by_engine: int = 1  # ... and that each engine keeps links to
     base: str = ""  # model folder that adapters belong to; empty: versions are whole checkpoints
 
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise UserError(f"weights.transport is {self.transport!r}; docs/weights.md lists the transports")
+
     @classmethod
     def of(cls, topology: Topology, paths: RunPaths) -> TransportSettings:
-        weights = topology.weights
+        weights, sparse = topology.weights, topology.weights.sparse
         made = cls(
-            transport=weights.transport,
-            segment=str(paths.weights_file),
-            address_file=str(paths.runtime_dir / "cast.sock"),
-            timeout_s=weights.timeout_s,
-            checksum=weights.checksum,
-            bucket_bytes=weights.bucket_mb << 20,
-            backend=weights.backend,
-            threshold=weights.sparse.threshold if weights.sparse.enabled else 0.0,
-            key_every=weights.sparse.key_every,
+            weights.transport, str(paths.weights_file), str(paths.runtime_dir / "cast.sock"),
+            timeout_s=weights.timeout_s, checksum=weights.checksum, bucket_bytes=weights.bucket_mb << 20,
+            backend=weights.backend, threshold=sparse.threshold if sparse.enabled else 0.0, key_every=sparse.key_every,
         )
         if weights.transport not in FOLDERS:
             return made
         adapters = weights.transport in ADAPTERS
         return replace(
-            made,
-            folders=str(paths.adapters if adapters else paths.published),
-            kept=kept_versions(topology),
-            kept_by_engine=held_versions(topology),
-            base=topology.model.path if adapters else "",
+            made, folders=str(paths.adapters if adapters else paths.published), kept=kept_versions(topology),
+            kept_by_engine=held_versions(topology), base=topology.model.path if adapters else "",
         )
 
     def plain(self) -> dict[str, Any]:
-        """Numbers, strings and booleans by field name."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> TransportSettings:
-        """The other way; UserError names a field that this version does not know."""
+        """UserError names a field that this version does not know."""
         unknown = sorted(plain.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise UserError(f"settings of the weights: {unknown[0]!r} is unknown here; both sides must run one version")
@@ -107,8 +100,7 @@ def make_sender(
 ) -> Sender:
     """The learner's side. `callbacks`: changes of a broadcast's groups; `write`: the files of a version."""
     if settings.folders:
-        if write is None:
-            raise BugError(f"{settings.transport} publishes folders: its sender needs the function that writes them")
+        assert write is not None
         kind, base = ("adapter", fingerprint(Path(settings.base))) if settings.base else ("checkpoint", "")
         return FolderSender(Path(settings.folders), write, kind=kind, kept=settings.kept, base=base)
     if settings.transport == "shm":
@@ -125,22 +117,17 @@ def make_sender(
             checksum=settings.checksum, threshold=settings.threshold, key_every=settings.key_every,
             backend=settings.backend, device=settings.memory, callbacks=callbacks,
         )
-    if settings.transport == ONE_COPY:
-        from busrl.weights.one_copy import OneCopySender
+    from busrl.weights.one_copy import OneCopySender
 
-        return OneCopySender(settings.bridge_file, settings.segment, timeout_s=settings.timeout_s)
-    raise _unknown(settings.transport)
+    return OneCopySender(settings.bridge_file, settings.segment, timeout_s=settings.timeout_s)
 
 
 def make_receiver(settings: TransportSettings, name: str) -> Receiver:
     """An engine's side; `name` is the process, which errors call it by."""
     if settings.folders:
         return FolderReceiver(
-            Path(settings.folders),
-            name,
-            kind="folder" if settings.transport in RESTARTS else "adapter",
-            kept=settings.kept_by_engine,
-            base=Path(settings.base) if settings.base else None,
+            Path(settings.folders), name, kind="folder" if settings.transport in RESTARTS else "adapter",
+            kept=settings.kept_by_engine, base=Path(settings.base) if settings.base else None,
             timeout_s=settings.timeout_s,
         )
     if settings.transport == "shm":
@@ -151,17 +138,6 @@ def make_receiver(settings: TransportSettings, name: str) -> Receiver:
         from busrl.weights.broadcast.receiver import BroadcastReceiver
 
         return BroadcastReceiver(settings.address_file, name, timeout_s=settings.timeout_s, device=settings.memory)
-    if settings.transport == ONE_COPY:
-        return one_copy_receiver(settings, name)
-    raise _unknown(settings.transport)
-
-
-def one_copy_receiver(settings: TransportSettings, name: str) -> OneCopyReceiver:
-    """For an engine whose own tensors the learner trains: the engine shares them with it first."""
     from busrl.weights.one_copy import OneCopyReceiver
 
     return OneCopyReceiver(settings.bridge_file, settings.segment, name, timeout_s=settings.timeout_s)
-
-
-def _unknown(transport: str) -> UserError:
-    return UserError(f"weights.transport is {transport!r}; docs/weights.md lists the transports")

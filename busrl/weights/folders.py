@@ -219,11 +219,9 @@ class FolderSender(Sender):
 
 
 class FolderReceiver(FileReceiver):
-    """Takes versions of `kind` into a directory of this process, and keeps the newest `kept` there.
-
-    "adapter": for the model folder `base`. "folder": for an engine that restarts, with an adapter if `base` is given.
-    A version that is not above the last one taken is not taken again.
-    """
+    """Takes versions of `kind` into a directory of this process, and keeps the newest `kept` there. "adapter": for the
+    model folder `base`. "folder": for an engine that restarts, with an adapter if `base` is given. A version that is
+    not above the last one taken is not taken again."""
 
     def __init__(
         self, root: Path, name: str, *, kind: Literal["adapter", "folder"], kept: int = 1, base: Path | None = None,
@@ -239,10 +237,8 @@ class FolderReceiver(FileReceiver):
         return newest_in(self.root)
 
     def take(self) -> tuple[int, int, Path]:
-        """The newest complete version, the learner's step, and a directory of its files.
-
-        WeightsRefused if it cannot be used here; WeightsTimeout if there is none.
-        """
+        """The newest complete version, the learner's step, and a directory of its files. WeightsRefused if it cannot be
+        used here; WeightsTimeout if there is none."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             found = versions(self.root)

@@ -32,14 +32,11 @@ import torch
 from busrl import device as devices
 from busrl import files
 from busrl.errors import UserError, WeightsOwnerLost, WeightsTimeout
+from busrl.guardian import born, stat_of
 from busrl.private import exposed
 from busrl.weights.base import NOTHING, Sender, TensorReceiver, is_named, open_own, poll
 
 # -- which process ---------------------------------------------------------------------------------------------
-
-
-STATE, STARTED = 0, 19  # fields of /proc/PID/stat after the name
-ENDED = ("Z", "X")
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
@@ -52,8 +49,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
         """The process that has the number now; nobody if there is none."""
-        fields = _stat(pid)
-        return cls(pid, int(fields[STARTED])) if fields else NOBODY
+        began = born(pid)
+        return cls(pid, began) if began else NOBODY
 
     @classmethod
     def mine(cls) -> ProcessIdentity:
@@ -62,22 +59,14 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     @property
     def alive(self) -> bool:
         """Whether it runs or is stopped; False for a zombie."""
-        fields = _stat(self.pid) if self.pid else []
-        return bool(fields) and fields[STATE] not in ENDED and int(fields[STARTED]) == self.started
+        fields = stat_of(self.pid) if self.pid else []
+        return bool(fields) and fields[0] not in "ZX" and born(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"pid {self.pid}, {'alive' if self.alive else 'dead'}" if self.pid else "nobody"
 
 
 NOBODY = ProcessIdentity(0, 0)
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 # -- handles of memory -----------------------------------------------------------------------------------------
@@ -235,10 +224,8 @@ LOADED = FenceState(0, 0, False)
 
 class Fence:
     """A mapping of the page. State, version and step share one 64-bit word, so nobody reads one without the others.
-
-    Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state
-    (step << 32 | version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for.
-    """
+    Little-endian words: 0 magic, 1 layout, 2-3 the engine's pid and start, 4-5 the learner's, 8 the state (step << 32 |
+    version << 1 | 1 while it is to be changed), 16 the state word that the engine is paused for."""
 
     def __init__(self, descriptor: int) -> None:
         self.inode = os.fstat(descriptor).st_ino
@@ -426,10 +413,8 @@ class OneCopyReceiver(TensorReceiver):
         self._kept: list[torch.Tensor] = []
 
     def share(self, named: Named, wanted: Shapes | None = None) -> None:
-        """Share the tensors of this process's model with the learner (its parameters, by name, each once).
-
-        `wanted`: the checkpoint's names and shapes, for an engine that has fused its own.
-        """
+        """Share the tensors of this process's model with the learner (its parameters, by name, each once). `wanted`:
+        the checkpoint's names and shapes, for an engine that has fused its own."""
         self._kept = list(named.values())  # shared memory has to outlive the model
         described = describe_bridge(self.name, named, wanted)
         self._fence = Fence.create(self.fence_file)
@@ -468,10 +453,8 @@ class OneCopyReceiver(TensorReceiver):
         self._fence, self._kept = None, []
 
     def _at_rest(self, version: int = 0) -> FenceState | None:
-        """The weights' state if they are at rest and of that version at least.
-
-        For a change it confirms, once, that this engine reads no weights from here on.
-        """
+        """The weights' state if they are at rest and of that version at least. For a change it confirms, once, that
+        this engine reads no weights from here on."""
         fence = self._shared()
         state = fence.state
         if state.changing and fence.paused != state:
@@ -509,11 +492,8 @@ class OneCopySender(Sender):
     def connect(
         self, own: Named, device: torch.device, wait_s: float, stopping: Callable[[], object] = lambda: False
     ) -> dict[str, torch.Tensor] | None:
-        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile.
-
-        `own` are the weights that this process has loaded: names and shapes must be equal. WeightsTimeout after
-        `wait_s`.
-        """
+        """The engine's weights, by the checkpoint's names; None if `stopping()` became true meanwhile. `own` are the
+        weights that this process has loaded: names and shapes must be equal. WeightsTimeout after `wait_s`."""
         found = poll(lambda: "stopping" if stopping() else self._attach(), wait_s, SEARCH_EVERY_S)
         if isinstance(found, str):
             return None

@@ -151,10 +151,8 @@ class Segment:
 
 
 def attach_segment(path: Path, writable: bool = False) -> Segment | None:
-    """The segment of that name, None if there is no such file or it is not a segment of this layout.
-
-    UserError for a file of another user.
-    """
+    """The segment of that name, None if there is no such file or it is not a segment of this layout. UserError for a
+    file of another user."""
     descriptor = open_own(path, os.O_RDWR if writable else os.O_RDONLY)
     if descriptor is None:
         return None
@@ -276,10 +274,8 @@ class ShmSender(Sender):
         return True
 
     def _for(self, named: Mapping[str, torch.Tensor], above: bool) -> Segment:
-        """The segment for this layout: the present one, or a new one if that is of another run or model.
-
-        Also a new one if the file was removed: processes that map it would keep its old versions and see no new one.
-        """
+        """The segment for this layout: the present one, or a new one if that is of another run or model. Also a new one
+        if the file was removed: processes that map it would keep its old versions and see no new one."""
         inherited, self._inherited = self._inherited, False
         mine = self._segment
         if mine is not None and above and is_named(self.path, mine.inode) and self._suits(mine, named):
@@ -304,15 +300,14 @@ class ShmSender(Sender):
 
 
 class VersionReceiver(TensorReceiver):
-    """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`.
-
-    A version counts only if its buffer is complete and was not written to while its words were read.
-    """
+    """Follows the newest version without its values; `fetch` only says which one it is, within `timeout_s`. A version
+    counts only if its buffer is complete and was not written to while its words were read."""
 
     def __init__(self, path: str | Path, *, timeout_s: float = 10.0) -> None:
         self.path = Path(path)
         self._timeout_s = timeout_s
         self._segment: Segment | None = None
+        self._problem = ""  # why `fetch` did not accept the version that it found
 
     def newest(self) -> tuple[int, int]:
         segment = self._current()
@@ -329,7 +324,8 @@ class VersionReceiver(TensorReceiver):
             if segment is not None and (stamp := self._copy(segment, params)) is not None:
                 return stamp
             if segment is None or segment.newest() is None or time.monotonic() > deadline:
-                raise WeightsTimeout(f"{self._writer()}: no complete version within {self._timeout_s:g} s{self._why()}")
+                why = f"; {self._problem}: the model holds parts of it and must not be used" if self._problem else ""
+                raise WeightsTimeout(f"{self._writer()}: no complete version within {self._timeout_s:g} s{why}")
 
     def close(self) -> None:
         if self._segment is not None:
@@ -347,10 +343,6 @@ class VersionReceiver(TensorReceiver):
         if self._segment is None:
             self._segment = attach_segment(self.path)
         return self._segment
-
-    def _why(self) -> str:
-        """Why `fetch` did not accept the version that it found; empty if it found none."""
-        return ""
 
     def _writer(self) -> str:
         if self._segment is None:
@@ -379,7 +371,6 @@ class ShmReceiver(VersionReceiver):
         self._staging: torch.Tensor | None = None
         self._tensors = Follower()  # the tensors that `_at` is true of
         self._at: _Position | None = None
-        self._problem = ""
 
     def _copy(self, segment: Segment, params: dict[str, torch.Tensor]) -> tuple[int, int] | None:
         k = segment.newest()
@@ -454,6 +445,3 @@ class ShmReceiver(VersionReceiver):
         if segment is not None and segment is not before:
             segment.prefault()
         return segment
-
-    def _why(self) -> str:
-        return f"; {self._problem}: the model holds parts of it and must not be used" if self._problem else ""

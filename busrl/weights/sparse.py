@@ -96,9 +96,7 @@ class Frames(Generic[T]):
 
 class Shadow:
     """The sender's copy of what it last published, in a block of the manifest's layout; finds what has changed.
-
-    `since_key` counts the versions since the last full one, `sums` has one number per tensor since then.
-    """
+    `since_key` counts the versions since the last full one, `sums` has one number per tensor since then."""
 
     def __init__(
         self, manifest: Manifest, block: torch.Tensor, threshold: float, key_every: int, checksum: bool = False
@@ -263,11 +261,8 @@ def foot_of(data: Bytes) -> tuple[int, int, int]:
 
 
 def apply(frame: Frame, manifest: Manifest, named: Mapping[str, torch.Tensor], sums: list[int]) -> None:
-    """Apply a frame and update the sums.
-
-    FrameError if a tensor then differs from the sender's: tensors and sums are useless, and a full version has to come.
-    The caller has checked the tensors against the manifest.
-    """
+    """Apply a frame and update the sums. FrameError if a tensor then differs from the sender's: tensors and sums are
+    useless, and a full version has to come. The caller has checked the tensors against the manifest."""
     _apply(frame, manifest, sums, lambda entry, part: _put(named[entry.name], entry, part))
 
 
@@ -301,10 +296,8 @@ def _apply(
 
 
 class Follower:
-    """The tensors that hold a version, which frames may bring to the next ones, and the sums that prove it.
-
-    Keeps the tensors alive, so no other can come to lie in their place.
-    """
+    """The tensors that hold a version, which frames may bring to the next ones, and the sums that prove it. Keeps the
+    tensors alive, so no other can come to lie in their place."""
 
     def __init__(self) -> None:
         self.sums: list[int] = []

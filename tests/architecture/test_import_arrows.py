@@ -39,8 +39,8 @@ ARROWS: dict[str, set[str]] = {
     "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "pipes"},
     "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
-    "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device"},
-    "weights": {"errors", "files", "config", "paths", "ring", "device", "private", "_blocks"},
+    "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "pipes"},
+    "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "_blocks"},
     "sinks": {"errors", "files", "paths"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",

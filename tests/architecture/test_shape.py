@@ -65,11 +65,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "tokens": "", "base": "tokens", "openai": "base tokens", "scripted": "base tokens", "torch": "base tokens",
         "vllm": "base tokens",
     },
-    "engines.openai": {
-        "client": "", "weights": "client", "engine": "client weights",
-    },
+    "engines.openai": {"client": "", "engine": "client"},
     "engines.torch": {
-        "decoder": "", "lora": "", "prefix": "", "fast": "decoder", "engine": "decoder fast lora prefix",
+        "decoder": "", "lora": "", "prefix": "", "engine": "decoder lora prefix",
     },
     "engines.vllm": {
         "cpu_patches": "", "process": "", "weights": "process", "engine": "process weights",
@@ -149,8 +147,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "weights": {
         "base": "", "tensors": "", "folders": "base tensors", "one_copy": "base", "sparse": "tensors",
         "broadcast": "base sparse tensors", "shm": "base sparse tensors",
-        "factory": "base broadcast folders one_copy shm tensors", "relay": "base shm sparse tensors",
-        "relay_folders": "folders relay",
+        "factory": "base broadcast folders one_copy shm tensors", "relay": "base folders shm sparse tensors",
     },
     "weights.broadcast": {
         "group": "", "receiver": "group", "sender": "group",

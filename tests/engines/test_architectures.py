@@ -16,7 +16,7 @@ from architectures import OTHERS
 from requests_ import crowd, plain_logprobs, request, run
 from transformers import AutoModelForCausalLM
 
-from busrl.engines.torch import fast
+from busrl.engines.torch import decoder
 from busrl.engines.torch.decoder import GenericDecoder, StateDecoder, WholeDecoder, whole_by_logits
 from busrl.engines.torch.engine import TorchEngine
 from busrl.errors import UserError
@@ -81,7 +81,7 @@ def test_a_gradient_flows_through_every_parameter_that_the_logits_use(model_fold
 @pytest.mark.parametrize("way", [WholeDecoder, whole_by_logits])
 def test_computing_everything_again_agrees_with_any_model(model_folder: Folder, way: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder("llama")).eval()
-    assert fast.disagreement(model, way, 64) < 1e-5
+    assert decoder.disagreement(model, way, 64) < 1e-5
 
 
 def test_the_slow_way_is_told_with_what_would_be_quicker(
@@ -90,7 +90,7 @@ def test_the_slow_way_is_told_with_what_would_be_quicker(
     model = AutoModelForCausalLM.from_pretrained(model_folder("llama")).eval()
     monkeypatch.setattr(GenericDecoder, "step", lambda *_: (_ for _ in ()).throw(IndexError("no such layer")))
     with caplog.at_level(logging.WARNING, "busrl"):
-        assert isinstance(fast.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
+        assert isinstance(decoder.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
     assert "GenericDecoder: IndexError: no such layer" in caplog.text and "engine = vllm is quicker" in caplog.text
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_is_not_causal_is_refused_by_name(model_folder: Folder) -> 
 
     model.forward = both_ways
     with pytest.raises(UserError, match="LlamaForCausalLM: decoding differs from its plain forward"):
-        fast.choose_decoder(model, 2, 64, fast=True)
+        decoder.choose_decoder(model, 2, 64, fast=True)
 
 
 def test_a_first_prompt_of_one_token_needs_no_prefill(model_folder: Folder) -> None:

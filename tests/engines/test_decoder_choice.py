@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from busrl.config.schema import Generation
 from busrl.engines import make_engine
-from busrl.engines.torch import fast
-from busrl.engines.torch.decoder import GenericDecoder, StateDecoder, WholeDecoder
-from busrl.engines.torch.fast import FastDecoder
+from busrl.engines.torch import decoder
+from busrl.engines.torch.decoder import FastDecoder, GenericDecoder, StateDecoder, WholeDecoder
 from busrl.errors import UserError
 
 Folder = Callable[[str], Path]
@@ -28,8 +27,8 @@ def model(model_folder: Folder) -> Any:
 
 
 def test_both_decoders_agree_with_the_model(model: Any) -> None:
-    assert fast.disagreement(model, GenericDecoder, 64) < 1e-5
-    assert fast.disagreement(model, FastDecoder, 64) < 1e-5
+    assert decoder.disagreement(model, GenericDecoder, 64) < 1e-5
+    assert decoder.disagreement(model, FastDecoder, 64) < 1e-5
 
 
 def test_a_fast_decoder_that_differs_is_not_used_and_the_log_says_by_how_much(
@@ -37,7 +36,7 @@ def test_a_fast_decoder_that_differs_is_not_used_and_the_log_says_by_how_much(
 ) -> None:
     monkeypatch.setattr(FastDecoder, "_normed", lambda self, x, weight: x * weight)
     with caplog.at_level(logging.INFO, "busrl"):
-        assert isinstance(fast.choose_decoder(model, 2, 64, fast=True), GenericDecoder)
+        assert isinstance(decoder.choose_decoder(model, 2, 64, fast=True), GenericDecoder)
     assert "generic decoder for LlamaForCausalLM: its logits differ from the model's by" in caplog.text
 
 
@@ -47,18 +46,18 @@ def test_an_architecture_that_can_not_be_decoded_with_a_cache_is_computed_anew_f
     for kind in (GenericDecoder, StateDecoder):
         masks = kind._masks
         monkeypatch.setattr(kind, "_masks", lambda *a, masks=masks: torch.zeros_like(masks(*a)))
-    assert isinstance(fast.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
-    monkeypatch.setattr(fast, "WAYS", fast.WAYS[:3])
+    assert isinstance(decoder.choose_decoder(model, 2, 64, fast=False), WholeDecoder)
+    monkeypatch.setattr(decoder, "WAYS", decoder.WAYS[:3])
     with pytest.raises(UserError, match="cannot run this architecture"):
-        fast.choose_decoder(model, 2, 64, fast=False)
+        decoder.choose_decoder(model, 2, 64, fast=False)
 
 
 def test_a_changed_activation_or_norm_is_seen_through_the_check(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.act_fn = torch.nn.GELU()
-    assert fast.disagreement(model, FastDecoder, 64) < 1e-5
+    assert decoder.disagreement(model, FastDecoder, 64) < 1e-5
     model.model.layers[1].input_layernorm.variance_epsilon = 10.0
-    assert fast.disagreement(model, FastDecoder, 64) > 1e-3
+    assert decoder.disagreement(model, FastDecoder, 64) > 1e-3
 
 
 def test_the_fused_weights_are_the_models_own_parameters(model: Any) -> None:
@@ -74,8 +73,8 @@ def test_the_fused_weights_are_the_models_own_parameters(model: Any) -> None:
 
 def test_a_cache_that_grows_keeps_what_it_holds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("busrl.engines.torch.decoder.FIRST_ROOM", 3)
-    assert fast.disagreement(model, FastDecoder, 64) < 1e-5
-    assert fast.disagreement(model, GenericDecoder, 64) < 1e-5
+    assert decoder.disagreement(model, FastDecoder, 64) < 1e-5
+    assert decoder.disagreement(model, GenericDecoder, 64) < 1e-5
 
 
 def test_the_topology_makes_the_engine(model_folder: Folder) -> None:

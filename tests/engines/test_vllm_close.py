@@ -35,7 +35,7 @@ def core(tmp_path: Path) -> Core:
 
 def updates(core: Core, transport: str) -> tuple[Updates, Any]:
     start = SimpleNamespace(lora_rank=0, model="m", dtype="float32")
-    made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto", "continue")  # type: ignore[arg-type]
+    made = Updates(SimpleNamespace(core=core, own=Vllm(), start=start), "auto")  # type: ignore[arg-type]
     settings = TransportSettings(transport, "segment", str(core.page.parent / "address"), timeout_s=7.0)
     return made, made.receiver(settings, "rollout/0")
 
@@ -46,17 +46,13 @@ def test_workers_are_told_to_leave_within_a_deadline(core: Core, transport: str,
     assert receiver.newest() == (-1, -1)
     made.close()
     assert core.calls[-1] == ("busrl_close", seconds)
-    with pytest.raises(ValueError, match="closed"):
-        receiver.newest()
 
 
 def test_an_engine_that_dies_meanwhile_is_a_line_in_the_log(core: Core, caplog: pytest.LogCaptureFixture) -> None:
-    made, receiver = updates(core, "shm")
+    made, _ = updates(core, "shm")
     core.fails = True
     made.close()
     assert "rollout/0: its workers did not leave: died" in caplog.text
-    with pytest.raises(ValueError, match="closed"):
-        receiver.newest()
 
 
 def test_an_engine_that_is_over_is_asked_nothing(core: Core) -> None:

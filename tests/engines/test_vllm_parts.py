@@ -16,7 +16,7 @@ from busrl.engines.base import PartialAnswer, Request, seed_of
 from busrl.engines.vllm.cpu_patches import pad_heads
 from busrl.engines.vllm.engine import Running
 from busrl.engines.vllm.process import abilities_of
-from busrl.engines.vllm.weights import SIZE, Line, Page
+from busrl.engines.vllm.weights import Line, Page
 from busrl.engines.vllm.worker import WorkerWeights, plain_logprobs
 from busrl.errors import UserError
 from busrl.states import Finish
@@ -81,14 +81,14 @@ def test_a_page_shows_the_last_whole_line_and_nothing_before_the_first(tmp_path:
     writing = Page(tmp_path / "p", create=True)
     reading = Page(tmp_path / "p")
     assert reading.read() == Line()
-    writing.write(Line((3, 30), (2, 20), "x" * 2 * SIZE))
+    writing.write(Line((3, 30), (2, 20), "x" * 10_000))
     seen = reading.read()
     assert (seen.staged, seen.loaded, seen.newest) == ((3, 30), (2, 20), (3, 30)) and set(seen.trouble) == {"x"}
-    writing._map[0:1] = b"\x03"  # a writer that died in the middle of its next line
-    assert reading.read() == seen
     writing.write(Line((4, 40), (3, 30)))
     assert reading.read() == Line((4, 40), (3, 30))
     assert (tmp_path / "p").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "p").unlink()
+    assert reading.read() == Line((4, 40), (3, 30))
 
 
 def test_a_page_that_is_not_there_is_an_error_with_its_path(tmp_path: Path) -> None:
@@ -211,15 +211,6 @@ def test_versions_are_counted_and_those_that_vllm_notes_itself_are_believed() ->
     without.take(output([8, 9]), 4)
     without.take(output([10], "length", [span("default", 0, 3)]), 5)
     assert without.finished(without.finish).versions.tolist() == [4, 4, 5]
-
-
-def test_vllms_note_counts_from_the_last_start_of_a_request() -> None:
-    running = Running(asked())
-    running.take(output([8, 9]), 4)
-    running.started_with = len(running.token_ids)
-    assert running.known_ids == [5, 6, 7, 5, 8, 9]
-    running.take(output([10, 11], "length", [span("6", 0, 2)]), 5)
-    assert running.finished(running.finish).versions.tolist() == [4, 4, 6, 6]
 
 
 def test_a_greedy_answer_has_probability_one_and_an_empty_one_no_token() -> None:

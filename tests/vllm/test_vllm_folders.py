@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 from vllm_scene import EXACT, Scene, model_of, request, save
 
+from busrl.engines import Request
 from busrl.errors import WeightsRefused
+from busrl.roles.rollout import EngineRestart
 from busrl.weights.factory import make_receiver, make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -47,6 +49,15 @@ def adapter(scene: Scene, folder: Path, version: int, rank: int = RANK) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     scene.models[version] = model
     return folder
+
+
+def begun(scene: Scene, asked: Request) -> EngineRestart:
+    """What takes the request, which runs, out of an engine that starts again."""
+    cut = EngineRestart(finish=False)
+    scene.engine.submit([asked])
+    cut.submitted([asked])
+    scene.wait_for_tokens(10)
+    return cut
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +133,8 @@ def test_adapters_by_restart_keep_the_model_and_one_that_is_refused_leaves_the_o
     try:
         engine = scene.engine
         settings = replace(
-            scene.settings("lora_restart"), folders=str(tmp_path / "published"), base=str(scene.folder), held=2
+            scene.settings("lora_restart"), folders=str(tmp_path / "published"), base=str(scene.folder),
+            kept_by_engine=2,
         )
         sends = make_sender(settings, write=lambda folder, named: adapter(scene, folder, *named["what"]) and None)
         assert engine.receiver(settings, "rollout/0") is None
@@ -131,12 +143,12 @@ def test_adapters_by_restart_keep_the_model_and_one_that_is_refused_leaves_the_o
         assert engine.update_weights(takes) == (1, 10)
         assert engine.core.pids() == first, "there was no adapter to be rid of"
         asked = request(1, [5, 6, 7], 140)
-        engine.submit([asked])
-        scene.wait_for_tokens(10)
+        cut = begun(scene, asked)
         sends.publish(2, 20, {"what": (2,)})
-        assert engine.update_weights(takes) == (2, 20)
+        assert cut.take_out(engine) == [] and engine.update_weights(takes) == (2, 20)
+        cut.resume(engine)
         assert not set(first) & set(engine.core.pids()) and engine.start == scene.start
-        made = scene.finish(1)[1]
+        made = cut.merged(scene.finish(1)[1])
         assert set(made.versions.tolist()) == {1, 2} and scene.off_by(asked, made) < EXACT
         sends.publish(3, 30, {"what": (3, 64)})
         with pytest.raises(WeightsRefused, match=r"was refused"):
@@ -156,13 +168,13 @@ def test_an_answer_survives_a_restart_with_a_new_checkpoint(tmp_path: Path) -> N
         engine, source = scene.engine, Folders("folder")
         assert engine.receiver(scene.settings("checkpoint_restart"), "rollout-0") is None
         asked = request(1, [5, 6, 7], 140)
-        engine.submit([asked])
-        scene.wait_for_tokens(10)
+        cut = begun(scene, asked)
         old = engine.core.pids()
         source.version, source.path = 7, save(tmp_path / "new", scene.model(7))
-        assert engine.update_weights(source) == (7, 70)
+        assert cut.take_out(engine) == [] and engine.update_weights(source) == (7, 70)
+        cut.resume(engine)
         assert not set(old) & set(engine.core.pids())
-        made = scene.finish(1)[1]
+        made = cut.merged(scene.finish(1)[1])
         assert set(made.versions.tolist()) == {0, 7} and scene.off_by(asked, made) < EXACT
         assert replace(engine.start, model=str(scene.folder)) == scene.start
     finally:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from busrl.errors import WeightsRefused
 from busrl.weights.folders import DRAFT, FolderReceiver, FolderSender, versions
-from busrl.weights.relay import Pieces, SegmentCopy, Snapshot, Taken
-from busrl.weights.relay_folders import FolderCopy, FolderSnapshot
+from busrl.weights.relay import FolderCopy, FolderSnapshot, Pieces, SegmentCopy, Snapshot, Taken
 from busrl.weights.shm import LOGGED, ShmReceiver, ShmSender, attach_segment
 
 PIECE = 100

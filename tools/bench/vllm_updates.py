@@ -118,6 +118,8 @@ def measure(engine: VllmEngine, model: Any, folder: Path, transport: str, update
         else:
             times["publish_s"], _ = timed(lambda: sender.publish(version, version, named))  # noqa: B023
         times["take_s"], _ = timed(lambda: receiver.wait_for(version, 60.0))  # noqa: B023
+        if transport in RESTARTS:
+            engine.pause("abort")  # as a rollout process does
         before = engine.statistics().pause_s
         times["update_s"], _ = timed(lambda: engine.update_weights(receiver))
         paused = engine.statistics().pause_s - before

@@ -1,24 +1,31 @@
 """The engine behind an OpenAI-compatible endpoint: this process keeps the answers, a server draws the tokens.
 
-The rollout role drives it through `busrl.engines.base.Engine`. Talks to the endpoint through `client` and, where the
-server can take new weights, `weights`. The tokenizer is that of the model folder; no model is loaded here.
+The rollout role drives it through `busrl.engines.base.Engine`. Talks to the endpoint through `client`. The tokenizer is
+that of the model folder; no model is loaded here.
 
 - By completions a request is token ids, both ways. An update cuts it; it keeps its tokens and continues with the new
   weights from prompt and tokens: what comes then agrees with a forward pass of the new version.
 - By chat a request is text and an answer cannot be cut: an update waits until the answers under way have ended.
-- Versions are those that this engine had the server load; a server that went away gets the newest one again.
+- Versions are those that this engine had the server load: an adapter under a new name, or a model folder to load again.
+  A server that went away gets the newest one again. One whose load failed stays paused: it never serves half of a
+  version, and the next try loads all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
 import queue
+import re
+import secrets
+import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +36,15 @@ from busrl.config.pretrained import vocabulary_size
 from busrl.data.chat import parts_of
 from busrl.engines.base import Engine, Finished, PartialAnswer, Pause, Request, Statistics
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
-from busrl.engines.openai.weights import ADAPTER_PREFIX, FixedReceiver, ServerWeights
 from busrl.engines.tokens import PROMPTS_KEPT, Tokens, tokens_of
-from busrl.errors import PeerTimeout, UserError
+from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
 from busrl.paths import ADAPTER_CONFIG
 from busrl.states import Finish
+from busrl.weights.base import NOTHING, TensorReceiver
 
 if TYPE_CHECKING:
+    import torch
+
     from busrl.config import Topology
     from busrl.config.schema import Openai
     from busrl.data import Prompt
@@ -47,8 +56,126 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("busrl")
 MOMENT_S = 0.02  # a step without messages waits this long: the role looks for new slots after it
+ADAPTER_PREFIX = "busrl-"  # of the names of adapters
+CLOSE_S = 3.0
+KNOWN = re.compile(r"already (been loaded|loaded|exists)")
 UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
 
+
+# -- new weights for the server -----
+
+class FixedReceiver(TensorReceiver):
+    """A receiver of weights that never come: the endpoint keeps those that it was started with, version 0."""
+
+    def newest(self) -> tuple[int, int]:
+        return NOTHING
+
+    def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
+        return NOTHING
+
+    def fetch(self, params: dict[str, torch.Tensor]) -> tuple[int, int]:
+        raise BugError('an endpoint with openai.update = "none" has no new weights')
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class ServerWeights:
+    """How a server gets new weights, while the engine has stopped its own requests. `kind`: "vllm" or "sglang".
+
+    - Each load has its own name: a server that keys its prefix cache by the name cannot serve stale keys. The name
+      holds the run's id, so that two runs with one server do not take each other's.
+    - If the server knows the name already (its answer to the first try was lost, or a process before this one loaded
+      it) that adapter is dropped, and the version gets another name: what is loaded there may be older files.
+    """
+
+    def __init__(self, client: Client, kind: str, base_model: str) -> None:
+        self._client, self._kind, self._base = client, kind, base_model
+        self._root = client.url.removesuffix("/v1")
+        self._prefix = f"{ADAPTER_PREFIX}v"
+        self._adapter = ""
+        self._deadline = math.inf
+
+    def name_for(self, folders: str) -> None:
+        """Adapters are named for the run whose versions lie there, on this host."""
+        run = hashlib.blake2b(f"{socket.gethostname()} {folders}".encode(), digest_size=6).hexdigest()
+        self._prefix = f"{ADAPTER_PREFIX}{run}-v"
+
+    def load(self, version: int, path: Path, adapter: bool, deadline: float = math.inf) -> None:
+        """Make the server serve `version` from `path`; requests name the right model afterwards. PeerTimeout after
+        `patience_s` of one call, or at the deadline of the monotonic clock."""
+        self._deadline = deadline
+        try:
+            if adapter:
+                self._load_adapter(version, path)
+            else:
+                self._load_folder(version, path)
+        except UserError as problem:
+            remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            hint = f"; {remedy}" if self._kind == "vllm" and ": 404" in str(problem) else ""
+            raise UserError(f"new weights, version {version}: {problem}{hint}") from problem
+
+    def _load_adapter(self, version: int, path: Path) -> None:
+        name, old = f"{self._prefix}{version}", self._adapter
+        try:
+            self._name_adapter(version, path, name)
+        except UserError as problem:
+            if not KNOWN.search(str(problem)):
+                raise
+            fresh = f"{name}.{secrets.token_hex(3)}"
+            self._name_adapter(version, path, fresh)
+            self._drop_adapter(name)
+        if old not in ("", name):
+            self._drop_adapter(old)
+
+    def _name_adapter(self, version: int, path: Path, name: str) -> None:
+        """Load it under that name, which requests have from now on."""
+        body = {"lora_name": name, "lora_path": str(path)}
+        self._post(f"{self._routes}/load_lora_adapter", body, f"loading adapter version {version}")
+        self._adapter = self._client.model = name
+
+    def _drop_adapter(self, name: str, once: bool = False) -> None:
+        with contextlib.suppress(BusrlError):  # it is only in the way; the server may have dropped it by itself
+            self._post(f"{self._routes}/unload_lora_adapter", {"lora_name": name}, f"unloading adapter {name}", once)
+
+    def close(self) -> None:
+        """The server is not ours: nothing of the run stays in it, if it drops the adapter within `CLOSE_S`."""
+        if self._adapter:
+            self._deadline = time.monotonic() + CLOSE_S
+            self._drop_adapter(self._adapter, once=True)
+            self._adapter, self._client.model = "", self._base
+
+    @property
+    def _routes(self) -> str:
+        return "/v1" if self._kind == "vllm" else ""
+
+    def _load_folder(self, version: int, path: Path) -> None:
+        phase = f"loading version {version}"
+        if self._kind == "vllm":
+            self._post("/pause?mode=keep", None, f"{phase}: pause")
+            work = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            self._post("/collective_rpc", work, phase)
+            self._post("/reset_prefix_cache?reset_running_requests=true", None, f"{phase}: prefix cache")
+            self._post("/resume", None, f"{phase}: resume")
+        else:
+            self._post("/pause_generation", {}, f"{phase}: pause")
+            self._check_success(self._post("/update_weights_from_disk", {"model_path": str(path)}, phase), phase)
+            self._post("/flush_cache", None, f"{phase}: prefix cache")
+            self._post("/continue_generation", {}, f"{phase}: resume")
+        self._client.model = self._base
+
+    def _check_success(self, reply: str, phase: str) -> None:
+        """SGLang reports a failure in a 200."""
+        with contextlib.suppress(ValueError):
+            found = json.loads(reply)
+            if isinstance(found, dict) and found.get("success") is False:
+                raise PeerLost(f"{self._root} ({phase}): {found.get('message', reply)}")
+
+    def _post(self, path: str, body: Mapping[str, object] | None, phase: str, once: bool = False) -> str:
+        return self._client.send("POST", self._root + path, body, phase, self._deadline, once)
+
+
+# -- the engine -----
 
 class ServedEngine(Engine):
     """At most `capacity` requests at a time. `tokens` makes ids of prompts and text of ids; `update_s`: what an update
@@ -100,8 +227,7 @@ class ServedEngine(Engine):
     def step(self) -> list[Finished]:
         self._counts.steps += 1
         if not self._taken and not self._done:
-            with contextlib.suppress(queue.Empty):
-                self._taken.append(self._client.messages.get(timeout=MOMENT_S))
+            self._receive(MOMENT_S)
             return []
         self._handle_taken()
         return self._take_done()
@@ -196,10 +322,12 @@ class ServedEngine(Engine):
         body |= {"chat_template_kwargs": arguments} if arguments else {}  # as vLLM and SGLang call them
         return body | ({"tools": tools or self._tools} if tools or self._tools else {})
 
-    def _receive(self) -> None:
+    def _receive(self, wait_s: float = 0.0) -> None:
+        """Take the messages that are there; if there are none, the first that comes within the time."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._taken.append(self._client.messages.get_nowait())
+                self._taken.append(self._client.messages.get(timeout=wait_s))
+                wait_s = 0.0
 
     def _handle_taken(self) -> None:
         taken, self._taken = self._taken, []
@@ -241,9 +369,9 @@ class ServedEngine(Engine):
                 'chat template, or set openai.endpoint = "completions", which sends token ids'
             )
 
-    def _settle(self) -> None:
+    def _settle(self, wait_s: float = 0.0) -> None:
         """Handle all messages at once; what ended is kept for the next step."""
-        self._receive()
+        self._receive(wait_s)
         self._handle_taken()
 
     def _drain(self, limit_s: float) -> None:
@@ -256,9 +384,7 @@ class ServedEngine(Engine):
                     f"{self._settings.base_url}: {len(self._running)} answers under way did not end within "
                     f"{limit_s:.1f} s of a pause"
                 )
-            with contextlib.suppress(queue.Empty):
-                self._taken.append(self._client.messages.get(timeout=MOMENT_S))
-            self._settle()
+            self._settle(MOMENT_S)
         self._settle()
 
     # -- the server -----

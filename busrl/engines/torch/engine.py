@@ -30,13 +30,13 @@ from busrl.config.schema import ONE_COPY
 from busrl.device import choose as choose_device
 from busrl.engines.base import Engine, Finished, Request, Statistics, Streams
 from busrl.engines.tokens import NO_IDS, Ids, Tokens, eos_ids_of
-from busrl.engines.torch.decoder import Decoder
-from busrl.engines.torch.fast import choose_decoder
+from busrl.engines.torch.decoder import Decoder, choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish
-from busrl.weights.factory import one_copy_receiver
+from busrl.weights.factory import make_receiver
+from busrl.weights.one_copy import OneCopyReceiver
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -295,19 +295,16 @@ class Prefill:
 
     def fill(self) -> int:
         """Compute what the budget allows; those that are complete take rows. How many those are."""
-        if self._long is None and not self._queue:
-            return 0
         if self._long is not None:
             count = self.joining
             self._piece(self._long)
             return count
         seats_of = self._next()
-        count = sum(map(len, seats_of.values()))
-        if count:
+        if seats_of:
             self._join(seats_of)
-        else:
+        elif self._queue:
             self._begin_long()
-        return count
+        return sum(map(len, seats_of.values()))
 
     def _left(self, seat: int) -> int:
         """How many tokens of it are to be computed."""
@@ -351,11 +348,9 @@ class Prefill:
         self.computed += sum(one.left for one in joining)
         if empty := [row for one in joining if not len(one.ids) for row in one.rows]:
             self._decoder.cache.begin(self._tensor(empty))
-        self._batches([one for one in joining if one.left and not one.begin], self._batch)
-        self._batches([one for one in joining if one.left and one.begin], self._extend)
-        for one in joining:
-            if one.begin:
-                self.copy([(one.rows[0], row, len(one.ids)) for row in one.rows[1:]])
+        self._batches([one for one in joining if one.left and not one.begin])
+        self._batches([one for one in joining if one.left and one.begin])
+        self._share([one for one in joining if not one.left])
 
     def _begin_long(self) -> None:
         """The first in the queue alone is over the budget: take it, and all with the same prompt."""
@@ -375,7 +370,7 @@ class Prefill:
         if begin:
             self._decoder.extend(ids, self._tensor([kept.row]), self._tensor(range(begin, end))[None], end)
         else:
-            self._decoder.prefill(ids, self._tensor([kept.row]), None)
+            self._decoder.prefill(ids, self._tensor([kept.row]))
         self.computed += end - begin
         self._seats.computed[long.seats[0]] += end - begin
         kept.ids = long.ids[:end]
@@ -394,7 +389,7 @@ class Prefill:
             self._decoder.cache.clear(self._tensor([long.kept.row]))
         return long.seats
 
-    def _batches(self, joining: list[_Joining], compute: Callable[[list[_Joining]], None]) -> None:
+    def _batches(self, joining: list[_Joining]) -> None:
         """Those with the least to compute first; a batch ends where its padding would be more than its tokens."""
         batch: list[_Joining] = []
         real = furthest = 0
@@ -406,31 +401,31 @@ class Prefill:
             reach = max(furthest, one.begin) + one.left
             too_far = reach > self._seats.max_length or (one.begin > 0 and (len(batch) + 1) * reach > GATHERED)
             if batch and (padded > most or too_far):
-                compute(batch)
+                self._compute(batch)
                 batch, real, furthest = [], 0, 0
             batch.append(one)
             real, furthest = real + one.left, max(furthest, one.begin)
         if batch:
-            compute(batch)
+            self._compute(batch)
 
-    def _batch(self, batch: list[_Joining]) -> None:
-        rows = [row for one in batch for row in one.rows]
-        source = [k for k, one in enumerate(batch) for _ in one.rows]
-        copied = self._tensor(source) if len(rows) > len(batch) else None
-        self._decoder.prefill(self._padded(batch), self._tensor(rows), copied)
-
-    def _extend(self, batch: list[_Joining]) -> None:
-        ids, begins = self._padded(batch), np.array([one.begin for one in batch])
-        positions = torch.from_numpy(begins[:, None] + np.arange(ids.shape[1])).to(self._device)
+    def _compute(self, batch: list[_Joining]) -> None:
+        """What is to be computed of each goes into its first row, and from there into the others."""
         rows = self._tensor([one.rows[0] for one in batch])
-        self._decoder.extend(ids, rows, positions, int(begins.max()) + ids.shape[1])
-
-    def _padded(self, batch: list[_Joining]) -> torch.Tensor:
-        """What is to be computed of each, [sequences, length]."""
-        ids = np.zeros((len(batch), batch[-1].left), np.int64)
+        length = batch[-1].left  # the longest is the last
+        ids = np.zeros((len(batch), length), np.int64)
         for k, one in enumerate(batch):
             ids[k, : one.left] = one.ids[one.begin :]
-        return torch.from_numpy(ids).to(self._device)
+        padded = torch.from_numpy(ids).to(self._device)
+        if batch[0].begin:
+            begins = np.array([one.begin for one in batch])
+            positions = torch.from_numpy(begins[:, None] + np.arange(length)).to(self._device)
+            self._decoder.extend(padded, rows, positions, int(begins.max()) + length)
+        else:
+            self._decoder.prefill(padded, rows)
+        self._share(batch)
+
+    def _share(self, joining: list[_Joining]) -> None:
+        self.copy([(one.rows[0], row, len(one.ids)) for one in joining for row in one.rows[1:]])
 
     def copy(self, copies: Copies) -> None:
         if copies:
@@ -444,15 +439,13 @@ class Prefill:
 # -- the engine -----
 
 class TorchEngine(Engine):
-    """`capacity` rows of one model on one device. Use `load` for a model folder."""
+    """`capacity` rows of one model on one device. `load` makes one for a model folder."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
         on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if capacity < 1:
-            raise UserError(f"capacity is {capacity}; an engine needs at least one row (generation.max_batch)")
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
@@ -503,7 +496,9 @@ class TorchEngine(Engine):
         finished = self._take_done()
         if not self.paused:
             with torch.inference_mode():
-                self._arrange()
+                if self._waiting.fill():  # those that join get the rows of those that left first
+                    self._sampling = None
+                self._close_up()
                 if self._seats.active:
                     finished.extend(self._decode())
         return finished
@@ -523,7 +518,8 @@ class TorchEngine(Engine):
         """One copy: the learner trains these very tensors; else the ordinary receiver writes into them."""
         if settings.transport != ONE_COPY:
             return None
-        receiver = one_copy_receiver(settings, name)
+        receiver = make_receiver(settings, name)
+        assert isinstance(receiver, OneCopyReceiver)
         receiver.share(self.parameters())
         return receiver
 
@@ -535,7 +531,7 @@ class TorchEngine(Engine):
         return taken
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Live tensors by the names of `model.named_parameters()`; written in place between two steps."""
+        """Live tensors, written in place between two steps."""
         return dict(self._model.named_parameters())
 
     def statistics(self) -> Statistics:
@@ -557,13 +553,8 @@ class TorchEngine(Engine):
         """Rows without a sequence that runs."""
         return [*self._holes, *range(self._seats.active, self.capacity)]
 
-    def _arrange(self) -> None:
-        """Let requests join, first in the rows of sequences that left, and close up the rows left over."""
-        if self._waiting.fill():
-            self._sampling = None
-        self._close_up()
-
     def _close_up(self) -> None:
+        """Make the rows in use the first ones."""
         if not self._holes:
             return
         seats = self._seats
@@ -603,7 +594,7 @@ class TorchEngine(Engine):
             return []
         self._holes = ended.nonzero()[0].tolist()
         if (spoilt := np.isnan(measured)).any():
-            self._decoder.cache.clear(self._tensor(spoilt.nonzero()[0].tolist()))
+            self._decoder.cache.clear(self._to_device(spoilt.nonzero()[0]))
         for row in self._holes if self._kept.keep_s else ():
             if not np.isnan(measured[row]):
                 self._kept.park(row, seats.cached(int(running[row])))
@@ -634,9 +625,6 @@ class TorchEngine(Engine):
             wrong = low if low < 0 else high
             raise ValueError(f"{name} has token id {wrong}; the model knows 0 to {self._vocabulary - 1}")
 
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
-
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
@@ -652,13 +640,8 @@ def _max_length(model: Any, wanted: int) -> int:
 def make(topology: Topology, process: str) -> TorchEngine:
     generation = topology.generation
     return TorchEngine.load(
-        topology.model.path,
-        capacity=generation.max_batch,
-        max_length=topology.longest,
-        dtype=topology.model.dtype,
-        device=choose_device(topology.device_of(process)),
-        chat=topology.data.template == "chat",
+        topology.model.path, capacity=generation.max_batch, max_length=topology.longest, dtype=topology.model.dtype,
+        device=choose_device(topology.device_of(process)), chat=topology.data.template == "chat",
         on_update="recompute" if generation.on_update == "recompute" else "keep",
-        prefill_tokens=generation.prefill_tokens,
-        prefix_keep_s=topology.prefix_keep_s,
+        prefill_tokens=generation.prefill_tokens, prefix_keep_s=topology.prefix_keep_s,
     )

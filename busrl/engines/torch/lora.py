@@ -131,8 +131,9 @@ class WeightLoader:
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
         except Exception as problem:  # a library of readers, each with its own errors
             raise WeightsRefused(f"{folder}: no model that can be loaded: {problem}") from problem
-        if (key := _first_difference(model.config.to_dict(), self._model.config.to_dict())) is not None:
-            raise WeightsRefused(f"{folder}: another architecture: {key} of its configuration differs")
+        theirs, ours = model.config.to_dict(), self._model.config.to_dict()
+        if differing := {k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k)} - set(VOLATILE):
+            raise WeightsRefused(f"{folder}: another architecture: {min(differing)} of its configuration differs")
         new, parameters = dict(model.named_parameters()), dict(self._model.named_parameters())
         for name in sorted(new.keys() | parameters.keys()):
             if name not in new or name not in parameters or new[name].shape != parameters[name].shape:
@@ -145,8 +146,3 @@ def _add(into: Tensor, base: Tensor, low: Low) -> None:
     """In float32 whatever the model is: a bfloat16 product would lose what training has moved."""
     up, down = (part.to(device=into.device, dtype=torch.float32) for part in (low.up, low.down))
     into.copy_(torch.addmm(base.float(), up, down, alpha=low.scale))
-
-
-def _first_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    keys = sorted(key for key in one.keys() | other.keys() if key not in VOLATILE)
-    return next((key for key in keys if one.get(key) != other.get(key)), None)

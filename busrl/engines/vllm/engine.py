@@ -4,7 +4,6 @@ The rollout role drives it through `busrl.engines.base.Engine`; `process` starts
 new weights in. Knows nothing of slots, the bus or rewards; imports vLLM inside functions only.
 
 - vLLM decodes by itself; `step` hands over what ended since. `drawing` gathers, so that every token is counted once.
-- A request has its tokens here as they come: it survives a restart of vLLM, which then continues after them.
 - A sample's random stream depends on (seed, uid, segment, tokens so far). vLLM draws with it from logits whose last
   bits depend on what is batched with what, so equal requests give equal tokens nearly always, not by contract.
 - A dead, stuck or silent engine is an EngineLost from the next call, within `rpc_s` or `silent_s`, with all of its
@@ -16,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -51,14 +49,12 @@ class Running(PartialAnswer):
     from vLLM where it notes them for every token, else from the counts at each update."""
 
     finish: int | None = None
-    started_with: int = 0  # tokens that it had when it was last handed to vLLM
-    restarts: int = 0  # of vLLM, each of which cut it
     task: Any = None  # what follows it in the loop
     adapter: LoadedAdapter | None = None  # that makes its tokens
 
     @property
     def id(self) -> str:
-        return f"{self.request.key}.{self.request.uid}.{self.request.segment}.{self.restarts}"
+        return f"{self.request.key}.{self.request.uid}.{self.request.segment}"
 
     def take(self, output: Any, version: int) -> None:
         """Take what vLLM sent: new tokens with their log-probabilities, and perhaps the end."""
@@ -74,23 +70,23 @@ class Running(PartialAnswer):
             self._correct(getattr(one, "weight_versions", None))
 
     def _correct(self, spans: Iterable[Any] | None) -> None:
-        """vLLM's own note of the weights of every token, which counts from the request's last start."""
+        """vLLM's own note of the weights of every token."""
         for span in spans or ():
             if span.version.isdigit():
-                at = slice(self.started_with + span.start, self.started_with + span.end)
+                at = slice(span.start, span.end)
                 self.versions[at] = [int(span.version)] * len(self.versions[at])
 
     def sampling(self, stops: list[int], seeded: bool) -> Any:
-        """vLLM's sampling settings of what is left of it."""
+        """vLLM's settings of it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        request, produced = self.request, len(self.token_ids)
+        request = self.request
         return SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
-            max_tokens=request.max_new_tokens - produced,
-            seed=seed_of(request, produced) if seeded and request.temperature > 0 else None,
+            max_tokens=request.max_new_tokens,
+            seed=seed_of(request, 0) if seeded and request.temperature > 0 else None,
             stop_token_ids=[*stops, *request.stop_ids],
             ignore_eos=True,  # the ids above are all of them
             logprobs=0,  # the drawn token's alone
@@ -99,32 +95,12 @@ class Running(PartialAnswer):
         )
 
 
-def stat_logger(record: Callable[[float], None]) -> Callable[..., Any]:
-    """What AsyncLLM calls to make its logger of statistics: `record` gets the share of the key-value cache in use after
-    every step, if this vLLM reports any."""
-
-    def make_logger(config: Any, engine_index: int = 0) -> Any:
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        class Logger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
-            def __init__(self, config: Any, engine_index: int = 0) -> None: ...
-
-            def record(self, scheduler_stats: Any = None, *args: Any, **more: Any) -> None:
-                if scheduler_stats is not None:
-                    record(float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0))
-
-            def log_engine_initialized(self) -> None: ...
-
-        return Logger(config, engine_index)
-
-    return make_logger
-
-
 class VllmEngine(Engine):
     """`start` says what vLLM is given; `make` takes all of it from a topology."""
 
-    def __init__(self, start: Start, *, chat: bool = False, on_update: str = "recompute",
-                 on_restart: str = "continue", temperature: float = 1.0) -> None:
+    def __init__(
+        self, start: Start, *, chat: bool = False, on_update: str = "recompute", temperature: float = 1.0
+    ) -> None:
         """`temperature`: that of the samples that are trained, at which new weights are checked."""
         text = tokens_of(start.model, chat)
         super().__init__(text, start.capacity, start.max_length)
@@ -138,9 +114,9 @@ class VllmEngine(Engine):
         self._moved_at = time.monotonic()  # the last token, start or resumption
         self._looked = False
         self._arrived = self._counted = 0  # tokens that came, in the loop; those of the steps so far
-        self._usage = 0.0  # share of the key-value cache in use
+        self._usage = 0.0
         self.core = self._start_core()
-        self._updates = Updates(self, on_update, on_restart)
+        self._updates = Updates(self, on_update)
 
     # -- the interface -----
 
@@ -153,9 +129,20 @@ class VllmEngine(Engine):
 
     def _begin(self, requests: list[Request]) -> None:
         self.check()
+        self._moved_at = time.monotonic()
         starting = [Running(request, adapter=self._updates.adapter) for request in requests]
-        self._running.update((running.request.key, running) for running in starting)
-        self.begin(starting)
+        for running in starting:
+            self._running[running.request.key] = running
+            running.computed = len(running.known_ids)
+            self._counts.prefill_tokens += running.computed
+
+        def create() -> None:
+            for running in starting:
+                running.task = task = asyncio.ensure_future(self._follow(running))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+        self.core.loop.call_soon_threadsafe(create)
 
     def step(self) -> list[Finished]:
         if not self._looked:
@@ -212,22 +199,6 @@ class VllmEngine(Engine):
             text = f"vLLM's engine made no token for {silent:.0f} s with {len(self._running)} requests"
             raise self.core.lose(f"{text}; {self.core.describe()}")
 
-    def begin(self, starting: list[Running]) -> None:
-        """Hand requests to vLLM; the tokens that they have are part of their prompts."""
-        self._moved_at = time.monotonic()
-        for running in starting:
-            running.started_with = len(running.token_ids)
-            running.computed += len(running.known_ids)
-            self._counts.prefill_tokens += len(running.known_ids)
-
-        def create() -> None:
-            for running in starting:
-                running.task = task = asyncio.ensure_future(self._follow(running))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-        self.core.loop.call_soon_threadsafe(create)
-
     def hold(self) -> None:
         """Stop between two steps, sequences and their cache kept; returns when every token sent is here."""
         self.check()
@@ -236,7 +207,7 @@ class VllmEngine(Engine):
             super().hold()
         self._gather()
 
-    def wait_until(self, done: Callable[[], bool], limit_s: float = math.inf) -> bool:
+    def wait_until(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Take what ends until `done`; False after the limit. EngineLost from a silent engine."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -249,20 +220,12 @@ class VllmEngine(Engine):
             self._wake.wait(STEP_WAIT_S)
 
     def restart(self, start: Start) -> None:
-        """End vLLM and start it again as `start` says. Requests stay here, to continue after the tokens they have."""
-        self.hold()
+        """End vLLM and start it again as `start` says; it has no requests."""
+        super().hold()
         self.core.close()
-        self._gather()
         self.start = start
         self.core = self._start_core()
-
-    def continue_all(self, adapter: LoadedAdapter | None) -> None:
-        """Hand every request to the vLLM that was started again, from here on with that adapter."""
         super().resume()
-        for running in self._running.values():
-            running.restarts += 1
-            running.adapter = adapter
-        self.begin(self.running)
 
     async def sample_for_check(self, core: Core, count: int) -> tuple[list[int], list[float], int]:
         """A short answer to a made-up prompt: all ids, log-probabilities of the drawn ones, length of the prompt."""
@@ -284,13 +247,14 @@ class VllmEngine(Engine):
 
     def _start_core(self) -> Core:
         self._tasks: set[asyncio.Task[None]] = set()
-        core = Core(self.start, stat_logger(self._record))
+        core = Core(self.start, self._record)
         core.on_death = self._wake.set
         # It is up when it has made a token: what a version still compiles then belongs to the start.
         core.call("its first token", lambda: self.sample_for_check(core, 1), self.own.start_s)
         return core
 
     def _record(self, usage: float) -> None:
+        """After a step, with the share of the key-value cache in use."""
         self._counts.steps += 1
         self._usage = usage
 
@@ -304,7 +268,7 @@ class VllmEngine(Engine):
             # Closed here: left to the collector it may outlive the loop that has to close it.
             async with contextlib.aclosing(core.engine.generate(prompt, settings, running.id, **more)) as outputs:
                 async for output in outputs:
-                    if core.over:  # its requests are handed to its successor
+                    if core.over:
                         return
                     self._take(running, output)
         except asyncio.CancelledError:
@@ -321,7 +285,7 @@ class VllmEngine(Engine):
             before = len(running.token_ids)
             running.take(output, self.version if running.adapter is None else running.adapter.version)
             self._moved_at = time.monotonic()
-            if len(running.token_ids) > before and before == running.started_with:
+            if running.token_ids and not before:
                 cached = int(getattr(output, "num_cached_tokens", 0) or 0)
                 running.computed -= cached
                 self._counts.prefill_tokens -= cached
@@ -375,5 +339,5 @@ class VllmEngine(Engine):
 def make(topology: Topology, process: str) -> VllmEngine:
     return VllmEngine(
         Start.of(topology), chat=topology.data.template == "chat", on_update=topology.generation.on_update,
-        on_restart=topology.weights.on_restart, temperature=topology.generation.temperature,
+        temperature=topology.generation.temperature,
     )

@@ -34,6 +34,7 @@ from busrl.config.engine_rules import CPU_BLOCK, lora_rank, vllm_installed, vllm
 from busrl.config.machine import adapter_slots
 from busrl.config.schema import ADAPTERS, Vllm
 from busrl.errors import EngineLost, UserError
+from busrl.guardian import stat_of
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -65,18 +66,13 @@ class Start:
 
     @classmethod
     def of(cls, topology: Topology) -> Start:
-        own = topology.vllm
+        own, model = topology.vllm, topology.model
         # Any other transport brings the merged weights: a vLLM with places for adapters has wrapped their layers.
         rank = topology.lora.rank if topology.weights.transport in ADAPTERS else 0
         return cls(
-            model=topology.model.path,
-            dtype=topology.model.dtype,
-            capacity=topology.generation.max_batch,
-            max_length=own.max_model_len or topology.longest,
-            own=own,
-            seed=topology.run.seed,
-            lora_rank=lora_rank(rank) if rank else 0,
-            adapters=adapter_slots(topology) if rank else 0,
+            model.path, model.dtype, capacity=topology.generation.max_batch,
+            max_length=own.max_model_len or topology.longest, own=own, seed=topology.run.seed,
+            lora_rank=lora_rank(rank) if rank else 0, adapters=adapter_slots(topology) if rank else 0,
         )
 
 
@@ -104,16 +100,16 @@ def abilities_of(engine: Any, version: str) -> Abilities:
             raise UserError(f'engine = "vllm": vLLM {version} has no AsyncLLM.{name}; see docs/engines.md')
     if "clear_cache" not in inspect.signature(engine.pause_generation).parameters:
         raise UserError(f'engine = "vllm": pause_generation of vLLM {version} has no clear_cache; see docs/engines.md')
-    core = engine.engine_core
-    bare = getattr(core, "pause_scheduler_async", None)
+    bare = getattr(engine.engine_core, "pause_scheduler_async", None)
     return Abilities(
         weight_version=callable(getattr(engine, "update_weight_version", None)),
         bare_pause=callable(bare) and {"mode", "clear_cache"} <= inspect.signature(bare).parameters.keys(),
     )
 
 
-def make(start: Start, logger: Any) -> Any:
-    """An AsyncLLM, made in the loop that will run it. `logger` makes its statistics' sink. UserError if refused."""
+def make(start: Start, record: Callable[[float], None]) -> Any:
+    """An AsyncLLM, made in the loop that will run it. UserError if refused. `record` gets the share of the key-value
+    cache in use after every step, if this vLLM reports any."""
     # This process has threads: a fork of it could hang. What a user has set stays, apart from what cannot work.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     _set_defaults(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
@@ -132,7 +128,22 @@ def make(start: Start, logger: Any) -> Any:
     if unknown := sorted(given.keys() - known.keys()):
         where = "vllm.extra" if unknown[0] in start.own.extra else 'engine = "vllm"'
         raise UserError(f"{where}: the engine of vLLM {require()} has no argument {unknown[0]!r}; see docs/engines.md")
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=[logger])
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=[_logger(record)])
+
+
+def _logger(told: Callable[[float], None]) -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Logger(StatLoggerBase):  # type: ignore[misc, unused-ignore]
+        def __init__(self, config: Any, engine_index: int = 0) -> None: ...
+
+        def record(self, scheduler_stats: Any = None, *args: Any, **more: Any) -> None:
+            if scheduler_stats is not None:
+                told(float(getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0))
+
+        def log_engine_initialized(self) -> None: ...
+
+    return Logger
 
 
 def _set_defaults(**variables: str) -> None:
@@ -200,11 +211,9 @@ def _value_of(text: str) -> Any:
 
 class Core:
     """One life of vLLM, with the deadlines of `start.own`. Raises EngineLost from every method.
+    starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds."""
 
-    starting -> running -> closed; and from each of the first two -> dead, whose cause `lost` holds.
-    """
-
-    def __init__(self, start: Start, logger: Any) -> None:
+    def __init__(self, start: Start, record: Callable[[float], None]) -> None:
         self.version = require()
         self.lost = ""  # why it cannot be used any more
         self._own = start.own
@@ -215,7 +224,7 @@ class Core:
         self.on_death: Callable[[], None] = lambda: None
         self.loop = asyncio.new_event_loop()
         self._started: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, args=(start, logger), name="vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(start, record), name="vllm", daemon=True)
         begun = time.monotonic()
         self._thread.start()
         atexit.register(self.close)
@@ -292,12 +301,12 @@ class Core:
 
     # -- life -----
 
-    def _run(self, start: Start, logger: Any) -> None:
+    def _run(self, start: Start, record: Callable[[float], None]) -> None:
         asyncio.set_event_loop(self.loop)
 
         async def begin() -> None:
             try:
-                self._started.set_result(make(start, logger))
+                self._started.set_result(make(start, record))
             except BaseException as problem:
                 self._started.set_exception(problem)
 
@@ -407,8 +416,6 @@ class Core:
 
 def is_death(result: object) -> bool:
     """Whether the result of a call is vLLM's error that its engine is dead."""
-    if not isinstance(result, BaseException):
-        return False
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(result, EngineDeadError)
@@ -424,10 +431,8 @@ def _with_descendants(roots: list[int]) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-        return STATES.get(letter, letter)
-    return "gone"
+    fields = stat_of(pid)
+    return STATES.get(fields[0], fields[0]) if fields else "gone"
 
 
 def _shared_files(pid: int) -> set[Path]:

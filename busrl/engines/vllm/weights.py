@@ -17,12 +17,8 @@ import asyncio
 import dataclasses
 import json
 import logging
-import mmap
-import os
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,10 +42,6 @@ if TYPE_CHECKING:
     from busrl.weights.factory import TransportSettings
 
 log = logging.getLogger("busrl")
-SIZE = 4096
-HEAD = struct.Struct("<II")  # checksum and length of the line
-TROUBLE = SIZE // 8  # characters of it that are written, of at most six bytes each
-TRIES = 100
 LOOK_EVERY_S = 0.005
 CHECK_TOKENS = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -70,45 +62,27 @@ class Line:
 
 
 class Page:
-    """A page of shared memory on which a worker writes which weights it has. The rollout process reads it at every
-    step, without a call to the engine, which would wait for a decoding step. One writer; a reader sees a whole line, by
-    its checksum, or the one before."""
+    """A small file in which a worker says which weights it has. The rollout process reads it at every step, without a
+    call to the engine, which would wait for a decoding step. One writer, who replaces it: readers see a whole line."""
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
-        """`create`: a new file under that name, readable by this user only; whoever maps an old one keeps it."""
         self.path = Path(path)
+        self._seen = Line()  # read or written last
         if create:
-            with files.replacing(self.path, durable=False) as descriptor:
-                os.ftruncate(descriptor, SIZE)
-        try:
-            descriptor = os.open(self.path, (os.O_RDWR if create else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as problem:
-            raise UserError(f"{self.path}: {problem.strerror}; a worker of vLLM should have made it") from None
-        try:
-            self._map = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_WRITE if create else mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-        self._seen = Line()  # read or written last; an empty page is that
+            files.show(self.path, dataclasses.asdict(self._seen))
+        elif not self.path.is_file():
+            raise UserError(f"{self.path}: No such file or directory; a worker of vLLM should have made it")
 
     def write(self, line: Line) -> None:
-        if line == self._seen:
-            return
-        self._seen = line
-        body = msgspec.json.encode(dataclasses.replace(line, trouble=line.trouble[:TROUBLE]))
-        self._map[: HEAD.size + len(body)] = HEAD.pack(zlib.crc32(body), len(body)) + body
+        if line != self._seen:
+            self._seen = line
+            files.show(self.path, dataclasses.asdict(line))
 
     def read(self) -> Line:
-        """The last whole line; an empty one before the first."""
-        for _ in range(TRIES):
-            checksum, length = HEAD.unpack_from(self._map)
-            body = self._map[HEAD.size : HEAD.size + length]
-            if length and zlib.crc32(body) == checksum:
-                self._seen = msgspec.json.decode(body, type=Line)
-                break
+        """The last line, also when the file is gone: the run has ended."""
+        if found := files.read_map(self.path):
+            self._seen = msgspec.convert(found, Line)
         return self._seen
-
-    def close(self) -> None:
-        self._map.close()
 
 
 class WorkerReceiver(TensorReceiver):
@@ -116,20 +90,15 @@ class WorkerReceiver(TensorReceiver):
 
     def __init__(self, engine: VllmEngine, pages: Sequence[Page], name: str) -> None:
         self._engine, self._pages, self.name = engine, pages, name
-        self._trouble = ""
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong in a worker, as far as `newest` has seen."""
-        return self._trouble or "nothing is wrong there"
+        self.trouble = ""  # what is wrong in a worker, as far as `newest` has seen
 
     def newest(self) -> tuple[int, int]:
         """What every worker has; what is wrong in one is logged once."""
         lines = [page.read() for page in self._pages]
-        trouble = next((line.trouble for line in lines if line.trouble), "")
-        if trouble and trouble != self._trouble:
-            log.warning("weights: %s: %s", self.name, trouble)
-        self._trouble = trouble
+        troubles = [line.trouble for line in lines if line.trouble]
+        if troubles and troubles[0] != self.trouble:
+            log.warning("weights: %s: %s", self.name, troubles[0])
+        self.trouble = troubles[0] if troubles else "nothing is wrong there"
         return min(line.newest for line in lines)
 
     def wait_for(self, version: int, timeout_s: float) -> tuple[int, int]:
@@ -148,8 +117,7 @@ class WorkerReceiver(TensorReceiver):
         raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
 
     def close(self) -> None:
-        for page in self._pages:
-            page.close()
+        """Nothing is open here."""
 
 
 @dataclass
@@ -163,11 +131,10 @@ class LoadedAdapter:
 class Updates:
     """The updates of one engine. `on_update`: keep or recompute the cache of running sequences; auto = recompute."""
 
-    def __init__(self, engine: VllmEngine, on_update: str, on_restart: str) -> None:
+    def __init__(self, engine: VllmEngine, on_update: str) -> None:
         self._engine = engine
         self._any = False  # whether a version of a receiver is in vLLM
         self._recompute = on_update != "keep"
-        self._finish_first = on_restart == "finish"
         self._dirty = ""
         self._checked = False  # whether the weights were compared with a plain forward pass, or cannot be
         self._own: WorkerReceiver | None = None
@@ -213,7 +180,6 @@ class Updates:
                 core.rpc("busrl_close", timeout_s=self._close_s)
             except Exception as problem:  # it ends anyway, by force if it must
                 log.warning("vLLM: %s: its workers did not leave: %s", self._own.name, problem)
-        self._own.close()
 
     # -- tensors -----
 
@@ -255,10 +221,8 @@ class Updates:
 
     def _swap(self, version: int, hold: bool) -> tuple[int, int]:
         """Load in every worker, drop what old weights cached, note the version: one round trip, nothing decodes in it.
-
         Running sequences are computed again where asked for. Where they keep their cache vLLM cannot drop it, and
-        returns False; new requests have another salt and do not find it. EngineLost if workers differ in version.
-        """
+        returns False; new requests have another salt and do not find it. EngineLost if workers differ in version."""
         core, again = self._engine.core, self._recompute
 
         async def together() -> list[Any]:
@@ -317,9 +281,7 @@ class Updates:
     # -- adapters and folders -----
 
     def _folder(self, receiver: Receiver) -> tuple[int, int]:
-        engine = self._engine
-        if receiver.kind == "tensors":
-            raise UserError("vLLM takes tensors from the receivers in its workers alone")
+        assert receiver.kind != "tensors"  # those come to the receivers in its workers alone
         # The first adapter goes into the model without one; later folders need a vLLM that starts again.
         restarts = receiver.kind == "folder" and (self.adapter is None or self.adapter.request is not None)
         if not restarts and self.adapter is not None:
@@ -329,32 +291,27 @@ class Updates:
             self._start_again(version, path)
         else:
             self._add(version, path)
-            engine.version = version
         return version, step
 
     def _start_again(self, version: int, path: Path) -> None:
         """Restart vLLM with that folder as its model, or with that adapter. WeightsRefused: it has the adapter before.
         """
         engine, before = self._engine, self.adapter
-        if self._finish_first:
-            engine.wait_until(lambda: not engine.running)
-        engine.restart(engine.start if before is not None else dataclasses.replace(engine.start, model=str(path)))
+        assert not engine.running  # whoever has an engine start again takes them out first
+        if before is None:
+            engine.restart(dataclasses.replace(engine.start, model=str(path)))
+            self._note(version)
+            return
+        engine.restart(engine.start)
         self._loaded.clear()
         try:
-            if before is None:
-                self._note(version)
-            else:
-                self._add(version, path)
-            engine.version = version
+            self._add(version, path)
         except WeightsRefused as problem:
-            if before is not None and before.request is not None:
-                try:
-                    self._add(before.version, Path(before.request.lora_path))
-                except WeightsRefused as second:
-                    raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
-            engine.continue_all(self.adapter)
+            try:
+                self._add(before.version, Path(before.request.lora_path))
+            except WeightsRefused as second:
+                raise engine.core.lose(f"{problem}; and the one before is gone: {second}") from second
             raise
-        engine.continue_all(self.adapter)
 
     def _used(self) -> set[int]:
         """Versions of the adapters that running answers have, and of the one that new ones get."""
@@ -362,10 +319,8 @@ class Updates:
         return {adapter.version for adapter in adapters if adapter is not None and adapter.request is not None}
 
     def _make_room(self) -> None:
-        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`.
-
-        Unused ones are removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn.
-        """
+        """A place for one more adapter. WeightsRefused if running answers have them all for `rpc_s`. Unused ones are
+        removed here: vLLM would choose by itself, perhaps one whose answers wait for their turn."""
         engine, places = self._engine, self._engine.start.adapters
         if not engine.wait_until(lambda: len(self._used()) < places, engine.own.rpc_s):
             used, oldest = sorted(self._used()), min(self._used())

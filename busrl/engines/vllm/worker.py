@@ -12,33 +12,27 @@ writes on a page (`weights.Page`) what it has. Knows nothing of requests, slots 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import multiprocessing
-import os
-import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from busrl.config.schema import ONE_COPY
 from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
+from busrl.pipes import die_with_parent
 from busrl.weights.base import NOTHING, TensorReceiver
-from busrl.weights.factory import TransportSettings, make_receiver, one_copy_receiver
-
-if TYPE_CHECKING:
-    from busrl.weights.one_copy import OneCopyReceiver
+from busrl.weights.factory import TransportSettings, make_receiver
+from busrl.weights.one_copy import OneCopyReceiver
 
 log = logging.getLogger("busrl")
 LOOK_EVERY_S = 0.005
 RESTAGE_S = 0.25  # a version that is not loaded for this long gives way to a newer one
-PR_SET_PDEATHSIG = 1
 maker: Any = AutoModelForCausalLM  # it has no type hints
 
 
@@ -133,10 +127,8 @@ class WorkerWeights:
 
 class SharedWeights(WorkerWeights):
     """One copy of the weights: the learner changes vLLM's own tensors while generation is paused (docs/gpu.md).
-
     `shapes` are those of the checkpoint, which vLLM fuses. A version is staged when the learner asks for the pause of
-    its change; `commit` returns when the change is complete.
-    """
+    its change; `commit` returns when the change is complete."""
 
     def __init__(self, model: Any, source: OneCopyReceiver, shapes: dict[str, tuple[int, ...]], page: Page) -> None:
         source.share(dict(model.named_parameters()), shapes)
@@ -169,13 +161,12 @@ class Extension:
         name = f"{given['name']}.{self.rank}" if self.rank else given["name"]
         self.busrl_close()
         page = Page(f"{given['page']}.{self.rank}", create=True)
-        settings = TransportSettings.from_plain(given["settings"])
-        if settings.transport == ONE_COPY:
+        source = make_receiver(TransportSettings.from_plain(given["settings"]), name)
+        assert source.kind == "tensors"  # folders and adapters do not come through the workers
+        if isinstance(source, OneCopyReceiver):
             shapes = {name: tuple(t.shape) for name, t in wanted.items()}
-            self.busrl_weights = SharedWeights(model, one_copy_receiver(settings, name), shapes, page)
+            self.busrl_weights = SharedWeights(model, source, shapes, page)
         else:
-            source = make_receiver(settings, name)
-            assert source.kind == "tensors"  # folders and adapters do not come through the workers
             staging = {name: torch.empty_like(t, device="cpu") for name, t in wanted.items()}
             self.busrl_weights = WorkerWeights(model, source, staging, page)
         return str(page.path)
@@ -225,17 +216,7 @@ def _tensors_of(folder: str, dtype: str) -> dict[str, torch.Tensor]:
     return {name: torch.empty(p.shape, dtype=wanted, device="meta") for name, p in model.named_parameters()}
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends; nothing to do where no parent is."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent.pid:  # it died before the line above
-        os._exit(1)
-
-
 # vLLM calls nothing of an extension before the model is made: its import is the only moment for these two.
-if multiprocessing.parent_process() is not None:
-    die_with_parent()
+if (parent := multiprocessing.parent_process()) is not None:
+    die_with_parent(parent.pid or 0)
     cpu_patches.apply()

@@ -46,11 +46,9 @@ RETRY_S = 0.1
 
 
 class ReceivedVersion:
-    """The newest version that has arrived: a block, its (version, step), and the frames that led to it.
-
-    Not thread-safe: BroadcastReceiver holds its lock around every call. `stamp` never goes back; nothing may be copied
-    from the block while `usable` is False.
-    """
+    """The newest version that has arrived: a block, its (version, step), and the frames that led to it. Not
+    thread-safe: BroadcastReceiver holds its lock around every call. `stamp` never goes back; nothing may be copied from
+    the block while `usable` is False."""
 
     def __init__(self) -> None:
         self.manifest: Manifest | None = None
@@ -68,10 +66,8 @@ class ReceivedVersion:
     def replace(
         self, manifest: Manifest, block: torch.Tensor, stamp: tuple[int, int], sums: Sequence[int]
     ) -> torch.Tensor:
-        """Take a whole version, with the sums of the changes that the sender has counted into it (none: zeros).
-
-        Returns the block that is free to receive the next version into.
-        """
+        """Take a whole version, with the sums of the changes that the sender has counted into it (none: zeros). Returns
+        the block that is free to receive the next version into."""
         if stamp[0] < self.stamp[0] or (stamp[0] == self.stamp[0] and self.usable):
             return block  # it is here already, or a newer one is
         # First of all: the block that is read now must never be the one to receive into.

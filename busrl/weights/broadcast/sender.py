@@ -210,9 +210,7 @@ class Member:
 
 class BroadcastSender(Sender):
     """Rank 0 of every epoch. A `backend` other than gloo sends from memory of `device`, to the same kind of device.
-
-    `hook` is called with the name of each phase and with "bucket <n>".
-    """
+    `hook` is called with the name of each phase and with "bucket <n>"."""
 
     def __init__(
         self, file: str | Path, *, timeout_s: float = 10.0, bucket_bytes: int = 16 << 20, checksum: bool = False,
