@@ -24,9 +24,7 @@ from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
 from busrl.simulate.actors import Actors, RewardWorkers, Times, cuts_of, delays, noise, reward_workers
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures
-from busrl.simulate.learner import Learner, Look
-from busrl.simulate.ring import SimRing
-from busrl.simulate.scheduler import Scheduler
+from busrl.simulate.roles import Learner, Look, Scheduler, SimRing
 from busrl.states import Fate
 
 FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
@@ -52,10 +50,9 @@ class World:
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
-        self.limits = topology.derived.limits
-        self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
-        self.ring = SimRing(derived.train_slots, self.size)
-        self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
+        self.limits, self.limit = derived.limits, topology.generation.max_new_tokens
+        self.ring = SimRing(derived.train_slots, topology.groups.size)
+        self.scanner = GroupScanner(self.ring.fates, topology.groups.size, horizon=derived.horizon)
         self.actors = Actors(actors, topology.generation.max_batch, times, seed)
         self.counts = Counts()
         rows = actors * topology.generation.max_batch

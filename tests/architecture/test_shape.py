@@ -134,9 +134,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "base": "", "learned": "base", "rules": "base", "guard": "base rules", "history": "base learned rules",
     },
     "simulate": {
-        "actors": "", "answers": "", "figures": "", "ring": "", "fit": "actors answers",
-        "learner": "actors figures ring", "scheduler": "answers figures learner ring", "settings": "actors answers fit",
-        "world": "actors answers figures learner ring scheduler", "report": "actors figures fit settings world",
+        "actors": "", "answers": "", "figures": "", "fit": "actors answers", "roles": "actors answers figures",
+        "settings": "actors answers fit", "world": "actors answers figures roles",
+        "report": "actors figures fit settings world",
     },
     "sinks": {"feed": "", "known": ""},
     "training": {
