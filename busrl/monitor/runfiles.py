@@ -95,21 +95,12 @@ class RunFiles:
 
     def step_age_s(self) -> float | None:
         """Seconds since a step was written; None if none was."""
-        if (written := last_change(self._paths.metrics)) is None:
-            return None
-        return max(0.0, time.time() - written)
+        written = last_change(self._paths.metrics)
+        return None if written is None else max(0.0, time.time() - written)
 
     def new_samples(self) -> list[dict[str, Any]]:
         """The newest samples that were written since the last call."""
         return [row for row in _maps(self._samples.new()[-SAMPLES_KEPT:]) if sample_line(row)]
-
-    def hosts(self) -> dict[str, dict[str, Any]]:
-        """What home's relay last heard of each other host."""
-        return {str(name): as_map(one) for name, one in read_map(self._paths.hosts_now).items()}
-
-    def summary(self) -> dict[str, Any]:
-        """How the run ended; empty if no summary says so."""
-        return read_map(self._paths.summary)
 
     def fold_into(self, state: RunState, ended: float | None = None) -> None:
         """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""

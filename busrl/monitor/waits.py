@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from busrl.monitor.state import Held, ProcessRecord, ProcessRow, RunState
+from busrl.monitor.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
 
 WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Actor.waits`)
@@ -369,7 +369,8 @@ FIRST: Final = 5  # times the least time until a first step is missed: it may co
 
 def limit_s(run: RunState, least_s: float) -> float:
     """For how long nothing may be trained before that is a stall; inf: never."""
-    known = [seconds for seconds in run.steps.lately(lambda one: one.seconds) if 0 < seconds < math.inf]
+    newest = run.steps.course(lambda one: one.seconds)[-RECENT:]
+    known = [seconds for seconds in newest if 0 < seconds < math.inf]
     if not run.facts.stall_steps:
         return math.inf
     return max(least_s, run.facts.stall_steps * median(known)) if known else FIRST * least_s

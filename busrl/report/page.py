@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from busrl.files import as_map
 from busrl.monitor.runfiles import number, whole
 from busrl.monitor.status import problems
 from busrl.monitor.text import duration, printable, safe, short
-from busrl.report.record import RunRecord
+from busrl.report.record import Floats, RunRecord, column_of
 from busrl.report.trace import overlap, slices
 from busrl.report.waste import SHARES, Waste, waste_of
 
-Floats = npt.NDArray[np.float64]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 190, 44, 8, 8, 22
 MOST_POINTS, COLOURS, MOST_PROBLEMS, CELL = 240, 6, 12, 240
 NOT_COMPARED = ("derived", "source", "overrides")
@@ -220,8 +218,7 @@ class Run:
         rows = self.record.rounds
         for name in dict.fromkeys(str(row.get("set") or "") for row in rows):
             own = [row for row in rows if str(row.get("set") or "") == name]
-            x, y = ([_known(row.get(key)) for row in own] for key in ("round", "val/reward"))
-            yield Line(name, np.array(x, np.float64), np.array(y, np.float64), True)
+            yield Line(name, column_of(own, "round"), column_of(own, "val/reward"), True)
 
     def busy(self) -> dict[str, float]:
         """By process: as the summary says, else of the learner and the rollouts as their own files say."""
@@ -252,11 +249,6 @@ class Run:
     def settings(self) -> dict[str, str]:
         found = _flat(self.record.topology)
         return {key: value for key, value in found if key.partition(".")[0] not in NOT_COMPARED}
-
-
-def _known(value: Any) -> float:
-    found = number(value)
-    return math.nan if found is None else found
 
 
 def _flat(found: Any, at: str = "") -> Iterator[tuple[str, str]]:
@@ -326,8 +318,7 @@ def page(records: Sequence[RunRecord]) -> str:
 def _labels(records: Sequence[RunRecord]) -> list[str]:
     """Names of the runs, by their folders where two have the same."""
     names = [record.name for record in records]
-    alike = len(set(names)) < len(names)
-    return [f"{record.paths.root.name}" if alike else record.name for record in records]
+    return names if len(set(names)) == len(names) else [record.paths.root.name for record in records]
 
 
 def _section(title: str, parts: Iterable[str]) -> Iterator[str]:
@@ -370,7 +361,7 @@ def _charts(runs: Sequence[Run]) -> str:
 
 def _waste(run: Run) -> str:
     waste = run.waste
-    total = waste.drawn or sum(part.tokens or 0 for part in waste.parts)
+    total = waste.total
     if not total:
         return ""
     parts = [(n, part, (part.tokens or 0) / total) for n, part in enumerate(waste.parts)]

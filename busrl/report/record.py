@@ -10,7 +10,7 @@ Opens files of a run directory for reading only. Knows nothing of pages and time
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,6 +28,7 @@ from busrl.paths import RunPaths
 from busrl.states import Fate
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 # What is kept of a step: a run of a hundred thousand has to fit into memory.
@@ -98,10 +99,9 @@ class RunRecord:
             return "running"
         return str(self.summary.get("outcome") or "not ended in order: no summary.json")
 
-    def column(self, name: str) -> npt.NDArray[np.float64]:
-        """A number of every step; nan where it is not known."""
-        found = (number(row.get(name)) for row in self.steps)
-        return np.array([np.nan if value is None else value for value in found], np.float64)
+    def column(self, name: str) -> Floats:
+        """A number of every step."""
+        return column_of(self.steps, name)
 
     def errors(self) -> Iterator[dict[str, Any]]:
         return self._lines(self.paths.errors, dict[str, Any])
@@ -157,6 +157,12 @@ class RunRecord:
             self.faults.append(f"{path.relative_to(self.paths.root)}: {what}")
 
 
+def column_of(rows: Iterable[dict[str, Any]], name: str) -> Floats:
+    """A number of every line; nan where it is not known."""
+    found = (number(row.get(name)) for row in rows)
+    return np.array([np.nan if value is None else value for value in found], np.float64)
+
+
 def read(run_dir: str | Path) -> RunRecord:
     """A run's files; `NoSuchRun` if the directory holds no run."""
     paths = RunPaths.of(run_dir)
@@ -166,7 +172,11 @@ def read(run_dir: str | Path) -> RunRecord:
         raise NoSuchRun(f"{run_dir}: {what}; name a directory that `busrl launch --run-dir` was given")
     record = RunRecord(paths)
     for name in WHOLE:
-        setattr(record, name, _map(record, getattr(paths, name)))
+        path = getattr(paths, name)
+        found = read_map(path)
+        setattr(record, name, found)
+        if not found and path.exists():
+            record.faults.append(f"{path.name}: cannot be read, or holds no map")
     for row in record._lines(paths.metrics, dict[str, Any]):
         if of_step(row) and isinstance(row.get("step"), int):
             while record.steps and record.steps[-1]["step"] >= row["step"]:
@@ -179,10 +189,3 @@ def read(run_dir: str | Path) -> RunRecord:
     missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]
     record.faults += [f"{name}: not there; no step was made yet, or it was removed" for name in missing]
     return record
-
-
-def _map(record: RunRecord, path: Path) -> dict[str, Any]:
-    found = read_map(path)
-    if not found and path.exists():
-        record.faults.append(f"{path.name}: cannot be read, or holds no map")
-    return found

@@ -91,11 +91,14 @@ class Waste:
     notes: tuple[str, ...] = ()
 
     @property
+    def total(self) -> int:
+        return sum(part.tokens or 0 for part in self.parts)
+
+    @property
     def share(self) -> float | None:
         """Of the tokens that were drawn for training, those trained."""
-        apart = sum(part.tokens or 0 for part in self.parts if part.name == "validation")
-        total = (self.drawn or sum(part.tokens or 0 for part in self.parts)) - apart
-        return self.trained / total if total > 0 else None
+        drawn = self.total - sum(part.tokens or 0 for part in self.parts if part.name == "validation")
+        return self.trained / drawn if drawn > 0 else None
 
 
 def waste_of(record: RunRecord) -> Waste:
@@ -218,10 +221,9 @@ def _ess(record: RunRecord) -> dict[str, float]:
 
 # -- for people -----
 
-
 def render(waste: Waste) -> str:
     """The account for a person."""
-    total = waste.drawn if waste.drawn is not None else sum(part.tokens or 0 for part in waste.parts)
+    total = waste.total
     lines = [f"what became of {short(total)} generated tokens"]
     for part in waste.parts:
         tokens, samples = part.tokens or 0, "" if part.samples is None else f"{short(part.samples)} samples"
