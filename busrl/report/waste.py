@@ -173,12 +173,13 @@ def drawn_by_engines(record: RunRecord) -> int | None:
 def _counted(record: RunRecord) -> Iterator[Part]:
     """Samples whose tokens no file has."""
     by_fate = fates(record.paths.fates)
-    again = {name: by_fate.get(WORDS.get(code, name), 0) for code in ACCIDENTS for name in [fate_name(code)]}  # type: ignore[call-overload]
     back = sum(
         len(uids) for row in record.errors()
         if row.get("process") in ("keeper", "launch") and isinstance(uids := row.get("uids"), list)
     )
-    yield from (Part(name, f"ended by an accident: {name}", count) for name, count in again.items())
+    for code in ACCIDENTS:
+        name = fate_name(code)
+        yield Part(name, f"ended by an accident: {name}", by_fate.get(WORDS.get(code, name), 0))
     yield Part("dead", "in the slots of processes that died (those with committed answers lost nothing)", back)
     yield Part("put_back", "put back by a start, and generated again", record.put_back())
     yield Part("open", "without an end so far", by_fate.get(WORDS[Fate.DISPATCHED], 0))

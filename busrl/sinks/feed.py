@@ -62,14 +62,12 @@ class Feed(threading.Thread):
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _feed(self, sink: Sink) -> None:
-        steps, rounds, samples = (
-            files.LineFollower(path, MOST_BYTES)
-            for path in (self._paths.metrics, self._paths.validation, self._paths.samples)
-        )
+        paths = self._paths
+        followed = [files.LineFollower(path, MOST_BYTES) for path in (paths.metrics, paths.validation, paths.samples)]
         while True:
             over = self._over.is_set()  # before the look: what was written by then is seen
             try:
-                self._give(sink, steps, rounds, samples)
+                self._give(sink, *followed)
             finally:  # what was taken before a failure is not given again
                 sink.flush()
                 self._works(self._place.save())
@@ -79,12 +77,10 @@ class Feed(threading.Thread):
 
     def _give(self, sink: Sink, steps: files.LineFollower, rounds: files.LineFollower,
               samples: files.LineFollower) -> None:
-        for series, step, row in self._unseen(steps, "step"):
-            sink.numbers(step, dict(numbers_of(row)))
-            self._place.given(series, step)
-        for series, step, row in self._unseen(rounds, "round"):
-            sink.numbers(step, dict(figures_of(row)))
-            self._place.given(series, step)
+        for lines, key, numbers in ((steps, "step", numbers_of), (rounds, "round", figures_of)):
+            for series, step, row in self._unseen(lines, key):
+                sink.numbers(step, dict(numbers(row)))
+                self._place.given(series, step)
         if found := list(self._unseen(samples, "step", "samples")):
             series, step, _ = found[-1]
             sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])

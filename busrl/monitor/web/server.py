@@ -256,7 +256,9 @@ class Server:
                 news = self._news
                 for event in self._untold(seen):
                     await asyncio.wait_for(response.write(event), WRITE_S)
-                self._give_way()
+                if not self._gave_way:  # after the first picture: the run goes first
+                    self._gave_way = True
+                    give_way(NICE)
                 await news.wait()
         except (asyncio.TimeoutError, ConnectionError):
             if request.transport is not None:
@@ -279,12 +281,6 @@ class Server:
         if samples[at:]:
             seen.sample = samples[-1]
             yield _event("samples", samples[at:])
-
-    def _give_way(self) -> None:
-        """After the first picture: the run goes first."""
-        if not self._gave_way:
-            self._gave_way = True
-            give_way(NICE)
 
 
 class Closed(asyncio.Protocol):
