@@ -9,12 +9,9 @@ Talks to the tap, the ring (read-only) and one new file. Knows nothing of replay
 All numbers are little endian. crc32 is the one of zip and zlib.
 
 - A record is whole or it is not there: reading stops at the first one that is cut or damaged, and says so.
-- A writer appends only, so whatever ends it, what it had written before can be read.
-- Recording cannot hurt the run: the tap drops for it rather than wait, and it stops before it fills the disk that the
-  run writes its log to.
-- What was missed is counted from the senders' own numbers and stands in the file.
-- The recorder reads in batches, which costs the machine of the run a tenth of waking up for each message. A record's
-  time is when its message was sent, by the sender's clock, but never before the record before it or after it was read.
+- Recording cannot hurt the run: the tap drops for it rather than wait, it stops before it fills the disk, and it reads
+  in batches, which costs a tenth of waking up for each message. A record's time is when its message was sent, by the
+  sender's clock, but never before the record before it or after it was read.
 """
 
 from __future__ import annotations
@@ -94,8 +91,6 @@ class Header(msgspec.Struct):
 
 
 class RecordedFrame(NamedTuple):
-    """One record."""
-
     at_ns: int
     kind: int
     topic: bytes
@@ -172,7 +167,6 @@ class Recording:
         self._begin = self._file.tell()
 
     def entries(self) -> Iterator[RecordedFrame]:
-        """Every whole record in order, from the first one."""
         self._file.seek(self._begin)
         self.torn = ""
         while True:

@@ -2,14 +2,12 @@
 
 Talks to the tap of the bus, the ring and the files of a run, all for reading. Knows nothing of how the state is shown.
 
-- Nothing is written, sent or registered, so there is nothing to take back at the end: the ring is mapped `PROT_READ`,
-  and no entry of its process table is taken.
+- Nothing is written, sent or registered: the ring is mapped `PROT_READ`, and no entry of its process table is taken.
 - Subscribe first, then look, then listen: what is sent between the look and the first message read is not missed, and
   the state is right before the first message.
 - A listener that is behind by more than `BEHIND_S` gives up the backlog, counts it and looks again: the present is in
   the ring.
-- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now. A ring
-  that is there and cannot be read is not the same as none: `damage` says why.
+- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ def require_ipc(endpoint: str) -> str:
 
 
 def only_living_run() -> Path:
-    """The run directory of the one run that lives; the error lists them if there are several."""
     found = list(living_runs())
     if not found:
         raise NoSuchRun(
@@ -104,7 +101,6 @@ def files_of(pid: int) -> Iterator[Path]:
 
 
 def newest_run(parent: Path) -> Path:
-    """The run directory under `parent` that was started last."""
     found = [one.parent for one in parent.glob("*/run.json")]
     if not found:
         raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
@@ -250,7 +246,6 @@ def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple
 
 
 def is_stopped(process: ProcessRecord) -> bool:
-    """Whether a process of this host is stopped, by a signal or a debugger."""
     if process.remote or process.state == "dead" or process.progress_age_s < SILENT_S:
         return False
     with suppress(OSError, IndexError):

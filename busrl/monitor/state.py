@@ -1,7 +1,7 @@
 """The state of a run as a monitor sees it: plain records, what is folded from them, and `RunState` over all of it.
 
-Pure: records, messages and clock values in; nothing is read here. Knows nothing of terminals or of JSON. Times are
-seconds; an age is measured at the moment of the look.
+Pure: records, messages and clock values in. Knows nothing of files, terminals or JSON. Times are seconds; an age is
+measured at the moment of the look.
 
 - The ring and the files are believed first; a message only fills in what they do not hold. So a state that missed
   messages is poorer, never wrong.
@@ -58,8 +58,6 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """One entry of the process table."""
-
     name: str
     role: str = ""
     pid: int = 0
@@ -173,8 +171,6 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
-    """A warning or an error that some process reported."""
-
     time: float
     process: str
     severity: str
@@ -293,7 +289,6 @@ class Steps:
         return {"flat_share": self.flat_share(idle), **named}
 
     def course(self, of: Callable[[StepRecord], float]) -> list[float]:
-        """A number of every step that is kept."""
         return [of(one) for one in self._known]
 
 
@@ -424,8 +419,6 @@ SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come eve
 
 @dataclass
 class Present:
-    """A sender on the bus."""
-
     role: str = ""
     pid: int = 0
     index: int = 0

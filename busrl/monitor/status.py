@@ -1,10 +1,8 @@
 """`busrl status`: what a run is doing now, or how it ended, as plain data and in some lines. Attaches to nothing.
 
 Reads the run directory and the ring once, without the bus, so it works with the broker down; of a run that a monitor
-listens to there are the same data and more (`watched`). The lines are those of every plain view, with what to do about
-the state before them and what went wrong lately after them.
+listens to there are the same data and more (`watched`).
 
-- A ring that cannot be used is a state to show, with its remedy.
 - The keys of the data stand in docs/operating.md: they are only ever added to.
 - Every line is made safe to print, whoever wrote what stands in it.
 """
@@ -249,7 +247,6 @@ def _lines(found: RunStatus, paths: RunPaths) -> Iterator[str]:
 
 
 def _headline(found: RunStatus, paths: RunPaths) -> Iterator[str]:
-    """The first lines: who runs, or how the run ended, and what to do about it."""
     facts, root, summary, holder = found.run.facts, paths.root, found.summary, found.holder
     name = facts.run_id
     match found.state:
@@ -283,7 +280,6 @@ def _restarts(found: RunStatus, shown: set[str]) -> Iterator[str]:
 
 
 def problem_lines(path: Path) -> Iterator[str]:
-    """The newest kinds of problems in words; nothing if there were none."""
     found = problems(path)
     if found:
         yield f"  problems (all of them: {path})"

@@ -64,7 +64,6 @@ def chain(run: RunState, now: float) -> list[Link]:
 
 
 def said(links: Sequence[Link]) -> str:
-    """The chain as one sentence, "" without one."""
     return " <- ".join([*(f"{one.process} {one.because}" for one in links), *(one.waits_for for one in links[-1:])])
 
 
@@ -266,7 +265,6 @@ class _Search:
         return max(found, key=lambda one: self._urgency(*one), default=("", None))[0]
 
     def _largest(self) -> str:
-        """Who has most of the slots."""
         count = Counter[str]()
         for one in self.ring.held:
             count[self._holder(one) or "learner"] += one.slots

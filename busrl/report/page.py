@@ -76,7 +76,6 @@ details{margin-top:12px}summary{cursor:pointer}ul{margin:4px 0;padding-left:20px
 # -- pieces -----
 
 def text_of(value: Any) -> str:
-    """Any value as text of a page."""
     return html.escape(safe(str(value), CELL))
 
 
@@ -189,8 +188,6 @@ def bar(parts: Iterable[tuple[int, float, str]]) -> str:
 # -- a run -----
 
 class Run:
-    """What the page says of one run."""
-
     def __init__(self, record: RunRecord, label: str) -> None:
         self.record, self.label = record, label
         self.steps, self.waste = record.column("step"), waste_of(record)
@@ -297,7 +294,6 @@ FACTS: dict[str, Callable[[Run], str]] = {
 # -- the page -----
 
 def page(records: Sequence[RunRecord]) -> str:
-    """The page of these runs."""
     runs = [Run(record, label) for record, label in zip(records, _labels(records), strict=True)]
     title = text_of(" · ".join(run.label for run in runs))
     parts = [

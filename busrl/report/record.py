@@ -42,8 +42,6 @@ WHOLE = ("topology", "run_json", "summary")  # files that are one map
 
 
 class GroupsLine(msgspec.Struct):
-    """What is read of a line of groups.jsonl."""
-
     step: Whole
     draws: list[Whole]
     fates: str
@@ -76,8 +74,6 @@ class Groups:
 
 @dataclass
 class RunRecord:
-    """One run by its files."""
-
     paths: RunPaths
     steps: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -100,7 +96,6 @@ class RunRecord:
         return str(self.summary.get("outcome") or "not ended in order: no summary.json")
 
     def column(self, name: str) -> Floats:
-        """A number of every step."""
         return column_of(self.steps, name)
 
     def errors(self) -> Iterator[dict[str, Any]]:

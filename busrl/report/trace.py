@@ -71,7 +71,6 @@ def _steps(record: RunRecord) -> Iterator[Slice]:
 
 
 def _spans(found: Any) -> list[Span]:
-    """The waits of a step's line."""
     pairs = [one for one in found if isinstance(one, list) and len(one) == 2] if isinstance(found, list) else []
     known = [(number(a), number(b)) for a, b in pairs]
     return [(a, b) for a, b in known if a is not None and b is not None and 0 <= a < b]
@@ -211,7 +210,6 @@ def _counters(record: RunRecord, pids: dict[str, int], zero: float) -> Iterator[
 
 
 def trace(record: RunRecord, found: Sequence[Slice]) -> str:
-    """The file that a viewer opens."""
     return to_json(
         {"traceEvents": events(record, found), "displayTimeUnit": "ms", "otherData": {"run": str(record.paths.root)}}
     )

@@ -223,7 +223,6 @@ def _ess(record: RunRecord) -> dict[str, float]:
 # -- for people -----
 
 def render(waste: Waste) -> str:
-    """The account for a person."""
     total = waste.total
     lines = [f"what became of {short(total)} generated tokens"]
     for part in waste.parts:

@@ -29,17 +29,10 @@ TIMES = tuple(one.name for one in fields(Simulate) if one.name.endswith(("_s", "
 
 @dataclass(frozen=True)
 class Times(Simulate):
-    """The times of [simulate] with a note where each came from: stated there, fitted, or assumed.
+    """The times of [simulate] (docs/simulate.md) with a note where each came from: stated there, fitted, or assumed.
 
-    A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
-    sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once. An answer is looked at by a
-    reward process after reward_s on average, and judged by one of its workers, which takes reward_call_s. A learner's
-    step takes learner_step_s, plus learner_token_s per token, plus learner_group_s per group set aside.
-
-    In seconds, but for spreads, which are standard deviations of a natural log: between actors (`speed_spread`), of
-    one actor over the time (`step_spread`), of the learner's work (`learner_spread`); none changes a mean.
-
-    `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop).
+    In seconds, but for spreads, which are standard deviations of a natural log and change no mean. `busy_share`: of an
+    actor's own time, what its counters call busy (the rest is its loop).
     """
 
     busy_share: float = 1.0
@@ -57,7 +50,6 @@ class Times(Simulate):
         return [self.step_s + self.row_s * active for active in range(rows + 1)]
 
     def with_source(self, source: Mapping[str, str], **values: Any) -> Times:
-        """With other values and a note on where each came from."""
         return replace(self, source={**self.source, **source}, **values)
 
     def notes(self) -> list[tuple[str, float, str]]:

@@ -1,7 +1,6 @@
 """What is known of a topology's service times and answers: from a finished run, from a fit file, or assumed.
 
-Reads topology.json, metrics.jsonl, groups.jsonl, pace/*.jsonl and summary.json of a run directory, and the fit file
-beside a topology; changes nothing. Knows nothing of events or tables.
+Reads the files of a run directory, and the fit file beside a topology. Knows nothing of events or tables.
 
 - `simulate.*` keys of the topology go first, then --fit, `[mock]` (scripted engines), the fit file, and last the
   defaults of [simulate], which are assumed. Every number carries its source.
@@ -11,7 +10,6 @@ beside a topology; changes nothing. Knows nothing of events or tables.
   slope by themselves); the rest of a step without its waits ~ learner_step_s + learner_group_s x groups set aside. A
   token takes at least `mock.learner_s_per_token`, as in a real run.
 - Rewards, by Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second.
-- Answers: lengths and rewards of every group that ended, by prompt and by the step of the weights they began with.
 - Spreads over the time stay 0: what single intervals are off is mostly what a straight line leaves out, not chance.
   Taken as chance it made foretold throughput worse (on a busy machine 7 % off against 1 %).
 """
@@ -203,7 +201,6 @@ def _rewards(paths: RunPaths, workers: int) -> tuple[dict[str, float], str]:
 
 
 def _reward_share(summary: dict[str, Any]) -> float:
-    """Mean busy share of the reward processes; 0 where none is known."""
     shares = [one.get("busy_share") for name, one in summary.get("processes", {}).items() if name.startswith("reward")]
     known = [float(share) for share in shares if share is not None]
     return sum(known) / len(known) if known else 0.0

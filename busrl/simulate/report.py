@@ -32,8 +32,6 @@ Axis = tuple[str, tuple[str, ...]]  # a key and its values, as text
 
 @dataclass(frozen=True)
 class Point:
-    """One combination, in the order of the axes."""
-
     values: tuple[str, ...]
     topology: Topology
     written: frozenset[str]  # the keys that topology file, --set and --sweep give
@@ -102,7 +100,6 @@ def assumed(setting: Setting) -> list[str]:
 
 
 def warning(setting: Setting) -> list[str]:
-    """First of all, whose times these are."""
     text = (
         f"ASSUMED, not measured: {', '.join(assumed(setting))}. They are those of a tiny model on two cores, so what "
         "follows shows how a schedule works and no figure of yours, and nothing is advised. `--fit RUN_DIR` of a short "

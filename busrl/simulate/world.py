@@ -3,7 +3,7 @@
 Drives the objects of the live roles (GroupScanner, Admission, the policy, LearnerPlan) over a ring in memory. Durations
 come from `Times`, samples from `Answers`. Knows nothing of files, tables or the command line.
 
-- The clock never goes back; same topology, times, answers and seed: same run, event for event.
+- The clock never goes back; same arguments: same run, event for event.
 - The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as live.
 - Rewards are delivered on a grid of `grid_s` (0: each at its own time), which bounds the looks of a large run.
 - A trace may repeat for ever, and so may groups that train nothing: too many in a row end the run with the reason.
@@ -157,7 +157,6 @@ class World:
             self._push(time, SCHEDULER)
 
     def _dispatch(self) -> None:
-        """One look of the scheduler, and what follows from it."""
         scheduler = self.scheduler
         self.counts.starved_s += self.now - self._looked_at if scheduler.starved else 0.0
         self._looked_at = self.now

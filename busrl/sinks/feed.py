@@ -1,13 +1,11 @@
 """The thread that feeds one sink from the files of a run: it reads what is new, and writes down how far it has come.
 
-Talks to metrics.jsonl, validation.jsonl and samples.jsonl, which others write, and to a file of its own. Knows nothing
-of what a sink does.
+Talks to those files and to one of its own. Knows nothing of what a sink does.
 
 - The files are the queue: a sink that is slow or down makes nobody wait and no memory grow.
 - A step is given once, over all starts of a run; again only after a death or a failed flush before its place was
   written. A place counts once the sink has flushed.
 - The lines of one step stand together in a file, and those of one round and set are one line.
-- A sink that raises is closed, told of once, and made again after a pause that doubles; it goes on where it was.
 """
 
 from __future__ import annotations

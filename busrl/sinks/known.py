@@ -130,7 +130,6 @@ class Prometheus(Sink):
         card.say(f"prometheus: http://{card.host}:{self._server.server_port}/metrics")
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape is answered with."""
         found = [Live(name, {}, value) for name, value in self._values.items()]
         families: dict[str, Any] = {}
         for name, own, value in [*found, *self._card.live()]:

@@ -78,8 +78,6 @@ class Address(NamedTuple):
 
 @dataclass
 class Seen:
-    """What a stream has told already."""
-
     step: int = 0
     sample: Any = None
     picture: bytes = b""
@@ -284,8 +282,6 @@ class Server:
 
 
 class Closed(asyncio.Protocol):
-    """A connection for which there is no room."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
