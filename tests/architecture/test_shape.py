@@ -102,8 +102,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "state": "", "waits": "state", "text": "state waits", "runfiles": "state text",
         "sources": "runfiles state waits", "screen": "sources state text",
         "status": "runfiles sources state text waits",
-        "recording": "runfiles sources state status", "replay": "recording sources",
-        "web": "screen sources state status text",
+        "recording": "runfiles sources state status", "web": "screen sources state status text",
     },
     "monitor.web": {"picture": "", "server": "picture"},
     "protocol": {
