@@ -544,6 +544,12 @@ class RunState:
     def version(self) -> int:
         return max(self._newest(HeaderWord.VERSION), self.ended_version)
 
+    @property
+    def n_min(self) -> int:
+        """Groups that a step takes: as the newest one says, or the topology."""
+        newest = self.steps.newest
+        return int(newest.n_min) if newest is not None and newest.n_min else self.facts.n_min
+
     def _newest(self, word: HeaderWord) -> int:
         known: int = getattr(self.steps.newest, word.value, 0)
         return max(known, self.ring.words.get(word, 0)) if self.ring else known

@@ -28,7 +28,7 @@ from busrl.ledger.skips import newest_skips
 from busrl.monitor import text, waits
 from busrl.monitor.runfiles import fates, number
 from busrl.monitor.sources import RunReader, Watcher, holder_of, newest_run
-from busrl.monitor.state import OVER, ProcessRow, RingRecord, RunState
+from busrl.monitor.state import OVER, Flow, ProcessRow, RingRecord, RunState
 from busrl.monitor.text import alike, duration, printable, short
 from busrl.paths import RunPaths
 from busrl.protocol.messages import SEVERITIES
@@ -102,16 +102,17 @@ def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
     found = RunStatus(None, run, now, run.state)
     if isinstance(target, RunPaths):
         found = RunStatus.of(target, run, now, watcher.sample)
-    total, *each = (
-        {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()}
-        for flow in (traffic.total, *traffic.by_name.values())
-    )
     counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
+    by_name = {name: _flow(flow) for name, flow in traffic.by_name.items()}
     return {
         **as_data(found), "replay": run.replay or None, "waiting": run.waiting,
-        "messages": {**total, **counts, "by_name": dict(zip(traffic.by_name, each, strict=True))},
+        "messages": {**_flow(traffic.total), **counts, "by_name": by_name},
         "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},
     }
+
+
+def _flow(flow: Flow) -> dict[str, float]:
+    return {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()}
 
 
 def to_json(data: dict[str, Any]) -> str:

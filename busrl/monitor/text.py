@@ -198,12 +198,10 @@ def trigger(run: RunState, now: float) -> str:
     """How far the next step is."""
     facts, ring = run.facts, run.ring
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
-    newest = run.steps.newest
-    needed = int(newest.n_min) if newest is not None and newest.n_min else facts.n_min
     since = run.since_step_s(now)
     limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
     return _joined(
-        f"{ready}/{needed or '?'} groups ready",
+        f"{ready}/{run.n_min or '?'} groups ready",
         f"{ring.groups_open} open" if ring is not None and ring.groups_open >= 0 else "",
         f"{limit}, last step {since:.0f} s ago" if since is not None else limit,
         f"scheduler waits: {safe(run.waiting, 60)}" if run.waiting else "",

@@ -147,7 +147,7 @@ class _Search:
         reason, draw = reason_of(row)
         if reason:
             found = self._holders(draw, validates=False)
-            missing = _count(self._missing(), "more group")
+            missing = _count(max(1, self.run.n_min - max(0, self.ring.groups_ready)), "more group")
             because = LEARNERS.get(reason, f"waits ({reason})").format(missing=missing, draw=draw)
             since = self.run.since_step_s(self.now)
             age = row.activity_age_s if since is None else since
@@ -251,11 +251,6 @@ class _Search:
 
     def _own(self, name: str) -> list[Held]:
         return [one for one in self.ring.held if one.owner == name]
-
-    def _missing(self) -> int:
-        newest = self.run.steps.newest
-        needed = int(newest.n_min) if newest is not None and newest.n_min else self.facts.n_min
-        return max(1, needed - max(0, self.ring.groups_ready))
 
     def _holders(self, draw: int, validates: bool) -> str:
         """Who has what is waited for: of that group where it is known and under way, else of all."""

@@ -113,9 +113,9 @@ class Line:
     dots: bool = False
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers in the range, at most `most` and one."""
-    raw = (high - low) / most
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers in the range, at most six."""
+    raw = (high - low) / 5
     if not raw > 0 or not math.isfinite(raw):
         return [low]
     size = 10.0 ** math.floor(math.log10(raw))
@@ -124,10 +124,10 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def thinned(line: Line, most: int = MOST_POINTS) -> Line:
-    """At most `most` points: means of as many neighbours each. What is no number is left out."""
+def thinned(line: Line) -> Line:
+    """At most `MOST_POINTS` points: means of as many neighbours each. What is no number is left out."""
     known = np.isfinite(line.x) & np.isfinite(line.y)
-    parts = [np.array_split(values[known], most) for values in (line.x, line.y)]
+    parts = [np.array_split(values[known], MOST_POINTS) for values in (line.x, line.y)]
     x, y = (np.array([part.mean() for part in own if len(part)], np.float64) for own in parts)
     return Line(line.label, x, y, line.dots)
 
@@ -221,8 +221,8 @@ class Run:
         """By process: as the summary says, else of the learner and the rollouts as their own files say."""
         told = as_map(self.record.summary.get("processes"))
         found = {name: number(as_map(one).get("busy_share")) for name, one in told.items()}
-        if any(value is not None for value in found.values()):
-            return {name: value for name, value in found.items() if value is not None}
+        if known := {name: value for name, value in found.items() if value is not None}:
+            return known
         seconds, waits = float(np.nansum(self.record.column("seconds"))), float(np.nansum(self.column("wait")))
         own = {"learner": max(0.0, 1 - waits / seconds)} if seconds else {}
         for name, rows in self.record.pace.items():

@@ -110,7 +110,7 @@ class RunRecord:
         return sum(len(uids) for row in found if isinstance(uids := row.get("uids"), list))
 
     def groups(self) -> Groups:
-        rows, lengths, lines = [array("q") for _ in range(5)], array("q"), 0
+        rows, lengths, lines = array("q"), array("q"), 0
         trained = array("q")  # the line's number and its step
         for line in self._lines(self.paths.groups, GroupsLine):
             if not len(line.draws) == len(line.fates) == len(line.born) == len(line.lengths):
@@ -118,18 +118,17 @@ class RunRecord:
                 continue
             lines += 1
             for draw, fate, born, own in zip(line.draws, line.fates, line.born, line.lengths, strict=True):
-                for column, value in zip(rows, (lines, draw, ord(fate), born, len(own)), strict=True):
-                    column.append(value)
+                rows.extend((lines, draw, ord(fate), born, len(own)))
                 lengths.extend(own)
             trained.extend((lines, line.step) if Fate.TRAINED.letter in line.fates else ())
-        at, draws, fates, own_born, sizes = (np.array(column, np.int64) for column in rows)
+        at, draws, fates, born_at, sizes = np.array(rows, np.int64).reshape(-1, 5).T
         made = np.array(trained, np.int64).reshape(-1, 2)
         later = np.minimum.accumulate(made[::-1, 1])[::-1] if len(made) else made[:, 1]
         undone_lines = made[:-1, 0][made[:-1, 1] >= later[1:]]
         steps = np.zeros(lines + 1, np.int64)
         steps[made[:, 0]] = made[:, 1]
         undone = np.isin(at, undone_lines)
-        return Groups(steps[at], draws, fates, own_born, sizes, np.array(lengths, np.int64), undone)
+        return Groups(steps[at], draws, fates, born_at, sizes, np.array(lengths, np.int64), undone)
 
     def _lines(self, path: Path, kind: type[T]) -> Iterator[T]:
         """The whole lines of a file; what is no such line is counted in `faults`."""

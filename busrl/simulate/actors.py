@@ -173,7 +173,7 @@ class Actors:
         Call `add` or `sort_in` afterwards: it has room now.
         """
         actor = self.all[index]
-        if self._stall(actor, now):
+        if self._stall(actor):
             return None
         step = actor.ends[0][0]
         self._advance(actor, step - actor.steps)
@@ -210,7 +210,7 @@ class Actors:
             if not actor.active:
                 continue
             stalled = actor.stalled_s
-            self._stall(actor, now)
+            self._stall(actor)
             whole = (now - actor.at) / (self.step_time[actor.active] * actor.pace)
             self._advance(actor, max(0, math.floor(whole)))
             over = max(0.0, actor.at - now)  # a stall or a prefill that reaches beyond the end
@@ -223,7 +223,7 @@ class Actors:
         if self.times.step_spread and actor.at >= actor.paced + PACE_S:
             actor.paced, actor.pace = actor.at, actor.speed * next(self.paces)
 
-    def _stall(self, actor: Actor, now: float) -> bool:
+    def _stall(self, actor: Actor) -> bool:
         """Take the time of publications that came while it ran; whether there were any."""
         new = len(self.published) - actor.seen
         if new <= 0:
@@ -236,7 +236,7 @@ class Actors:
 
     def _catch_up(self, actor: Actor, now: float) -> None:
         """Count the steps up to the end of the one under way at `now`."""
-        self._stall(actor, now)
+        self._stall(actor)
         duration = self.step_time[actor.active] * actor.pace
         passed = math.ceil((now - actor.at) / duration - 1e-9)
         # A sequence that ends at that step is counted by its own event.

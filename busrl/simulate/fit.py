@@ -32,7 +32,7 @@ from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
-from busrl.files import whole_file
+from busrl.files import as_map, whole_file
 from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
@@ -117,8 +117,7 @@ def fit(run_dir: str | Path) -> Fitted:
 
 def _paces(paths: RunPaths) -> list[tuple[str, dict[str, Any]]]:
     """What the rollout processes wrote of their pace: which of them, and an interval."""
-    files = sorted(paths.pace.glob("*.jsonl")) if paths.pace.is_dir() else []
-    return [(path.stem, row) for path in files for row in _rows(path, PACE_KEYS)]
+    return [(path.stem, row) for path in sorted(paths.pace.glob("*.jsonl")) for row in _rows(path, PACE_KEYS)]
 
 
 def _steps(paths: RunPaths) -> list[dict[str, Any]]:
@@ -247,24 +246,19 @@ def nonnegative(sums: Floats, seconds: Floats) -> Line:
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
-    lines = (line for line in whole_file(path) if line.endswith(b"\n") and line.strip())
-    found = [_row(line, f"{path}:{number}", keys) for number, line in enumerate(lines, 1)]
-    return [row for row in found if row is not None]
-
-
-def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any] | None:
-    try:
-        row = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise UserError(f"{place}: a line is not JSON ({error}); was it edited? Fit another run") from None
-    if isinstance(row, dict) and not of_step(row):
-        return None
-    missing = [key for key in keys if not isinstance(row, dict) or key not in row]
-    if missing:
-        raise UserError(
-            f"{place}: no {', '.join(missing)} in this line: it was edited, or made by another busrl; fit another run"
-        )
-    return dict(row)
+    found = []
+    for number, line in enumerate((one for one in whole_file(path) if one.endswith(b"\n") and one.strip()), 1):
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise UserError(f"{path}:{number}: a line is not JSON ({error}); was it edited? Fit another run") from None
+        if not of_step(as_map(row)):
+            continue
+        if missing := [key for key in keys if key not in as_map(row)]:
+            what = f"no {', '.join(missing)} in this line: it was edited, or made by another busrl"
+            raise UserError(f"{path}:{number}: {what}; fit another run")
+        found.append(row)
+    return found
 
 
 def _missing(path: Path, what: str) -> UserError:

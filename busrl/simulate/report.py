@@ -90,7 +90,7 @@ def page(topology: Topology, setting: Setting, found: Figures, took_s: float, co
     lines += [*_body(topology, setting, found), ""]
     if not assumed(setting):
         lines += [*(f"  {line}" for line in advice(topology, setting, found, cores)), ""]
-    lines += _origin(topology, setting)
+    lines += _origin(setting)
     return "\n".join(lines) + "\n"
 
 
@@ -220,7 +220,7 @@ def _more_actors(topology: Topology, setting: Setting, found: Figures, cores: in
     return f"{text} This machine has {cores} cores, and the learner needs one: so that takes a larger one, or more."
 
 
-def _origin(topology: Topology, setting: Setting) -> list[str]:
+def _origin(setting: Setting) -> list[str]:
     lines = [f"answers     {setting.answers_note}"]
     by: dict[str, list[str]] = {}
     for name, value, source in setting.times.notes():
