@@ -25,7 +25,6 @@ import os
 import re
 import shutil
 import socket as sockets
-import stat
 import struct
 import time
 import zlib
@@ -401,6 +400,7 @@ class Replayer(AbstractContextManager["Replayer"]):
         configure(made, DEFAULT_HWM, DEFAULT_MAX_BYTES)
         made.setsockopt(zmq.XPUB_NODROP, 1)
         made.setsockopt(zmq.XPUB_VERBOSE, 1)
+        made.setsockopt(zmq.SNDTIMEO, int(STALLED_S * 1000))
         try:
             with private_umask():
                 made.bind(self._bind)
@@ -473,16 +473,13 @@ class Replayer(AbstractContextManager["Replayer"]):
         self._send(REPLAY_TOPIC, msgspec.msgpack.encode(mark))
 
     def _send(self, *frames: bytes) -> None:
-        while True:
-            try:
-                self._socket.send_multipart(frames, zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                if not self._socket.poll(int(STALLED_S * 1000), zmq.POLLOUT):
-                    raise PeerTimeout(
-                        f"a listener at {self._bind} has read nothing for {STALLED_S:g} s; the replay stopped "
-                        f"after {self._messages} messages"
-                    ) from None
+        try:
+            self._socket.send_multipart(frames)
+        except zmq.Again:
+            raise PeerTimeout(
+                f"a listener at {self._bind} has read nothing for {STALLED_S:g} s; the replay stopped after "
+                f"{self._messages} messages"
+            ) from None
 
 
 @contextmanager
@@ -506,11 +503,9 @@ def refuse_if_served(endpoint: str) -> None:
         raise RunInUse(f"{endpoint} is in the socket directory of a run; a replay needs an endpoint of its own")
     if not folder.exists():
         private_directory(folder)
-    try:
-        kind = path.lstat().st_mode
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return
-    if not stat.S_ISSOCK(kind):
+    if path.is_symlink() or not path.is_socket():
         raise BadEndpoint(f"{endpoint}: a file of that name exists and is no socket; choose another name")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as client:
         client.settimeout(1.0)

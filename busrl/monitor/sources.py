@@ -49,10 +49,7 @@ def find(named: str | None) -> RunPaths | str:
         return RunPaths.of(only_living_run())
     if "://" in named:
         return require_ipc(named)
-    paths = RunPaths.of(named)
-    if not paths.run_json.is_file():
-        raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
-    return paths
+    return RunPaths.of(named)
 
 
 def require_ipc(endpoint: str) -> str:
@@ -354,11 +351,6 @@ class Watcher:
         self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
-
-    @property
-    def sample(self) -> dict[str, Any]:
-        """The newest line of samples.jsonl; empty where there are no files."""
-        return self._reader.files.newest_sample if self._reader is not None else {}
 
     @property
     def samples(self) -> Sequence[dict[str, Any]]:

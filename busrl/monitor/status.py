@@ -101,7 +101,7 @@ def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
     run, traffic, now = watcher.run, watcher.run.traffic, time.monotonic()
     found = RunStatus(None, run, now, run.state)
     if isinstance(target, RunPaths):
-        found = RunStatus.of(target, run, now, watcher.sample)
+        found = RunStatus.of(target, run, now, watcher.samples[-1] if watcher.samples else {})
     counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
     by_name = {name: _flow(flow) for name, flow in traffic.by_name.items()}
     return {

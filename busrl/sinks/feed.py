@@ -68,7 +68,9 @@ class Feed(threading.Thread):
                 self._give(sink, *followed)
             finally:  # what was taken before a failure is not given again
                 sink.flush()
-                self._works(self._place.save())
+                if self._place.save() and self._broken:  # it has taken something again
+                    self._broken, self._pause_s = False, FIRST_PAUSE_S
+                    self._told(self.sink_name, "")
             if over:
                 return
             self._over.wait(LOOK_S)
@@ -83,12 +85,6 @@ class Feed(threading.Thread):
             series, step, _ = found[-1]
             sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])
             self._place.given(series, step)
-
-    def _works(self, took: bool) -> None:
-        """After a failure: the sink has taken something again."""
-        if took and self._broken:
-            self._broken, self._pause_s = False, FIRST_PAUSE_S
-            self._told(self.sink_name, "")
 
     def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Lines of steps, or of rounds of a set, after those that were given before, each with its series and step."""
