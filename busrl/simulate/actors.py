@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.config.schema import Simulate
-from busrl.scheduling.segments import SegmentPlan
 
 # -- service times -------------------------------------------------------------------------------------------
 
@@ -247,12 +246,3 @@ class Actors:
         actor.steps += steps
         actor.at += spent
         actor.busy_s += spent
-
-
-def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
-    """The segments of the topology, or of `length` tokens (0: answers in one go) and as many as it takes."""
-    own, limit = topology.segments, topology.generation.max_new_tokens
-    if length is None:
-        return SegmentPlan(own.length, own.max_segments, limit)
-    return SegmentPlan(length, -(-limit // length) if length else 1, limit)
-

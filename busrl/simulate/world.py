@@ -21,7 +21,8 @@ from busrl.config import Topology
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import UserError
 from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
-from busrl.simulate.actors import Actors, RewardWorkers, Times, cuts_of, delays, noise, reward_workers
+from busrl.scheduling.segments import SegmentPlan
+from busrl.simulate.actors import Actors, RewardWorkers, Times, delays, noise, reward_workers
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures
 from busrl.simulate.roles import Learner, Look, Scheduler, SimRing
@@ -46,7 +47,7 @@ class World:
 
     def __init__(
         self, topology: Topology, times: Times, answers: Answers, *, actors: int, steps: int, seed: int = 0,
-        oracle: bool = False, segment_length: int | None = None, grid_s: float | None = None,
+        oracle: bool = False, grid_s: float | None = None,
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
@@ -61,7 +62,7 @@ class World:
         plan = make_plan(topology, streamable=":" not in topology.learner.loss)  # what an own loss says is not known
         paces = noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
-        self.cuts = cuts_of(topology, segment_length)
+        self.cuts = SegmentPlan(topology.segments.length, topology.segments.max_segments, self.limit)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
         self._flat = 0  # groups in a row whose members all have one reward
