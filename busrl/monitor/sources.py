@@ -347,15 +347,11 @@ class Watcher:
     def __init__(self, target: RunPaths | str) -> None:
         self._reader = RunReader(target) if isinstance(target, RunPaths) else None
         self.run = self._reader.run if self._reader else RunState()
+        self.samples: Sequence[dict[str, Any]] = self._reader.files.samples if self._reader else ()
         # Before ring and files are read: what is sent from here on waits for us.
         self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
-
-    @property
-    def samples(self) -> Sequence[dict[str, Any]]:
-        """The newest lines of samples.jsonl, the newest last."""
-        return self._reader.files.samples if self._reader is not None else ()
 
     def refresh(self, now: float, force: bool = False) -> None:
         if now < self._next_look and not force:

@@ -334,9 +334,10 @@ def facts(run: RunState, now: float) -> list[str]:
     return out + [f"  host      {words}" for words in hosts(run)]
 
 
-def hosts(run: RunState) -> list[str]:
+def hosts(run: RunState, only: str = "") -> list[str]:
     held = {one.name: one.activity for one in (run.ring.processes if run.ring else ()) if one.remote}
-    return [_host(name, one, held.get(name, "")) for name, one in sorted(run.hosts.items())]
+    shown = sorted(name for name in run.hosts if only in ("", name))
+    return [_host(name, run.hosts[name], held.get(name, "")) for name in shown]
 
 
 def _host(name: str, told: dict[str, Any], activity: str) -> str:
@@ -353,8 +354,7 @@ def _host(name: str, told: dict[str, Any], activity: str) -> str:
 def host_lines(run: RunState, name: str) -> list[str]:
     told = run.hosts[name].get("processes")
     shown = [(*(safe(str(one.get(key, "?"))) for key in HOST_PROCESS),) for one in told or () if isinstance(one, dict)]
-    line = next(one for at, one in zip(sorted(run.hosts), hosts(run), strict=True) if at == name)
-    return [line, *(f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
+    return [*hosts(run, name), *(f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
                     for label, pid, state, activity, version, samples in shown)]
 
 
