@@ -354,8 +354,10 @@ def _host(name: str, told: dict[str, Any], activity: str) -> str:
 def host_lines(run: RunState, name: str) -> list[str]:
     told = run.hosts[name].get("processes")
     shown = [(*(safe(str(one.get(key, "?"))) for key in HOST_PROCESS),) for one in told or () if isinstance(one, dict)]
-    return [*hosts(run, name), *(f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
-                    for label, pid, state, activity, version, samples in shown)]
+    return [*hosts(run, name), *(
+        f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
+        for label, pid, state, activity, version, samples in shown
+    )]
 
 
 def labelled(run: RunState, now: float) -> dict[str, str]:
