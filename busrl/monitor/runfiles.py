@@ -104,7 +104,8 @@ class RunFiles:
         for line in self._samples.new()[-SAMPLES_KEPT:]:
             with suppress(ValueError, RecursionError):
                 row = as_map(json.loads(line))
-                found += [row] if sample_line(row) else []
+                if sample_line(row):
+                    found.append(row)
         return found
 
     def fold_into(self, state: RunState, ended: float | None = None) -> None:

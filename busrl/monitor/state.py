@@ -645,4 +645,5 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
         if name.startswith("by/") and name.count("/") > 1:
             tag, _, figure = name.removeprefix("by/").rpartition("/")
             by.setdefault(tag, {})[figure] = value
-    return StepRecord(**{**more, **own, "by": by})
+    known: dict[str, Any] = {**more, **own, "by": by}
+    return StepRecord(**known)

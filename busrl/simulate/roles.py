@@ -163,7 +163,7 @@ class Learner:
     _pending_tokens: int = 0
     _pending_samples: int = 0
     _row: StepRow | None = None
-    _waits: Wait = Wait("start")
+    _waits: Wait = field(default_factory=lambda: Wait("start"))
 
     def look(
         self, view: GroupView, now: float, next_admission: int, draining: bool, wave_over: bool | None = None
