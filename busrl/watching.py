@@ -6,7 +6,6 @@ for the time of its trigger. Talks to nothing: it is given the time. Knows nothi
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -31,15 +30,14 @@ class PausedClock:
     """Time that stands still while something is paused."""
 
     def __init__(self) -> None:
-        self._lost_s, self._since = 0.0, math.nan
+        self._lost_s, self._last, self._paused = 0.0, 0.0, False
 
     def time(self, now: float, paused: bool) -> float:
         """`now` without all pauses, the present one included."""
-        if paused and math.isnan(self._since):
-            self._since = now
-        elif not paused and not math.isnan(self._since):
-            self._lost_s, self._since = self._lost_s + now - self._since, math.nan
-        return (now if math.isnan(self._since) else self._since) - self._lost_s
+        if self._paused:
+            self._lost_s += now - self._last
+        self._last, self._paused = now, paused
+        return now - self._lost_s
 
 
 class Tally:

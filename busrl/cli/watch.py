@@ -21,8 +21,7 @@ from busrl import files
 from busrl.errors import NoSuchRun, UserError
 from busrl.files import LineFollower
 from busrl.monitor import screen
-from busrl.monitor.recording import Recorder, Recording, summary
-from busrl.monitor.replay import Replayer, own_endpoint
+from busrl.monitor.recording import Recorder, Recording, Replayer, own_endpoint, summary
 from busrl.monitor.screen import give_way
 from busrl.monitor.sources import Watcher, find, holder_of
 from busrl.monitor.status import status as status_of

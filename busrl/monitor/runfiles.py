@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from busrl.states import Fate, fate_name
 SAMPLES_KEPT: Final = 24
 SAMPLE_BYTES: Final = 1 << 18
 HEAD_LINES: Final = 100
-WORDS: Final = {
+WORDS: Final[dict[int, str]] = {
     Fate.DISPATCHED: "open",
     Fate.FLAT: "flat (all rewards of the group equal)",
     Fate.OLD: "too old",
@@ -95,21 +95,18 @@ class RunFiles:
 
     def step_age_s(self) -> float | None:
         """Seconds since a step was written; None if none was."""
-        if (written := last_change(self._paths.metrics)) is None:
-            return None
-        return max(0.0, time.time() - written)
+        written = last_change(self._paths.metrics)
+        return None if written is None else max(0.0, time.time() - written)
 
     def new_samples(self) -> list[dict[str, Any]]:
         """The newest samples that were written since the last call."""
-        return [row for row in _maps(self._samples.new()[-SAMPLES_KEPT:]) if sample_line(row)]
-
-    def hosts(self) -> dict[str, dict[str, Any]]:
-        """What home's relay last heard of each other host."""
-        return {str(name): as_map(one) for name, one in read_map(self._paths.hosts_now).items()}
-
-    def summary(self) -> dict[str, Any]:
-        """How the run ended; empty if no summary says so."""
-        return read_map(self._paths.summary)
+        found = []
+        for line in self._samples.new()[-SAMPLES_KEPT:]:
+            with suppress(ValueError, RecursionError):
+                row = as_map(json.loads(line))
+                if sample_line(row):
+                    found.append(row)
+        return found
 
     def fold_into(self, state: RunState, ended: float | None = None) -> None:
         """Fold what was written since the last call into the state of the run; `ended`: when its newest step did."""
@@ -174,15 +171,6 @@ def number(value: Any) -> float | None:
     return None
 
 
-def _maps(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    found = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            found += [row] if isinstance(row, dict) else []
-    return found
-
-
 def fates(path: Path) -> dict[str, int]:
     """How many samples have each fate, most interesting first; empty where the table cannot be read."""
     counts = np.zeros(256, np.int64)
@@ -190,7 +178,7 @@ def fates(path: Path) -> dict[str, int]:
         while block := file.read(PART_BYTES):
             counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
     order = sorted(range(1, 256), key=lambda code: (code != Fate.TRAINED, code == Fate.DISPATCHED, -counts[code]))
-    return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}  # type: ignore[call-overload]
+    return {WORDS.get(code, fate_name(code)): int(counts[code]) for code in order if counts[code]}
 
 
 def in_words(fate: str) -> str:

@@ -4,8 +4,7 @@ Draws a `RunState`; reads keys, never waits for Enter, and leaves the terminal a
 state comes from.
 
 - What is drawn fits the terminal, whatever the run is called and however much there is to show.
-- A watcher reads what has come since the last time, so a busy bus costs it no more wake-ups than a quiet one; only a
-  full batch makes it read on at once.
+- A busy bus costs a watcher no more wake-ups than a quiet one; only a full batch makes it read on at once.
 - After the first screen a watcher lowers its priority to the least, so it gets some 1.5 % of a core on a busy machine.
 - Drawing takes at most `DRAW_SHARE` of one core: the longer a screen takes to draw, the longer it stays.
 """
@@ -318,7 +317,6 @@ def settle(watcher: Watcher, seconds: float) -> None:
 
 
 def as_text(watcher: Watcher) -> str:
-    """The picture now, in plain lines."""
     return "\n".join(text.lines(watcher.run, time.monotonic(), time.time()))
 
 
@@ -338,7 +336,6 @@ def run_plain(watcher: Watcher, out: TextIO) -> None:
 
 
 def run_live(watcher: Watcher, stdin: TextIO) -> None:
-    """The live screen until `q`."""
     console, errors_only, gave_way, due, drawn = Console(force_terminal=True), False, False, 0.0, (0, 0)
     watcher.refresh(time.monotonic(), force=True)
     with keys_of(stdin) as pressed, console.screen():

@@ -2,14 +2,12 @@
 
 Talks to the tap of the bus, the ring and the files of a run, all for reading. Knows nothing of how the state is shown.
 
-- Nothing is written, sent or registered, so there is nothing to take back at the end: the ring is mapped `PROT_READ`,
-  and no entry of its process table is taken.
+- Nothing is written, sent or registered: the ring is mapped `PROT_READ`, and no entry of its process table is taken.
 - Subscribe first, then look, then listen: what is sent between the look and the first message read is not missed, and
   the state is right before the first message.
 - A listener that is behind by more than `BEHIND_S` gives up the backlog, counts it and looks again: the present is in
   the ring.
-- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now. A ring
-  that is there and cannot be read is not the same as none: `damage` says why.
+- A run that ends takes its ring away and a later start makes another: `look` finds the one that is there now.
 """
 
 from __future__ import annotations
@@ -24,9 +22,11 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from busrl.bus.tap import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
+from busrl.files import as_map, read_map
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import HEARD, VERSIONS, Facts, Held, ProcessRecord, RingRecord, RunState, address_of
 from busrl.monitor.waits import reason_of
@@ -49,10 +49,7 @@ def find(named: str | None) -> RunPaths | str:
         return RunPaths.of(only_living_run())
     if "://" in named:
         return require_ipc(named)
-    paths = RunPaths.of(named)
-    if not paths.run_json.is_file():
-        raise NoSuchRun(f"{paths.root}: no run.json there; name the directory that `busrl launch` printed")
-    return paths
+    return RunPaths.of(named)
 
 
 def require_ipc(endpoint: str) -> str:
@@ -67,7 +64,6 @@ def require_ipc(endpoint: str) -> str:
 
 
 def only_living_run() -> Path:
-    """The run directory of the one run that lives; the error lists them if there are several."""
     found = list(living_runs())
     if not found:
         raise NoSuchRun(
@@ -102,7 +98,6 @@ def files_of(pid: int) -> Iterator[Path]:
 
 
 def newest_run(parent: Path) -> Path:
-    """The run directory under `parent` that was started last."""
     found = [one.parent for one in parent.glob("*/run.json")]
     if not found:
         raise NoSuchRun(f"no run under {parent.resolve()}; name a run directory")
@@ -123,8 +118,9 @@ def holder_of(paths: RunPaths) -> int | None:
 class RingLook:
     """The ring of one run directory, attached while it is there. `close` lets go of it."""
 
-    def __init__(self, paths: RunPaths, ring_name: str = "", group_size: int = 0) -> None:
-        self._paths, self._name, self._group_size = paths, ring_name or paths.ring_name, group_size
+    def __init__(self, paths: RunPaths, group_size: int = 0) -> None:
+        self._paths, self._name, self._group_size = paths, paths.ring_name, group_size
+        self._calls = f"{self._name.removesuffix('.ring')}.calls"
         self._ring: Ring | None = None
         self._file: os.stat_result | None = None
         self.damage = ""  # why the ring that is there cannot be read, with the remedy
@@ -138,25 +134,17 @@ class RingLook:
             return None
         lines = ring.lines()
         record = ring_record(ring, *self._groups(lines))
-        processes = tuple(msgspec.structs.replace(one, stopped=is_stopped(one)) for one in record.processes)
+        processes = tuple(replace(one, stopped=is_stopped(one)) for one in record.processes)
         moved = {name.lower(): count for name, count in ring.stats().transitions.items()}
-        more = {**slots_of(lines), **self._slots(ring, record, lines)}
-        return msgspec.structs.replace(record, processes=processes, moved=moved, **more)
-
-    def _slots(self, ring: Ring, record: RingRecord, lines: np.ndarray) -> dict[str, Any]:
-        """Who holds them; with a ring of model calls beside it that ring, and what the episodes do."""
-        draws = {reason_of(one)[1] for one in record.processes}
-        try:
-            calls = Ring.attach(f"{self._name.removesuffix('.ring')}.calls", read_only=True, calls=True)
-        except RingError:
-            return {"held": held(lines, ring.processes(), draws, {})}
-        with closing(calls):
-            states = {name.lower(): count for name, count in calls.stats().occupancy.items() if count}
-            asked, now = calls.lines(), time.monotonic_ns()
-            return {
-                "calls": states, "episodes": open_episodes(lines, asked, now),
-                "held": held(lines, ring.processes(), draws, calls_by_uid(asked, calls.processes())),
-            }
+        draws, more = {reason_of(one)[1] for one in record.processes}, slots_of(lines)
+        asked: dict[int, tuple[str, int]] = {}
+        with suppress(RingError), closing(Ring.attach(self._calls, read_only=True, calls=True)) as calls:
+            states, called = calls.stats().occupancy, calls.lines()
+            more["calls"] = {name.lower(): count for name, count in states.items() if count}
+            more["episodes"] = open_episodes(lines, called, time.monotonic_ns())
+            asked = calls_by_uid(called, calls.processes())
+        more["held"] = held(lines, ring.processes(), draws, asked)
+        return replace(record, processes=processes, moved=moved, **more)
 
     def close(self) -> None:
         if self._ring is not None:
@@ -255,7 +243,6 @@ def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple
 
 
 def is_stopped(process: ProcessRecord) -> bool:
-    """Whether a process of this host is stopped, by a signal or a debugger."""
     if process.remote or process.state == "dead" or process.progress_age_s < SILENT_S:
         return False
     with suppress(OSError, IndexError):
@@ -328,7 +315,7 @@ class RunReader:
     """Ring and files of one run directory, folded into `run`: `refresh` from time to time, `close` at the end."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self.files = RunFiles(paths)
+        self._paths, self.files = paths, RunFiles(paths)
         self.run = RunState(facts=self.files.facts())
         self._look = RingLook(paths, group_size=self.run.facts.group_size)
         self._first = True
@@ -336,17 +323,19 @@ class RunReader:
     def refresh(self, now: float) -> None:
         run, had = self.run, self.run.ring is not None
         run.look(self._look.look(), now, self._look.damage)
-        run.hosts = self.files.hosts() if run.ring is not None else {}
+        hosts = read_map(self._paths.hosts_now) if run.ring is not None else {}
+        run.hosts = {name: as_map(one) for name, one in hosts.items()}
         if run.ring is None:
-            summary = self.files.summary()
+            summary = read_map(self._paths.summary)
             run.ended = f"{summary.get('outcome')}: {summary.get('why')}" if summary else ""
             run.ended_step, run.ended_version = whole(summary.get("steps")), whole(summary.get("version"))
         elif not had:
             run.facts = self.files.facts()  # a later start may have other goals
-        # What stands there already ended when the file was last written; a run that is over has no such clock.
-        age = self.files.step_age_s() if self._first and run.ring is not None else None
-        self.files.fold_into(run, now if not self._first else None if age is None else now - age)
-        self._first = False
+        ended: float | None = now
+        if self._first:  # what stands there ended when the file was last written; a run that is over has no such clock
+            age = self.files.step_age_s() if run.ring is not None else None
+            ended, self._first = None if age is None else now - age, False
+        self.files.fold_into(run, ended)
 
     def close(self) -> None:
         self._look.close()
@@ -358,20 +347,11 @@ class Watcher:
     def __init__(self, target: RunPaths | str) -> None:
         self._reader = RunReader(target) if isinstance(target, RunPaths) else None
         self.run = self._reader.run if self._reader else RunState()
+        self.samples: Sequence[dict[str, Any]] = self._reader.files.samples if self._reader else ()
         # Before ring and files are read: what is sent from here on waits for us.
         self.tap = Tap(self._reader.files.tap() if self._reader else str(target))
         self._next_look = 0.0
         self._missed_in_record = 0
-
-    @property
-    def sample(self) -> dict[str, Any]:
-        """The newest line of samples.jsonl; empty where there are no files."""
-        return self._reader.files.newest_sample if self._reader is not None else {}
-
-    @property
-    def samples(self) -> Sequence[dict[str, Any]]:
-        """The newest lines of samples.jsonl, the newest last."""
-        return self._reader.files.samples if self._reader is not None else ()
 
     def refresh(self, now: float, force: bool = False) -> None:
         if now < self._next_look and not force:

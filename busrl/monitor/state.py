@@ -1,7 +1,7 @@
 """The state of a run as a monitor sees it: plain records, what is folded from them, and `RunState` over all of it.
 
-Pure: records, messages and clock values in; nothing is read here. Knows nothing of terminals or of JSON. Times are
-seconds; an age is measured at the moment of the look.
+Pure: records, messages and clock values in. Knows nothing of files, terminals or JSON. Times are seconds; an age is
+measured at the moment of the look.
 
 - The ring and the files are believed first; a message only fills in what they do not hold. So a state that missed
   messages is poorer, never wrong.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -58,8 +58,6 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """One entry of the process table."""
-
     name: str
     role: str = ""
     pid: int = 0
@@ -173,8 +171,6 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
-    """A warning or an error that some process reported."""
-
     time: float
     process: str
     severity: str
@@ -253,9 +249,6 @@ class Steps:
     def newest(self) -> StepRecord | None:
         return self._known[-1] if self._known else None
 
-    def numbers(self) -> list[int]:
-        return [one.step for one in self._known]
-
     def after(self, step: int) -> list[StepRecord]:
         """The steps that are kept of those after this one."""
         return self._known[bisect_left(self._known, step + 1, key=lambda one: one.step) :]
@@ -276,10 +269,6 @@ class Steps:
         over = span + max(0.0, quiet_s - span / len(known))
         samples, tokens = sum(one.samples for one in known), sum(one.tokens for one in known)
         return Speed(samples / over, tokens / over, 60 * len(known) / over)
-
-    def lately(self, of: Callable[[StepRecord], float]) -> list[float]:
-        """A number of the newest steps."""
-        return [of(one) for one in self._known[-RECENT:]]
 
     def recent(self, of: Callable[[StepRecord], float | None]) -> float | None:
         """Mean of a number over the newest steps that tell it."""
@@ -423,18 +412,13 @@ def address_of(process: str) -> str:
 OVER: Final = ("ended", "left", "damaged")  # nothing is known to move
 MAX_PRESENT: Final = 256
 MAX_ROUNDS: Final = 4096
-ONLY_IN_METRICS: Final = (
-    "length_ended", "length_mean", "age_p95", "age_max", "seconds", "n_min", "control_n_min", "control_moves",
-    "entropy_ratio", "flat_share", "groups_ended", "cut_share", "k3", "ess", "mismatch",
-)
+IN_UPDATE: Final = ("step", "version", "reward", "age_mean", "entropy", "samples", "tokens")  # not among its metrics
 BUSY_S: Final = 1.0  # what a busy share is taken over
 SILENT_S: Final = 5.0  # a process known by its heartbeats alone, which come every second
 
 
 @dataclass
 class Present:
-    """A sender on the bus."""
-
     role: str = ""
     pid: int = 0
     index: int = 0
@@ -509,29 +493,25 @@ class RunState:
 
     def handle(self, message: m.Message, now: float) -> None:
         """A message of the bus, in any order, doubled or not; `HEARD` are the kinds that say anything here."""
-        if (act := HEARD.get(type(message))) is not None:
-            act(self, message, now)
-
-    def _stepped(self, message: m.LearnerStateUpdate, now: float) -> None:
-        self.step(step_of(message), now)
-
-    def _scheduled(self, message: m.SchedulerState, now: float) -> None:
-        self.waiting = message.waiting
-        known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
-        self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
-
-    def _validating(self, message: m.ValidationStarted, now: float) -> None:
-        self.validating = True
-
-    def _measured(self, message: m.ValidationDone | m.ValidationSetDone, now: float) -> None:
-        self.validating = False
-        mean = message.mean if math.isfinite(message.mean) else None
-        name = message.set if isinstance(message, m.ValidationSetDone) else ""
-        self.validated(RoundRecord(message.round, message.version, mean, message.samples, name))
-
-    def _failed(self, message: m.Error, now: float) -> None:
-        at = message.time_ns / 1e9
-        self.errors.add(ErrorRecord(at, message.sender, message.severity, message.where, message.text), "bus")
+        match message:
+            case m.LearnerStateUpdate():
+                self.step(step_of(message), now)
+            case m.SchedulerState():
+                self.waiting = message.waiting
+                known = {name: message.values.get(name, math.nan) for name in ("left_out", "resting")}
+                self.left_out = {name: int(value) for name, value in known.items() if math.isfinite(value)}
+            case m.ValidationStarted():
+                self.validating = True
+            case m.ValidationDone() | m.ValidationSetDone():
+                self.validating = False
+                mean = message.mean if math.isfinite(message.mean) else None
+                name = message.set if isinstance(message, m.ValidationSetDone) else ""
+                self.validated(RoundRecord(message.round, message.version, mean, message.samples, name))
+            case m.Error():
+                seen = message.time_ns / 1e9, message.sender, message.severity, message.where, message.text
+                self.errors.add(ErrorRecord(*seen), "bus")
+            case m.Hello() | m.Heartbeat() | m.Goodbye():
+                self._presence(message, now)
 
     def replayed(self, what: str, pace: float, over: bool) -> None:
         """This is a replay of `what`, at so many times the speed of the run; 0: as fast as it goes."""
@@ -563,6 +543,12 @@ class RunState:
     @property
     def version(self) -> int:
         return max(self._newest(HeaderWord.VERSION), self.ended_version)
+
+    @property
+    def n_min(self) -> int:
+        """Groups that a step takes: as the newest one says, or the topology."""
+        newest = self.steps.newest
+        return int(newest.n_min) if newest is not None and newest.n_min else self.facts.n_min
 
     def _newest(self, word: HeaderWord) -> int:
         known: int = getattr(self.steps.newest, word.value, 0)
@@ -640,17 +626,10 @@ class RunState:
                 present.activity = message.activity
 
 
-HEARD: Final[dict[type[m.Message], Callable[[RunState, Any, float], None]]] = {
-    m.LearnerStateUpdate: RunState._stepped,
-    m.SchedulerState: RunState._scheduled,
-    m.ValidationStarted: RunState._validating,
-    m.ValidationDone: RunState._measured,
-    m.ValidationSetDone: RunState._measured,
-    m.Error: RunState._failed,
-    m.Hello: RunState._presence,
-    m.Heartbeat: RunState._presence,
-    m.Goodbye: RunState._presence,
-}
+HEARD: Final[frozenset[type[m.Message]]] = frozenset({
+    m.LearnerStateUpdate, m.SchedulerState, m.ValidationStarted, m.ValidationDone, m.ValidationSetDone, m.Error,
+    m.Hello, m.Heartbeat, m.Goodbye,
+})
 
 
 def _life(process: ProcessRecord) -> tuple[str, int]:
@@ -659,18 +638,12 @@ def _life(process: ProcessRecord) -> tuple[str, int]:
 
 def step_of(update: m.LearnerStateUpdate) -> StepRecord:
     """The numbers of a step as its message tells them; the same names stand in metrics.jsonl."""
-    more = {name: update.metrics[name] for name in ONLY_IN_METRICS if name in update.metrics}
-    return StepRecord(
-        step=update.step, version=update.version, reward=update.reward, age_mean=update.age_mean,
-        entropy=update.entropy, samples=update.samples, tokens=update.tokens, by=_by(update.metrics), **more,
-    )
-
-
-def _by(numbers: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The figures by tag, as by/TAG/NAME among the numbers of a step; a tag may have slashes of its own."""
-    found: dict[str, dict[str, float]] = {}
-    for name, value in numbers.items():
+    own = {name: getattr(update, name) for name in IN_UPDATE}
+    more = {name: update.metrics[name] for name in StepRecord.__struct_fields__ if name in update.metrics}
+    by: dict[str, dict[str, float]] = {}  # from by/TAG/NAME among the numbers; a tag may have slashes of its own
+    for name, value in update.metrics.items():
         if name.startswith("by/") and name.count("/") > 1:
             tag, _, figure = name.removeprefix("by/").rpartition("/")
-            found.setdefault(tag, {})[figure] = value
-    return found
+            by.setdefault(tag, {})[figure] = value
+    known: dict[str, Any] = {**more, **own, "by": by}
+    return StepRecord(**known)

@@ -1,10 +1,8 @@
 """`busrl status`: what a run is doing now, or how it ended, as plain data and in some lines. Attaches to nothing.
 
 Reads the run directory and the ring once, without the bus, so it works with the broker down; of a run that a monitor
-listens to there are the same data and more (`watched`). The lines are those of every plain view, with what to do about
-the state before them and what went wrong lately after them.
+listens to there are the same data and more (`watched`).
 
-- A ring that cannot be used is a state to show, with its remedy.
 - The keys of the data stand in docs/operating.md: they are only ever added to.
 - Every line is made safe to print, whoever wrote what stands in it.
 """
@@ -30,7 +28,7 @@ from busrl.ledger.skips import newest_skips
 from busrl.monitor import text, waits
 from busrl.monitor.runfiles import fates, number
 from busrl.monitor.sources import RunReader, Watcher, holder_of, newest_run
-from busrl.monitor.state import OVER, ProcessRow, RingRecord, RunState
+from busrl.monitor.state import OVER, Flow, ProcessRow, RingRecord, RunState
 from busrl.monitor.text import alike, duration, printable, short
 from busrl.paths import RunPaths
 from busrl.protocol.messages import SEVERITIES
@@ -103,17 +101,18 @@ def watched(watcher: Watcher, target: RunPaths | str) -> dict[str, Any]:
     run, traffic, now = watcher.run, watcher.run.traffic, time.monotonic()
     found = RunStatus(None, run, now, run.state)
     if isinstance(target, RunPaths):
-        found = RunStatus.of(target, run, now, watcher.sample)
-    total, *each = (
-        {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()}
-        for flow in (traffic.total, *traffic.by_name.values())
-    )
+        found = RunStatus.of(target, run, now, watcher.samples[-1] if watcher.samples else {})
     counts = {name: getattr(traffic, name) for name in ("missed", "malformed", "lag_s", "resyncs")}
+    by_name = {name: _flow(flow) for name, flow in traffic.by_name.items()}
     return {
         **as_data(found), "replay": run.replay or None, "waiting": run.waiting,
-        "messages": {**total, **counts, "by_name": dict(zip(traffic.by_name, each, strict=True))},
+        "messages": {**_flow(traffic.total), **counts, "by_name": by_name},
         "errors": {"count": run.errors.count, "newest": [asdict(error) for error in run.errors.newest(ERRORS)]},
     }
+
+
+def _flow(flow: Flow) -> dict[str, float]:
+    return {"count": flow.count, "bytes": flow.bytes, "per_s": flow.rate.per_s()}
 
 
 def to_json(data: dict[str, Any]) -> str:
@@ -249,7 +248,6 @@ def _lines(found: RunStatus, paths: RunPaths) -> Iterator[str]:
 
 
 def _headline(found: RunStatus, paths: RunPaths) -> Iterator[str]:
-    """The first lines: who runs, or how the run ended, and what to do about it."""
     facts, root, summary, holder = found.run.facts, paths.root, found.summary, found.holder
     name = facts.run_id
     match found.state:
@@ -283,7 +281,6 @@ def _restarts(found: RunStatus, shown: set[str]) -> Iterator[str]:
 
 
 def problem_lines(path: Path) -> Iterator[str]:
-    """The newest kinds of problems in words; nothing if there were none."""
     found = problems(path)
     if found:
         yield f"  problems (all of them: {path})"

@@ -117,7 +117,7 @@ def portions(counts: Sequence[int], width: int) -> list[int]:
     return cells
 
 
-# -- phrases ----------------------------------------------------------------------------------------------------------
+# -- phrases, each "" where there is nothing to say --------------------------------------------------------------------
 
 POLICY: Final = (  # key, name, format
     ("flat_share", "flat groups", ".0%"), ("cut_share", "cut answers", ".0%"), ("entropy", "entropy", ".2f"),
@@ -143,7 +143,6 @@ def headline(run: RunState, wall: float) -> str:
 
 
 def progress(run: RunState, now: float) -> str:
-    """Step, version, the first and the newest validation, and what is left."""
     return _joined(step(run), f"version {run.version}", judged(run), left(run, now))
 
 
@@ -152,7 +151,6 @@ def step(run: RunState) -> str:
 
 
 def judged(run: RunState) -> str:
-    """The first and the newest validation of each set, "" without one."""
     return rises([(one.set, one.mean) for one in run.validations.values() if one.mean is not None])
 
 
@@ -166,7 +164,6 @@ def rises(means: Iterable[tuple[str, float]]) -> str:
 
 
 def left(run: RunState, now: float) -> str:
-    """The time to the goal, "" where that is not known."""
     seconds = run.left_s(now)
     return f"about {duration(seconds)} left" if seconds is not None and 0 < seconds < 1e6 else ""
 
@@ -190,7 +187,6 @@ def occupancy(run: RunState) -> list[tuple[str, int]]:
 
 
 def episodes(run: RunState) -> str:
-    """What the episodes that are played do, and how full the ring of model calls is; "" without agents."""
     if run.ring is None or not run.ring.calls:
         return ""
     kinds = [f"{count:,} {name} (oldest {age:.1f} s)" for name, (count, age) in run.ring.episodes.items()]
@@ -202,12 +198,10 @@ def trigger(run: RunState, now: float) -> str:
     """How far the next step is."""
     facts, ring = run.facts, run.ring
     ready = str(ring.groups_ready) if ring is not None and ring.groups_ready >= 0 else "?"
-    newest = run.steps.newest
-    needed = int(newest.n_min) if newest is not None and newest.n_min else facts.n_min
     since = run.since_step_s(now)
     limit = "t_max inf" if math.isinf(facts.t_max_s) else f"t_max {facts.t_max_s:g} s"
     return _joined(
-        f"{ready}/{needed or '?'} groups ready",
+        f"{ready}/{run.n_min or '?'} groups ready",
         f"{ring.groups_open} open" if ring is not None and ring.groups_open >= 0 else "",
         f"{limit}, last step {since:.0f} s ago" if since is not None else limit,
         f"scheduler waits: {safe(run.waiting, 60)}" if run.waiting else "",
@@ -215,7 +209,6 @@ def trigger(run: RunState, now: float) -> str:
 
 
 def controller(run: RunState) -> str:
-    """What the controller sees and does, "" without one."""
     newest = run.steps.newest
     if newest is None or not newest.control_n_min:
         return ""
@@ -236,7 +229,6 @@ def staleness(run: RunState) -> str:
 
 
 def policy(run: RunState) -> str:
-    """What the newest steps say of the policy and of what was thrown away; "" before the first."""
     known = run.steps.policy(run.idle)
     parts = [(name, value, form) for key, name, form in POLICY if (value := known[key]) is not None]
     return " · ".join(f"{name} {value:{form}}" for name, value, form in parts)
@@ -252,7 +244,6 @@ def sources(run: RunState) -> str:
 
 
 def left_out(run: RunState) -> str:
-    """What the scheduler leaves out by pass rate, "" where it leaves out nothing."""
     known = run.left_out
     draws, resting = short(known.get("left_out", 0)), short(known.get("resting", 0))
     return f"{draws} draws by pass rate · {resting} prompts rest" if any(known.values()) else ""
@@ -343,10 +334,10 @@ def facts(run: RunState, now: float) -> list[str]:
     return out + [f"  host      {words}" for words in hosts(run)]
 
 
-def hosts(run: RunState) -> list[str]:
-    """Each other host of the run in one line."""
+def hosts(run: RunState, only: str = "") -> list[str]:
     held = {one.name: one.activity for one in (run.ring.processes if run.ring else ()) if one.remote}
-    return [_host(name, one, held.get(name, "")) for name, one in sorted(run.hosts.items())]
+    shown = sorted(name for name in run.hosts if only in ("", name))
+    return [_host(name, run.hosts[name], held.get(name, "")) for name in shown]
 
 
 def _host(name: str, told: dict[str, Any], activity: str) -> str:
@@ -361,12 +352,12 @@ def _host(name: str, told: dict[str, Any], activity: str) -> str:
 
 
 def host_lines(run: RunState, name: str) -> list[str]:
-    """One other host with its processes."""
     told = run.hosts[name].get("processes")
     shown = [(*(safe(str(one.get(key, "?"))) for key in HOST_PROCESS),) for one in told or () if isinstance(one, dict)]
-    line = next(one for at, one in zip(sorted(run.hosts), hosts(run), strict=True) if at == name)
-    return [line, *(f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
-                    for label, pid, state, activity, version, samples in shown)]
+    return [*hosts(run, name), *(
+        f"    {label:<14} pid {pid:<8} {state:<9} {activity:<28} weights {version}  {samples} samples"
+        for label, pid, state, activity, version, samples in shown
+    )]
 
 
 def labelled(run: RunState, now: float) -> dict[str, str]:

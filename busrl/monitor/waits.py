@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from busrl.monitor.state import Held, ProcessRecord, ProcessRow, RunState
+from busrl.monitor.state import RECENT, Held, ProcessRecord, ProcessRow, RunState
 from busrl.states import CALLER_ROLES, PAUSE_STARTING, HeaderWord
 
 WAITS = re.compile(r"waits: ([a-z_]+)(?:, group ([0-9]+))?")  # what learner and scheduler declare (`Actor.waits`)
@@ -64,66 +64,56 @@ def chain(run: RunState, now: float) -> list[Link]:
 
 
 def said(links: Sequence[Link]) -> str:
-    """The chain as one sentence, "" without one."""
     return " <- ".join([*(f"{one.process} {one.because}" for one in links), *(one.waits_for for one in links[-1:])])
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class _Step:
-    """What one process waits for: `next` of it, a name, or the root."""
+class _Step(NamedTuple):
+    """What one process waits for: `next`, a name, or without one the root."""
 
     because: str
     since_s: float = 0.0
     next: str = ""
-    root: str = ""
+    root: str = "its own work"
 
 
-@dataclass
 class _Search:
-    run: RunState
-    now: float
-    seen: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        ring = self.run.ring
-        assert ring is not None
-        self.ring, self.facts = ring, self.run.facts
-        self.rows = {row.name: row for row in self.run.rows(self.now) if row.state != "dead"}
-        self.names = sorted({*self.rows, *self.run.restarts})  # those of the table, and children that are not in it
-        self.steps: dict[str, Callable[[str], _Step]] = {
+    def __init__(self, run: RunState, now: float) -> None:
+        assert run.ring is not None
+        self.run, self.now, self.ring, self.facts = run, now, run.ring, run.facts
+        self.rows = {row.name: row for row in run.rows(now) if row.state != "dead"}
+        self.names = sorted({*self.rows, *run.restarts})  # those of the table, and children that are not in it
+        self.steps: dict[str, Callable[[ProcessRow], _Step]] = {
             "learner": self._learner, "scheduler": self._scheduler, "rollout": self._rollout, "reward": self._reward,
             "validator": self._validator, **dict.fromkeys(CALLER_ROLES, self._caller),
         }
+        self.seen: set[str] = set()
 
     def links(self) -> list[Link]:
         if paused(self.run):
             since = self.run.since_step_s(self.now) or 0.0
             return [Link("scheduler", "`busrl resume`", since, "opens no group: the run is paused")]
-        found, name = [], self._first()
+        found: list[Link] = []
+        # Where nothing is trained (on another host) it begins with what speaks with the run.
+        name = next((name for name in ("learner", "relay") if name in self.names), "")
         while name:
             self.seen.add(name)
             step = self._of(name)
             if step.next in self.seen:
-                step = _Step(step.because, step.since_s, root=f"{step.next}, which waits for it: a circle of waits")
+                step = step._replace(next="", root=f"{step.next}, which waits for it: a circle of waits")
             found.append(Link(name, step.next or step.root, round(max(0.0, step.since_s), 3), step.because))
             name = step.next
         return found
 
-    def _first(self) -> str:
-        """Where nothing is trained (on another host) it is what speaks with the run."""
-        return next((name for name in ("learner", "relay") if name in self.names), "")
-
     def _of(self, name: str) -> _Step:
-        trouble = self._trouble(name)
-        if trouble is not None:
+        if (trouble := self._trouble(name)) is not None:
             return trouble
         row = self.rows[name]
-        step = self.steps.get(row.role, self._other)(name)
-        if step.root and row.late:
-            text = f"{step.because}; no progress for {row.progress_age_s:.0f} s, launch will start it again"
-            return _Step(text, step.since_s, root=step.root)
+        step = self.steps.get(row.role, self._other)(row)
+        if row.late and not step.next:
+            quiet = f"no progress for {row.progress_age_s:.0f} s, launch will start it again"
+            return step._replace(because=f"{step.because}; {quiet}")
         return step
 
     def _trouble(self, name: str) -> _Step | None:
@@ -153,44 +143,43 @@ class _Search:
 
     # -- each role ----------------------------------------------------------------------------------------------
 
-    def _learner(self, name: str) -> _Step:
-        row, since = self.rows[name], self.run.since_step_s(self.now)
+    def _learner(self, row: ProcessRow) -> _Step:
         reason, draw = reason_of(row)
         if reason:
             found = self._holders(draw, validates=False)
-            missing = _count(self._missing(), "more group")
+            missing = _count(max(1, self.run.n_min - max(0, self.ring.groups_ready)), "more group")
             because = LEARNERS.get(reason, f"waits ({reason})").format(missing=missing, draw=draw)
+            since = self.run.since_step_s(self.now)
             age = row.activity_age_s if since is None else since
             return _Step(because, age, next=found if reason != "admission" and found else "scheduler")
-        held_up = self._troubled("rank")
-        if held_up:
+        if held_up := self._troubled("rank"):
             return _Step(f"computes with its ranks: {row.activity}", row.activity_age_s, next=held_up)
         if row.activity == "held by validation" and "validator" in self.names:
             version = self.run.version
             return _Step(f"publishes nothing while version {version} is held", row.activity_age_s, next="validator")
         if row.activity == "publish":
             taking = self._troubled("rollout") or self._behind()
-            because = f"publishes weights ({self.facts.transport})"
-            return _Step(because, row.activity_age_s, next=taking, root="" if taking else "its own work")
-        return self._works(row, "its own work")
+            return _Step(f"publishes weights ({self.facts.transport})", row.activity_age_s, next=taking)
+        return self._works(row)
 
-    def _scheduler(self, name: str) -> _Step:
-        row = self.rows[name]
+    def _scheduler(self, row: ProcessRow) -> _Step:
         reason, draw = reason_of(row)
         if reason == "arrivals":
             return _Step("has opened every group that has arrived", row.activity_age_s, root="prompts (data.arrivals)")
         if not reason:
-            return self._works(row, "its own work")
+            return self._works(row)
         because = SCHEDULERS.get(reason, f"waits ({reason})").format(draw=draw)
-        found = self._holders(draw, validates=False) or (self._largest() if reason == "slots" else "")
+        found = self._holders(draw, validates=False)
         if reason == "slots":
-            because += f" ({self._slots()})"
+            states = sorted((count, name) for name, count in self.ring.occupancy.items() if count and name != "free")
+            because += f" ({', '.join(f'{count} {name}' for count, name in reversed(states))})"
+            found = found or self._largest()
         if not found and self.ring.words.get(HeaderWord.UNPUBLISHED_GROUPS, 0):
             found, because = "learner", f"{because}; those trained are not published"
-        return _Step(because, row.activity_age_s, next=found, root="" if found else "its own work")
+        return _Step(because, row.activity_age_s, next=found)
 
-    def _rollout(self, name: str) -> _Step:
-        row, newest = self.rows[name], self.run.version
+    def _rollout(self, row: ProcessRow) -> _Step:
+        newest = self.run.version
         behind, first = reason_of(row)[0] == "weights", row.activity == "first weights"
         if not behind and not first and row.activity != "new weights":
             return self._holds(row, "its engine", f"{row.tokens} tokens so far")
@@ -202,11 +191,9 @@ class _Search:
         other = other or (self._troubled("rollout") if self.facts.transport == TOGETHER else "")
         if first and not other and "learner" not in self.seen:  # it has not published yet
             other = "learner"
-        root = "" if other else f"the transport of weights ({self.facts.transport})"
-        return _Step(because, row.activity_age_s, next=other, root=root)
+        return _Step(because, row.activity_age_s, other, f"the transport of weights ({self.facts.transport})")
 
-    def _reward(self, name: str) -> _Step:
-        row = self.rows[name]
+    def _reward(self, row: ProcessRow) -> _Step:
         what, age = row.activity.removeprefix(CHILD_IN), row.activity_age_s
         function = f"reward function {self.facts.reward_function or self.facts.reward_kind}"
         if not row.activity.startswith(CHILD_IN):
@@ -214,20 +201,18 @@ class _Search:
         root = function if what == "the function" else f"{what} of the reward"
         return self._holds(row, root, f"no call returned for {age:.0f} s")
 
-    def _validator(self, name: str) -> _Step:
-        row, found = self.rows[name], self._holders(-1, validates=True)
-        if not found:
-            return self._works(row, "its own work")
-        return _Step("waits for the samples of its round", row.activity_age_s, next=found)
+    def _validator(self, row: ProcessRow) -> _Step:
+        if found := self._holders(-1, validates=True):
+            return _Step("waits for the samples of its round", row.activity_age_s, next=found)
+        return self._works(row)
 
-    def _caller(self, name: str) -> _Step:
+    def _caller(self, row: ProcessRow) -> _Step:
         """Of its open episodes the one that is worst off decides: its call, or its own code."""
-        row, own = self.rows[name], self._own(name)
+        own = self._own(row.name)
         if not own:
-            return self._works(row, "its own work")
+            return self._works(row)
         worst = max(own, key=lambda one: self._urgency(self._callee(one), one))
-        engine = self._callee(worst)
-        if engine:
+        if engine := self._callee(worst):
             how = "wait for an engine" if worst.call == "queued" else "are with one"
             return _Step(f"has {_count(worst.slots, 'episode')} whose calls {how}", worst.oldest_s, next=engine)
         code = f" ({self.facts.agent_function})" if self.facts.agent_function else ""
@@ -235,15 +220,14 @@ class _Search:
         what = f"has {_count(worst.slots, 'episode')} open with no call under way for {worst.oldest_s:.0f} s{stands}"
         return _Step(what, worst.oldest_s, root=f"the episodes' own code{code}, or its clients")
 
-    def _other(self, name: str) -> _Step:
-        row = self.rows[name]
+    def _other(self, row: ProcessRow) -> _Step:
         if row.role == "relay" and row.activity:
             return _Step(row.activity, row.activity_age_s, root="the run's own host, and the network to it")
         return self._holds(row, "its host" if row.remote else "its own work", "")
 
     # -- parts of the answers -----------------------------------------------------------------------------------
 
-    def _works(self, row: ProcessRow, root: str) -> _Step:
+    def _works(self, row: ProcessRow, root: str = "its own work") -> _Step:
         doing = f": {row.activity}" if row.activity else ""
         quiet = f", no progress for {row.progress_age_s:.0f} s" if row.progress_age_s > QUIET_S else ""
         return _Step(f"works{doing}{quiet}", row.activity_age_s if row.activity else row.progress_age_s, root=root)
@@ -268,27 +252,17 @@ class _Search:
     def _own(self, name: str) -> list[Held]:
         return [one for one in self.ring.held if one.owner == name]
 
-    def _missing(self) -> int:
-        newest = self.run.steps.newest
-        needed = int(newest.n_min) if newest is not None and newest.n_min else self.facts.n_min
-        return max(1, needed - max(0, self.ring.groups_ready))
-
     def _holders(self, draw: int, validates: bool) -> str:
         """Who has what is waited for: of that group where it is known and under way, else of all."""
         under_way = [one for one in self.ring.held if one.validates == validates and self._holder(one)]
         named = [one for one in under_way if one.draw == draw >= 0]
-        return self._worst((self._holder(one), one) for one in named or under_way)
-
-    def _slots(self) -> str:
-        states = sorted((count, name) for name, count in self.ring.occupancy.items() if count and name != "free")
-        return ", ".join(f"{count} {name}" for count, name in reversed(states))
+        found = ((self._holder(one), one) for one in named or under_way)
+        return max(found, key=lambda one: self._urgency(*one), default=("", None))[0]
 
     def _largest(self) -> str:
-        """Who has most of the slots."""
-        count: dict[str, int] = {}
+        count = Counter[str]()
         for one in self.ring.held:
-            owner = self._holder(one) or "learner"
-            count[owner] = count.get(owner, 0) + one.slots
+            count[self._holder(one) or "learner"] += one.slots
         return max(sorted(count), key=lambda name: count[name], default="")
 
     def _holder(self, one: Held) -> str:
@@ -306,11 +280,11 @@ class _Search:
         if callers and (role == "rollout" or not own):
             own = callers
         able = [name for name in own if self._trouble(name) is None]
-        alike = {
-            name: [one.oldest_s for one in self._own(name) if one.validates == validates] for name in able or own
-        }
-        holding = {name: max(ages, default=-1.0) for name, ages in alike.items()}
-        return max(sorted(holding), key=lambda name: holding[name], default="")
+
+        def oldest(name: str) -> float:
+            return max((one.oldest_s for one in self._own(name) if one.validates == validates), default=-1.0)
+
+        return max(able or own, key=oldest, default="")
 
     def _callee(self, one: Held) -> str:
         """Which engine an episode's call waits for."""
@@ -319,9 +293,6 @@ class _Search:
         engines = [name for name in self.names if _role(name) == "rollout"]
         able = [name for name in engines if self._trouble(name) is None]
         return next(iter(able or engines), "")
-
-    def _worst(self, found: Iterable[tuple[str, Held]]) -> str:
-        return max(found, key=lambda one: self._urgency(*one), default=("", None))[0]
 
     def _urgency(self, name: str, held: Held) -> tuple[bool, float, str, str, str]:
         return bool(name) and self._trouble(name) is not None, held.oldest_s, name, held.state, held.call
@@ -369,7 +340,8 @@ FIRST: Final = 5  # times the least time until a first step is missed: it may co
 
 def limit_s(run: RunState, least_s: float) -> float:
     """For how long nothing may be trained before that is a stall; inf: never."""
-    known = [seconds for seconds in run.steps.lately(lambda one: one.seconds) if 0 < seconds < math.inf]
+    newest = run.steps.course(lambda one: one.seconds)[-RECENT:]
+    known = [seconds for seconds in newest if 0 < seconds < math.inf]
     if not run.facts.stall_steps:
         return math.inf
     return max(least_s, run.facts.stall_steps * median(known)) if known else FIRST * least_s

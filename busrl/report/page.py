@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from busrl.files import as_map
 from busrl.monitor.runfiles import number, whole
 from busrl.monitor.status import problems
 from busrl.monitor.text import duration, printable, safe, short
-from busrl.report.record import RunRecord
+from busrl.report.record import Floats, RunRecord, column_of
 from busrl.report.trace import overlap, slices
 from busrl.report.waste import SHARES, Waste, waste_of
 
-Floats = npt.NDArray[np.float64]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 190, 44, 8, 8, 22
 MOST_POINTS, COLOURS, MOST_PROBLEMS, CELL = 240, 6, 12, 240
 NOT_COMPARED = ("derived", "source", "overrides")
@@ -78,7 +76,6 @@ details{margin-top:12px}summary{cursor:pointer}ul{margin:4px 0;padding-left:20px
 # -- pieces -----
 
 def text_of(value: Any) -> str:
-    """Any value as text of a page."""
     return html.escape(safe(str(value), CELL))
 
 
@@ -116,9 +113,9 @@ class Line:
     dots: bool = False
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers in the range, at most `most` and one."""
-    raw = (high - low) / most
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers in the range, at most six."""
+    raw = (high - low) / 5
     if not raw > 0 or not math.isfinite(raw):
         return [low]
     size = 10.0 ** math.floor(math.log10(raw))
@@ -127,10 +124,10 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def thinned(line: Line, most: int = MOST_POINTS) -> Line:
-    """At most `most` points: means of as many neighbours each. What is no number is left out."""
+def thinned(line: Line) -> Line:
+    """At most `MOST_POINTS` points: means of as many neighbours each. What is no number is left out."""
     known = np.isfinite(line.x) & np.isfinite(line.y)
-    parts = [np.array_split(values[known], most) for values in (line.x, line.y)]
+    parts = [np.array_split(values[known], MOST_POINTS) for values in (line.x, line.y)]
     x, y = (np.array([part.mean() for part in own if len(part)], np.float64) for own in parts)
     return Line(line.label, x, y, line.dots)
 
@@ -191,8 +188,6 @@ def bar(parts: Iterable[tuple[int, float, str]]) -> str:
 # -- a run -----
 
 class Run:
-    """What the page says of one run."""
-
     def __init__(self, record: RunRecord, label: str) -> None:
         self.record, self.label = record, label
         self.steps, self.waste = record.column("step"), waste_of(record)
@@ -220,15 +215,14 @@ class Run:
         rows = self.record.rounds
         for name in dict.fromkeys(str(row.get("set") or "") for row in rows):
             own = [row for row in rows if str(row.get("set") or "") == name]
-            x, y = ([_known(row.get(key)) for row in own] for key in ("round", "val/reward"))
-            yield Line(name, np.array(x, np.float64), np.array(y, np.float64), True)
+            yield Line(name, column_of(own, "round"), column_of(own, "val/reward"), True)
 
     def busy(self) -> dict[str, float]:
         """By process: as the summary says, else of the learner and the rollouts as their own files say."""
         told = as_map(self.record.summary.get("processes"))
         found = {name: number(as_map(one).get("busy_share")) for name, one in told.items()}
-        if any(value is not None for value in found.values()):
-            return {name: value for name, value in found.items() if value is not None}
+        if known := {name: value for name, value in found.items() if value is not None}:
+            return known
         seconds, waits = float(np.nansum(self.record.column("seconds"))), float(np.nansum(self.column("wait")))
         own = {"learner": max(0.0, 1 - waits / seconds)} if seconds else {}
         for name, rows in self.record.pace.items():
@@ -252,11 +246,6 @@ class Run:
     def settings(self) -> dict[str, str]:
         found = _flat(self.record.topology)
         return {key: value for key, value in found if key.partition(".")[0] not in NOT_COMPARED}
-
-
-def _known(value: Any) -> float:
-    found = number(value)
-    return math.nan if found is None else found
 
 
 def _flat(found: Any, at: str = "") -> Iterator[tuple[str, str]]:
@@ -305,7 +294,6 @@ FACTS: dict[str, Callable[[Run], str]] = {
 # -- the page -----
 
 def page(records: Sequence[RunRecord]) -> str:
-    """The page of these runs."""
     runs = [Run(record, label) for record, label in zip(records, _labels(records), strict=True)]
     title = text_of(" · ".join(run.label for run in runs))
     parts = [
@@ -326,8 +314,7 @@ def page(records: Sequence[RunRecord]) -> str:
 def _labels(records: Sequence[RunRecord]) -> list[str]:
     """Names of the runs, by their folders where two have the same."""
     names = [record.name for record in records]
-    alike = len(set(names)) < len(names)
-    return [f"{record.paths.root.name}" if alike else record.name for record in records]
+    return names if len(set(names)) == len(names) else [record.paths.root.name for record in records]
 
 
 def _section(title: str, parts: Iterable[str]) -> Iterator[str]:
@@ -370,7 +357,7 @@ def _charts(runs: Sequence[Run]) -> str:
 
 def _waste(run: Run) -> str:
     waste = run.waste
-    total = waste.drawn or sum(part.tokens or 0 for part in waste.parts)
+    total = waste.total
     if not total:
         return ""
     parts = [(n, part, (part.tokens or 0) / total) for n, part in enumerate(waste.parts)]

@@ -10,7 +10,7 @@ Opens files of a run directory for reading only. Knows nothing of pages and time
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,6 +28,7 @@ from busrl.paths import RunPaths
 from busrl.states import Fate
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 # What is kept of a step: a run of a hundred thousand has to fit into memory.
@@ -41,8 +42,6 @@ WHOLE = ("topology", "run_json", "summary")  # files that are one map
 
 
 class GroupsLine(msgspec.Struct):
-    """What is read of a line of groups.jsonl."""
-
     step: Whole
     draws: list[Whole]
     fates: str
@@ -75,8 +74,6 @@ class Groups:
 
 @dataclass
 class RunRecord:
-    """One run by its files."""
-
     paths: RunPaths
     steps: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -98,10 +95,8 @@ class RunRecord:
             return "running"
         return str(self.summary.get("outcome") or "not ended in order: no summary.json")
 
-    def column(self, name: str) -> npt.NDArray[np.float64]:
-        """A number of every step; nan where it is not known."""
-        found = (number(row.get(name)) for row in self.steps)
-        return np.array([np.nan if value is None else value for value in found], np.float64)
+    def column(self, name: str) -> Floats:
+        return column_of(self.steps, name)
 
     def errors(self) -> Iterator[dict[str, Any]]:
         return self._lines(self.paths.errors, dict[str, Any])
@@ -115,7 +110,7 @@ class RunRecord:
         return sum(len(uids) for row in found if isinstance(uids := row.get("uids"), list))
 
     def groups(self) -> Groups:
-        rows, lengths, lines = [array("q") for _ in range(5)], array("q"), 0
+        rows, lengths, lines = array("q"), array("q"), 0
         trained = array("q")  # the line's number and its step
         for line in self._lines(self.paths.groups, GroupsLine):
             if not len(line.draws) == len(line.fates) == len(line.born) == len(line.lengths):
@@ -123,18 +118,17 @@ class RunRecord:
                 continue
             lines += 1
             for draw, fate, born, own in zip(line.draws, line.fates, line.born, line.lengths, strict=True):
-                for column, value in zip(rows, (lines, draw, ord(fate), born, len(own)), strict=True):
-                    column.append(value)
+                rows.extend((lines, draw, ord(fate), born, len(own)))
                 lengths.extend(own)
             trained.extend((lines, line.step) if Fate.TRAINED.letter in line.fates else ())
-        at, draws, fates, own_born, sizes = (np.array(column, np.int64) for column in rows)
+        at, draws, fates, born_at, sizes = np.array(rows, np.int64).reshape(-1, 5).T
         made = np.array(trained, np.int64).reshape(-1, 2)
         later = np.minimum.accumulate(made[::-1, 1])[::-1] if len(made) else made[:, 1]
         undone_lines = made[:-1, 0][made[:-1, 1] >= later[1:]]
         steps = np.zeros(lines + 1, np.int64)
         steps[made[:, 0]] = made[:, 1]
         undone = np.isin(at, undone_lines)
-        return Groups(steps[at], draws, fates, own_born, sizes, np.array(lengths, np.int64), undone)
+        return Groups(steps[at], draws, fates, born_at, sizes, np.array(lengths, np.int64), undone)
 
     def _lines(self, path: Path, kind: type[T]) -> Iterator[T]:
         """The whole lines of a file; what is no such line is counted in `faults`."""
@@ -157,6 +151,12 @@ class RunRecord:
             self.faults.append(f"{path.relative_to(self.paths.root)}: {what}")
 
 
+def column_of(rows: Iterable[dict[str, Any]], name: str) -> Floats:
+    """A number of every line; nan where it is not known."""
+    found = (number(row.get(name)) for row in rows)
+    return np.array([np.nan if value is None else value for value in found], np.float64)
+
+
 def read(run_dir: str | Path) -> RunRecord:
     """A run's files; `NoSuchRun` if the directory holds no run."""
     paths = RunPaths.of(run_dir)
@@ -166,7 +166,11 @@ def read(run_dir: str | Path) -> RunRecord:
         raise NoSuchRun(f"{run_dir}: {what}; name a directory that `busrl launch --run-dir` was given")
     record = RunRecord(paths)
     for name in WHOLE:
-        setattr(record, name, _map(record, getattr(paths, name)))
+        path = getattr(paths, name)
+        found = read_map(path)
+        setattr(record, name, found)
+        if not found and path.exists():
+            record.faults.append(f"{path.name}: cannot be read, or holds no map")
     for row in record._lines(paths.metrics, dict[str, Any]):
         if of_step(row) and isinstance(row.get("step"), int):
             while record.steps and record.steps[-1]["step"] >= row["step"]:
@@ -179,10 +183,3 @@ def read(run_dir: str | Path) -> RunRecord:
     missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]
     record.faults += [f"{name}: not there; no step was made yet, or it was removed" for name in missing]
     return record
-
-
-def _map(record: RunRecord, path: Path) -> dict[str, Any]:
-    found = read_map(path)
-    if not found and path.exists():
-        record.faults.append(f"{path.name}: cannot be read, or holds no map")
-    return found

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from busrl.errors import first_line
 from busrl.monitor.runfiles import number
 from busrl.monitor.status import to_json
@@ -69,7 +71,6 @@ def _steps(record: RunRecord) -> Iterator[Slice]:
 
 
 def _spans(found: Any) -> list[Span]:
-    """The waits of a step's line."""
     pairs = [one for one in found if isinstance(one, list) and len(one) == 2] if isinstance(found, list) else []
     known = [(number(a), number(b)) for a, b in pairs]
     return [(a, b) for a, b in known if a is not None and b is not None and 0 <= a < b]
@@ -111,7 +112,6 @@ def _apart(found: Sequence[Slice]) -> Iterator[Slice]:
 
 # -- spans of time -----
 
-
 def union(spans: Iterable[Span]) -> list[Span]:
     """The same time in spans that are in order and do not touch."""
     found: list[Span] = []
@@ -133,30 +133,22 @@ def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
 def common(spans: Sequence[Slice], others: Sequence[Span]) -> float:
     """Seconds of the slices that lie in the others; those are in order and apart."""
-    total, at = 0.0, 0
-    for one in sorted(spans, key=lambda one: one.begin):
-        while at < len(others) and others[at][1] <= one.begin:
-            at += 1
-        for n in range(at, len(others)):
-            if others[n][0] >= one.end:
-                break
-            total += max(0.0, min(others[n][1], one.end) - max(others[n][0], one.begin))
-    return total
+    edges = np.array([*others] or [(0.0, 0.0)], np.float64)
+    lengths = [length for begin, end in edges for length in (0.0, end - begin)]
+    passed = np.cumsum(lengths)  # seconds of the others up to each of their edges
+    ends, begins = [one.end for one in spans], [one.begin for one in spans]
+    return float(np.sum(np.interp(ends, edges.ravel(), passed) - np.interp(begins, edges.ravel(), passed)))
 
 
 def overlap(found: Sequence[Slice]) -> float | None:
     """The share of the rollouts' decoding that falls into training; None where one of them is not known."""
     training = union((one.begin, one.end) for one in found if one.process == LEARNER and one.name == TRAINING)
-    decoding: dict[str, list[Slice]] = {}
-    for one in found:
-        if one.name == "decoding":
-            decoding.setdefault(one.process, []).append(one)
-    total = sum(one.end - one.begin for own in decoding.values() for one in own)
-    return sum(common(own, training) for own in decoding.values()) / total if total and training else None
+    decoding = [one for one in found if one.name == "decoding"]
+    total = sum(one.end - one.begin for one in decoding)
+    return common(decoding, training) / total if total and training else None
 
 
 # -- as events -----
-
 
 def events(record: RunRecord, found: Sequence[Slice]) -> list[dict[str, Any]]:
     """Names of processes and rows first, then everything by time."""
@@ -218,7 +210,6 @@ def _counters(record: RunRecord, pids: dict[str, int], zero: float) -> Iterator[
 
 
 def trace(record: RunRecord, found: Sequence[Slice]) -> str:
-    """The file that a viewer opens."""
     return to_json(
         {"traceEvents": events(record, found), "displayTimeUnit": "ms", "otherData": {"run": str(record.paths.root)}}
     )

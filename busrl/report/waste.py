@@ -91,11 +91,14 @@ class Waste:
     notes: tuple[str, ...] = ()
 
     @property
+    def total(self) -> int:
+        return sum(part.tokens or 0 for part in self.parts)
+
+    @property
     def share(self) -> float | None:
         """Of the tokens that were drawn for training, those trained."""
-        apart = sum(part.tokens or 0 for part in self.parts if part.name == "validation")
-        total = (self.drawn or sum(part.tokens or 0 for part in self.parts)) - apart
-        return self.trained / total if total > 0 else None
+        drawn = self.total - sum(part.tokens or 0 for part in self.parts if part.name == "validation")
+        return self.trained / drawn if drawn > 0 else None
 
 
 def waste_of(record: RunRecord) -> Waste:
@@ -170,12 +173,13 @@ def drawn_by_engines(record: RunRecord) -> int | None:
 def _counted(record: RunRecord) -> Iterator[Part]:
     """Samples whose tokens no file has."""
     by_fate = fates(record.paths.fates)
-    again = {name: by_fate.get(WORDS.get(code, name), 0) for code in ACCIDENTS for name in [fate_name(code)]}  # type: ignore[call-overload]
     back = sum(
         len(uids) for row in record.errors()
         if row.get("process") in ("keeper", "launch") and isinstance(uids := row.get("uids"), list)
     )
-    yield from (Part(name, f"ended by an accident: {name}", count) for name, count in again.items())
+    for code in ACCIDENTS:
+        name = fate_name(code)
+        yield Part(name, f"ended by an accident: {name}", by_fate.get(WORDS.get(code, name), 0))
     yield Part("dead", "in the slots of processes that died (those with committed answers lost nothing)", back)
     yield Part("put_back", "put back by a start, and generated again", record.put_back())
     yield Part("open", "without an end so far", by_fate.get(WORDS[Fate.DISPATCHED], 0))
@@ -218,10 +222,8 @@ def _ess(record: RunRecord) -> dict[str, float]:
 
 # -- for people -----
 
-
 def render(waste: Waste) -> str:
-    """The account for a person."""
-    total = waste.drawn if waste.drawn is not None else sum(part.tokens or 0 for part in waste.parts)
+    total = waste.total
     lines = [f"what became of {short(total)} generated tokens"]
     for part in waste.parts:
         tokens, samples = part.tokens or 0, "" if part.samples is None else f"{short(part.samples)} samples"

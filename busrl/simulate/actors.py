@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.config.schema import Simulate
-from busrl.scheduling.segments import SegmentPlan
 
 # -- service times -------------------------------------------------------------------------------------------
 
@@ -29,17 +28,10 @@ TIMES = tuple(one.name for one in fields(Simulate) if one.name.endswith(("_s", "
 
 @dataclass(frozen=True)
 class Times(Simulate):
-    """The times of [simulate] with a note where each came from: stated there, fitted, or assumed.
+    """The times of [simulate] (docs/simulate.md) with a note where each came from: stated there, fitted, or assumed.
 
-    A decoding step of an actor with n running sequences takes step_s + row_s x n; a sequence that joins costs
-    sequence_s + prefill_token_s x (its prompt and what earlier segments made of it) once. An answer is looked at by a
-    reward process after reward_s on average, and judged by one of its workers, which takes reward_call_s. A learner's
-    step takes learner_step_s, plus learner_token_s per token, plus learner_group_s per group set aside.
-
-    In seconds, but for spreads, which are standard deviations of a natural log: between actors (`speed_spread`), of
-    one actor over the time (`step_spread`), of the learner's work (`learner_spread`); none changes a mean.
-
-    `busy_share`: of an actor's own time, what its counters call busy (the rest is its loop).
+    In seconds, but for spreads, which are standard deviations of a natural log and change no mean. `busy_share`: of an
+    actor's own time, what its counters call busy (the rest is its loop).
     """
 
     busy_share: float = 1.0
@@ -57,7 +49,6 @@ class Times(Simulate):
         return [self.step_s + self.row_s * active for active in range(rows + 1)]
 
     def with_source(self, source: Mapping[str, str], **values: Any) -> Times:
-        """With other values and a note on where each came from."""
         return replace(self, source={**self.source, **source}, **values)
 
     def notes(self) -> list[tuple[str, float, str]]:
@@ -181,7 +172,7 @@ class Actors:
         Call `add` or `sort_in` afterwards: it has room now.
         """
         actor = self.all[index]
-        if self._stall(actor, now):
+        if self._stall(actor):
             return None
         step = actor.ends[0][0]
         self._advance(actor, step - actor.steps)
@@ -218,7 +209,7 @@ class Actors:
             if not actor.active:
                 continue
             stalled = actor.stalled_s
-            self._stall(actor, now)
+            self._stall(actor)
             whole = (now - actor.at) / (self.step_time[actor.active] * actor.pace)
             self._advance(actor, max(0, math.floor(whole)))
             over = max(0.0, actor.at - now)  # a stall or a prefill that reaches beyond the end
@@ -231,7 +222,7 @@ class Actors:
         if self.times.step_spread and actor.at >= actor.paced + PACE_S:
             actor.paced, actor.pace = actor.at, actor.speed * next(self.paces)
 
-    def _stall(self, actor: Actor, now: float) -> bool:
+    def _stall(self, actor: Actor) -> bool:
         """Take the time of publications that came while it ran; whether there were any."""
         new = len(self.published) - actor.seen
         if new <= 0:
@@ -244,7 +235,7 @@ class Actors:
 
     def _catch_up(self, actor: Actor, now: float) -> None:
         """Count the steps up to the end of the one under way at `now`."""
-        self._stall(actor, now)
+        self._stall(actor)
         duration = self.step_time[actor.active] * actor.pace
         passed = math.ceil((now - actor.at) / duration - 1e-9)
         # A sequence that ends at that step is counted by its own event.
@@ -255,12 +246,3 @@ class Actors:
         actor.steps += steps
         actor.at += spent
         actor.busy_s += spent
-
-
-def cuts_of(topology: Topology, length: int | None) -> SegmentPlan:
-    """The segments of the topology, or of `length` tokens (0: answers in one go) and as many as it takes."""
-    own, limit = topology.segments, topology.generation.max_new_tokens
-    if length is None:
-        return SegmentPlan(own.length, own.max_segments, limit)
-    return SegmentPlan(length, -(-limit // length) if length else 1, limit)
-

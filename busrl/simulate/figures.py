@@ -24,9 +24,6 @@ class StepRow:
     groups: int
     samples: int
     tokens: int
-    ended: int
-    age_mean: float
-    age_max: int
 
 
 @dataclass

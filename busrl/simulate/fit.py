@@ -1,7 +1,6 @@
 """What is known of a topology's service times and answers: from a finished run, from a fit file, or assumed.
 
-Reads topology.json, metrics.jsonl, groups.jsonl, pace/*.jsonl and summary.json of a run directory, and the fit file
-beside a topology; changes nothing. Knows nothing of events or tables.
+Reads the files of a run directory, and the fit file beside a topology. Knows nothing of events or tables.
 
 - `simulate.*` keys of the topology go first, then --fit, `[mock]` (scripted engines), the fit file, and last the
   defaults of [simulate], which are assumed. Every number carries its source.
@@ -11,7 +10,6 @@ beside a topology; changes nothing. Knows nothing of events or tables.
   slope by themselves); the rest of a step without its waits ~ learner_step_s + learner_group_s x groups set aside. A
   token takes at least `mock.learner_s_per_token`, as in a real run.
 - Rewards, by Little's law: mean slots in GENERATED and REWARDING over the samples that passed through per second.
-- Answers: lengths and rewards of every group that ended, by prompt and by the step of the weights they began with.
 - Spreads over the time stay 0: what single intervals are off is mostly what a straight line leaves out, not chance.
   Taken as chance it made foretold throughput worse (on a busy machine 7 % off against 1 %).
 """
@@ -19,6 +17,7 @@ beside a topology; changes nothing. Knows nothing of events or tables.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -34,7 +33,7 @@ from busrl.config.schema import TINY, Simulate
 from busrl.data.prompts import JsonlStream, plain_text, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
-from busrl.files import whole_file
+from busrl.files import as_map, whole_file
 from busrl.ledger.trainlog import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
@@ -119,8 +118,7 @@ def fit(run_dir: str | Path) -> Fitted:
 
 def _paces(paths: RunPaths) -> list[tuple[str, dict[str, Any]]]:
     """What the rollout processes wrote of their pace: which of them, and an interval."""
-    files = sorted(paths.pace.glob("*.jsonl")) if paths.pace.is_dir() else []
-    return [(path.stem, row) for path in files for row in _rows(path, PACE_KEYS)]
+    return [(path.stem, row) for path in sorted(paths.pace.glob("*.jsonl")) for row in _rows(path, PACE_KEYS)]
 
 
 def _steps(paths: RunPaths) -> list[dict[str, Any]]:
@@ -134,10 +132,9 @@ def _actors(paths: RunPaths, paces: Sequence[tuple[str, dict[str, Any]]]) -> tup
     if len(rows) < LEAST_INTERVALS:
         raise _missing(paths.pace, f"{len(rows)} intervals with decoding steps, at least {LEAST_INTERVALS} are needed")
     at_work = np.array([row["wall_s"] - row["idle_s"] - row["weights_s"] for row in rows])
-    sums = np.array([[row["steps"], row["tokens"], row["joined"]] for row in rows], np.float64)
-    line = nonnegative(sums, at_work)
-    by = np.array(names)
-    factors = [at_work[by == name].sum() / max(1e-12, line.expected[by == name].sum()) for name in dict.fromkeys(names)]
+    line = nonnegative(np.array([[row["steps"], row["tokens"], row["joined"]] for row in rows], np.float64), at_work)
+    own = [np.array(names) == name for name in dict.fromkeys(names)]  # the intervals of each process
+    factors = [at_work[one].sum() / max(1e-12, line.expected[one].sum()) for one in own]
     values = {
         "step_s": line.values[0], "row_s": line.values[1], "sequence_s": line.values[2], "prefill_token_s": 0.0,
         "weights_s": sum(row["weights_s"] for _, row in paces) / max(1, sum(row["updates"] for _, row in paces)),
@@ -157,20 +154,17 @@ def _learner(paths: RunPaths, rows: Sequence[dict[str, Any]], floor_s: float) ->
     """`floor_s`: what [mock] makes a token take at least."""
     if len(rows) < LEAST_STEPS:
         raise _missing(paths.metrics, f"{len(rows)} steps after the first, at least {LEAST_STEPS} are needed")
-    publish = float(np.mean([row["publish_s"] for row in rows]))
-    checkpoints = [row["checkpoint_s"] for row in rows if row["checkpoint_s"] > 0]
-    tokens = np.array([row["tokens"] for row in rows], np.float64)
-    passes = np.array([row["forward_s"] + row["backward_s"] for row in rows])
+    of = {key: np.array([row[key] for row in rows], np.float64) for key in STEP_KEYS if key != "wait_s"}
+    tokens, passes, publish = of["tokens"], of["forward_s"] + of["backward_s"], float(of["publish_s"].mean())
+    saves = of["checkpoint_s"][of["checkpoint_s"] > 0]
     token_s = max(float(passes.sum() / max(1.0, tokens.sum())), floor_s)
-    busy = np.array(
-        [row["seconds"] - sum(row["wait_s"].values()) - row["publish_s"] - row["checkpoint_s"] for row in rows]
-    )
+    waits = np.array([sum(row["wait_s"].values()) for row in rows])
+    busy = of["seconds"] - waits - of["publish_s"] - of["checkpoint_s"]
     rest = np.maximum(0.0, busy - np.maximum(passes, floor_s * tokens))
-    line = nonnegative(np.array([[1.0, row["groups_ended"] - row["groups"]] for row in rows], np.float64), rest)
+    line = nonnegative(np.column_stack((np.ones(len(rows)), of["groups_ended"] - of["groups"])), rest)
     values = {
         "learner_step_s": line.values[0], "learner_token_s": token_s, "learner_group_s": line.values[1],
-        "learner_spread": 0.0, "publish_s": publish,
-        "checkpoint_s": float(np.mean(checkpoints)) if checkpoints else 0.0,
+        "learner_spread": 0.0, "publish_s": publish, "checkpoint_s": float(saves.mean()) if len(saves) else 0.0,
     }
     error = float(np.abs(line.expected + token_s * tokens - busy).mean() / max(1e-12, busy.mean()))
     text = (
@@ -203,7 +197,6 @@ def _rewards(paths: RunPaths, workers: int) -> tuple[dict[str, float], str]:
 
 
 def _reward_share(summary: dict[str, Any]) -> float:
-    """Mean busy share of the reward processes; 0 where none is known."""
     shares = [one.get("busy_share") for name, one in summary.get("processes", {}).items() if name.startswith("reward")]
     known = [float(share) for share in shares if share is not None]
     return sum(known) / len(known) if known else 0.0
@@ -227,47 +220,36 @@ def _groups(paths: RunPaths, topology: Topology) -> tuple[Recorded, ...]:
 def nonnegative(sums: Floats, seconds: Floats) -> Line:
     """Least squares with all numbers >= 0: the best over all subsets of the columns, then scaled so that the total is
     that of the observations, on which throughput hangs. `sums` [n, k], k small."""
-    columns = range(sums.shape[1])
-    best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0,) * len(columns))
-    scale = np.maximum(sums.max(axis=0), 1e-12)
-    for size in range(1, len(columns) + 1):
-        for chosen in combinations(columns, size):
-            part = sums[:, chosen] / scale[list(chosen)]
-            solved = np.linalg.lstsq(part, seconds, rcond=None)[0]
-            if (solved < 0).any():
-                continue
-            left = float(((part @ solved - seconds) ** 2).sum())
-            if left < best[0]:
-                values = np.zeros(len(columns))
-                values[list(chosen)] = solved / scale[list(chosen)]
-                best = left, tuple(values.tolist())
-    factor = float(seconds.sum() / max(1e-12, float((sums @ np.array(best[1])).sum())))
-    found = tuple(factor * value for value in best[1])
-    expected = sums @ np.array(found)
+    count, least = sums.shape[1], math.inf
+    best, scale = np.zeros(count), np.maximum(sums.max(axis=0), 1e-12)
+    for chosen in (list(one) for size in range(1, count + 1) for one in combinations(range(count), size)):
+        part = sums[:, chosen] / scale[chosen]
+        solved = np.linalg.lstsq(part, seconds, rcond=None)[0]
+        left = float(((part @ solved - seconds) ** 2).sum())
+        if (solved >= 0).all() and left < least:
+            least, best = left, np.zeros(count)
+            best[chosen] = solved / scale[chosen]
+    best *= seconds.sum() / max(1e-12, (sums @ best).sum())
+    expected = sums @ best
     error = float(np.abs(expected - seconds).mean() / max(1e-12, seconds.mean()))
-    return Line(found, expected, error)
+    return Line(tuple(best.tolist()), expected, error)
 
 
 def _rows(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     """The whole lines of a file that grew, each with these keys, without those about groups that had no step."""
-    lines = (line for line in whole_file(path) if line.endswith(b"\n") and line.strip())
-    found = [_row(line, f"{path}:{number}", keys) for number, line in enumerate(lines, 1)]
-    return [row for row in found if row is not None]
-
-
-def _row(line: bytes, place: str, keys: Sequence[str]) -> dict[str, Any] | None:
-    try:
-        row = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
-        raise UserError(f"{place}: a line is not JSON ({error}); was it edited? Fit another run") from None
-    if isinstance(row, dict) and not of_step(row):
-        return None
-    missing = [key for key in keys if not isinstance(row, dict) or key not in row]
-    if missing:
-        raise UserError(
-            f"{place}: no {', '.join(missing)} in this line: it was edited, or made by another busrl; fit another run"
-        )
-    return dict(row)
+    found = []
+    for number, line in enumerate((one for one in whole_file(path) if one.endswith(b"\n") and one.strip()), 1):
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise UserError(f"{path}:{number}: a line is not JSON ({error}); was it edited? Fit another run") from None
+        if not of_step(as_map(row)):
+            continue
+        if missing := [key for key in keys if key not in as_map(row)]:
+            what = f"no {', '.join(missing)} in this line: it was edited, or made by another busrl"
+            raise UserError(f"{path}:{number}: {what}; fit another run")
+        found.append(row)
+    return found
 
 
 def _missing(path: Path, what: str) -> UserError:

@@ -32,8 +32,6 @@ Axis = tuple[str, tuple[str, ...]]  # a key and its values, as text
 
 @dataclass(frozen=True)
 class Point:
-    """One combination, in the order of the axes."""
-
     values: tuple[str, ...]
     topology: Topology
     written: frozenset[str]  # the keys that topology file, --set and --sweep give
@@ -92,7 +90,7 @@ def page(topology: Topology, setting: Setting, found: Figures, took_s: float, co
     lines += [*_body(topology, setting, found), ""]
     if not assumed(setting):
         lines += [*(f"  {line}" for line in advice(topology, setting, found, cores)), ""]
-    lines += _origin(topology, setting)
+    lines += _origin(setting)
     return "\n".join(lines) + "\n"
 
 
@@ -102,7 +100,6 @@ def assumed(setting: Setting) -> list[str]:
 
 
 def warning(setting: Setting) -> list[str]:
-    """First of all, whose times these are."""
     text = (
         f"ASSUMED, not measured: {', '.join(assumed(setting))}. They are those of a tiny model on two cores, so what "
         "follows shows how a schedule works and no figure of yours, and nothing is advised. `--fit RUN_DIR` of a short "
@@ -223,7 +220,7 @@ def _more_actors(topology: Topology, setting: Setting, found: Figures, cores: in
     return f"{text} This machine has {cores} cores, and the learner needs one: so that takes a larger one, or more."
 
 
-def _origin(topology: Topology, setting: Setting) -> list[str]:
+def _origin(setting: Setting) -> list[str]:
     lines = [f"answers     {setting.answers_note}"]
     by: dict[str, list[str]] = {}
     for name, value, source in setting.times.notes():

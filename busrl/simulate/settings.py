@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from busrl.config import Topology
 from busrl.config.schema import TINY
@@ -69,10 +70,7 @@ def _traced(topology: Topology, path: Path, seed: int) -> tuple[Answers, str, Se
     if tasks[0].arrival_s is None:
         return _repeated(topology, path, tasks, seed), f"trace {path}", tasks
     tasks = sorted(tasks, key=lambda task: task.arrival_s or 0.0)
-    answers = TraceAnswers(
-        tasks, topology.groups.size, topology.generation.max_new_tokens, flat_share=topology.simulate.flat_share,
-        seed=seed, endless=False,
-    )
+    answers = _of_tasks(topology, tasks, seed, endless=False)
     return answers, f"trace {path}; open stream: arrivals obeyed", tasks
 
 
@@ -115,17 +113,20 @@ def _repeated(
     topology: Topology, path: Path, tasks: Sequence[TracedPrompt], seed: int, arrivals: Arrivals | None = None
 ) -> Answers:
     stream = JsonlStream(path, topology.run.seed, topology.data.shuffle, topology.data.prompt_key)
-    return TraceAnswers(
-        tasks, topology.groups.size, topology.generation.max_new_tokens, order=lambda draw: stream.item(draw).index,
-        flat_share=topology.simulate.flat_share, seed=seed, arrival=None if arrivals is None else arrivals.time_of,
-    )
+    arrival = None if arrivals is None else arrivals.time_of
+    return _of_tasks(topology, tasks, seed, order=lambda draw: stream.item(draw).index, arrival=arrival)
+
+
+def _of_tasks(topology: Topology, tasks: Sequence[TracedPrompt], seed: int, **more: Any) -> TraceAnswers:
+    size, limit = topology.groups.size, topology.generation.max_new_tokens
+    return TraceAnswers(tasks, size, limit, flat_share=topology.simulate.flat_share, seed=seed, **more)
 
 
 def _generated(topology: Topology, train: Path, seed: int) -> tuple[Answers, str]:
     limit, size = topology.generation.max_new_tokens, topology.groups.size
     median = topology.simulate.length_median or max(1, limit // 4)
     tasks = make_trace(GENERATED_PROMPTS, Shape(group_size=size, median=median, limit=limit), seed)
-    answers = TraceAnswers(tasks, size, limit, flat_share=topology.simulate.flat_share, seed=seed, name="generated")
+    answers = _of_tasks(topology, tasks, seed, name="generated")
     text = f"assumed: long-tailed, median {median} tokens, at most {limit} (simulate.length_median)"
     missing = not topology.data.train.startswith(TINY) and not train.is_file()
     return answers, text + (f"; data.train = {train} is not there" if missing else "")

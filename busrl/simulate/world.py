@@ -3,7 +3,7 @@
 Drives the objects of the live roles (GroupScanner, Admission, the policy, LearnerPlan) over a ring in memory. Durations
 come from `Times`, samples from `Answers`. Knows nothing of files, tables or the command line.
 
-- The clock never goes back; same topology, times, answers and seed: same run, event for event.
+- The clock never goes back; same arguments: same run, event for event.
 - The scheduler looks when slots came free or a version was published, the learner when a group was resolved, as live.
 - Rewards are delivered on a grid of `grid_s` (0: each at its own time), which bounds the looks of a large run.
 - A trace may repeat for ever, and so may groups that train nothing: too many in a row end the run with the reason.
@@ -21,12 +21,11 @@ from busrl.config import Topology
 from busrl.config.derive import checkpoint_is_due, make_plan
 from busrl.errors import UserError
 from busrl.scheduling.groups import GENERATED, GroupScanner, GroupView
-from busrl.simulate.actors import Actors, RewardWorkers, Times, cuts_of, delays, noise, reward_workers
+from busrl.scheduling.segments import SegmentPlan
+from busrl.simulate.actors import Actors, RewardWorkers, Times, delays, noise, reward_workers
 from busrl.simulate.answers import Answers
 from busrl.simulate.figures import Counts, Figures
-from busrl.simulate.learner import Learner, Look
-from busrl.simulate.ring import SimRing
-from busrl.simulate.scheduler import Scheduler
+from busrl.simulate.roles import Learner, Look, Scheduler, SimRing
 from busrl.states import Fate
 
 FATES = {Fate.FLAT.letter: "flat", Fate.OLD.letter: "too old", Fate.INCOMPLETE.letter: "incomplete"}
@@ -48,14 +47,13 @@ class World:
 
     def __init__(
         self, topology: Topology, times: Times, answers: Answers, *, actors: int, steps: int, seed: int = 0,
-        oracle: bool = False, segment_length: int | None = None, grid_s: float | None = None,
+        oracle: bool = False, grid_s: float | None = None,
     ) -> None:
         derived = topology.derived
         self.topology, self.times, self.answers, self.steps = topology, times, answers, steps
-        self.limits = topology.derived.limits
-        self.size, self.limit = topology.groups.size, topology.generation.max_new_tokens
-        self.ring = SimRing(derived.train_slots, self.size)
-        self.scanner = GroupScanner(self.ring.fates, self.size, horizon=derived.horizon)
+        self.limits, self.limit = derived.limits, topology.generation.max_new_tokens
+        self.ring = SimRing(derived.train_slots, topology.groups.size)
+        self.scanner = GroupScanner(self.ring.fates, topology.groups.size, horizon=derived.horizon)
         self.actors = Actors(actors, topology.generation.max_batch, times, seed)
         self.counts = Counts()
         rows = actors * topology.generation.max_batch
@@ -64,7 +62,7 @@ class World:
         plan = make_plan(topology, streamable=":" not in topology.learner.loss)  # what an own loss says is not known
         paces = noise(times.learner_spread, [seed, 4])
         self.learner = Learner(topology, plan, times, self.ring, self.counts, paces, self.groups)
-        self.cuts = cuts_of(topology, segment_length)
+        self.cuts = SegmentPlan(topology.segments.length, topology.segments.max_segments, self.limit)
         self._trained = 0  # groups
         self._running = 0  # sequences of all actors
         self._flat = 0  # groups in a row whose members all have one reward
@@ -160,7 +158,6 @@ class World:
             self._push(time, SCHEDULER)
 
     def _dispatch(self) -> None:
-        """One look of the scheduler, and what follows from it."""
         scheduler = self.scheduler
         self.counts.starved_s += self.now - self._looked_at if scheduler.starved else 0.0
         self._looked_at = self.now

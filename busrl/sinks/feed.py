@@ -1,13 +1,11 @@
 """The thread that feeds one sink from the files of a run: it reads what is new, and writes down how far it has come.
 
-Talks to metrics.jsonl, validation.jsonl and samples.jsonl, which others write, and to a file of its own. Knows nothing
-of what a sink does.
+Talks to those files and to one of its own. Knows nothing of what a sink does.
 
 - The files are the queue: a sink that is slow or down makes nobody wait and no memory grow.
 - A step is given once, over all starts of a run; again only after a death or a failed flush before its place was
   written. A place counts once the sink has flushed.
 - The lines of one step stand together in a file, and those of one round and set are one line.
-- A sink that raises is closed, told of once, and made again after a pause that doubles; it goes on where it was.
 """
 
 from __future__ import annotations
@@ -62,39 +60,31 @@ class Feed(threading.Thread):
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _feed(self, sink: Sink) -> None:
-        steps, rounds, samples = (
-            files.LineFollower(path, MOST_BYTES)
-            for path in (self._paths.metrics, self._paths.validation, self._paths.samples)
-        )
+        paths = self._paths
+        followed = [files.LineFollower(path, MOST_BYTES) for path in (paths.metrics, paths.validation, paths.samples)]
         while True:
             over = self._over.is_set()  # before the look: what was written by then is seen
             try:
-                self._give(sink, steps, rounds, samples)
+                self._give(sink, *followed)
             finally:  # what was taken before a failure is not given again
                 sink.flush()
-                self._works(self._place.save())
+                if self._place.save() and self._broken:  # it has taken something again
+                    self._broken, self._pause_s = False, FIRST_PAUSE_S
+                    self._told(self.sink_name, "")
             if over:
                 return
             self._over.wait(LOOK_S)
 
     def _give(self, sink: Sink, steps: files.LineFollower, rounds: files.LineFollower,
               samples: files.LineFollower) -> None:
-        for series, step, row in self._unseen(steps, "step"):
-            sink.numbers(step, dict(numbers_of(row)))
-            self._place.given(series, step)
-        for series, step, row in self._unseen(rounds, "round"):
-            sink.numbers(step, dict(figures_of(row)))
-            self._place.given(series, step)
+        for lines, key, numbers in ((steps, "step", numbers_of), (rounds, "round", figures_of)):
+            for series, step, row in self._unseen(lines, key):
+                sink.numbers(step, dict(numbers(row)))
+                self._place.given(series, step)
         if found := list(self._unseen(samples, "step", "samples")):
             series, step, _ = found[-1]
             sink.samples(step, [row for _, _, row in found[-MOST_ROWS:]])
             self._place.given(series, step)
-
-    def _works(self, took: bool) -> None:
-        """After a failure: the sink has taken something again."""
-        if took and self._broken:
-            self._broken, self._pause_s = False, FIRST_PAUSE_S
-            self._told(self.sink_name, "")
 
     def _unseen(self, lines: files.LineFollower, key: str, kind: str = "") -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Lines of steps, or of rounds of a set, after those that were given before, each with its series and step."""

@@ -19,7 +19,7 @@ TABLE_S = 60.0  # between two tables of samples, which are files of their own th
 COLUMNS = ("step", "uid", "prompt", "completion", "reward", "tokens", "finish", "version")
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files below `sinks/tensorboard`, without torch or TensorFlow."""
 
     def __init__(self, card: RunCard) -> None:
@@ -28,7 +28,7 @@ class TensorBoard:
 
         self._event, self._proto, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
         self._writer = EventFileWriter(str(card.folder))
-        self._write(0, [self._text("topology", _code(json.dumps(card.topology, indent=1, default=str)))])
+        self._write(0, [self._text("topology", f"```\n{json.dumps(card.topology, indent=1, default=str)}\n```")])
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         made = self._proto.Summary.Value
@@ -57,17 +57,13 @@ class TensorBoard:
         self._writer.close()
 
 
-def _code(text: str) -> str:
-    return f"```\n{text}\n```"
-
-
 def _cell(value: Any) -> str:
     """A cell of a table in Markdown: what a model wrote is text, never markup."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(text)).replace("\n", "<br>")
 
 
-class Wandb:
+class Wandb(Sink):
     """A run of Weights & Biases with the run's uuid as its id, so that a later start goes on with it. WANDB_MODE,
     WANDB_API_KEY, WANDB_ENTITY are as everywhere; with WANDB_MODE=offline its files lie below `sinks/wandb`."""
 
@@ -93,8 +89,6 @@ class Wandb:
         data = [[_plain(row.get(name)) for name in COLUMNS] for row in rows]
         self._run.log({"samples": self._tools.Table(columns=list(COLUMNS), data=data), "step": step})
 
-    def flush(self) -> None: ...
-
     def close(self) -> None:
         self._run.finish()
 
@@ -103,28 +97,25 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float)) else json.dumps(value, default=str)
 
 
-class Trackio:
+class Trackio(Sink):
     """A run of Trackio, in its local database (TRACKIO_DIR) or the Space that its own settings name."""
 
     def __init__(self, card: RunCard) -> None:
         import trackio
 
-        name = f"{card.name}-{card.uuid[:8]}"
-        config = dict(card.topology)
-        self._run = trackio.init(project=card.project, name=name, config=config, resume="allow", embed=False)
+        self._run = trackio.init(
+            project=card.project, name=f"{card.name}-{card.uuid[:8]}", config=dict(card.topology), resume="allow",
+            embed=False,
+        )
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._run.finish()
 
 
-class Prometheus:
+class Prometheus(Sink):
     """`http://HOST:PORT/metrics` with the newest value of each number, and what the ring shows at the moment."""
 
     def __init__(self, card: RunCard) -> None:
@@ -139,23 +130,16 @@ class Prometheus:
         card.say(f"prometheus: http://{card.host}:{self._server.server_port}/metrics")
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape is answered with."""
-        label = {"run": self._card.name}
         found = [Live(name, {}, value) for name, value in self._values.items()]
         families: dict[str, Any] = {}
-        for name, labels, value in [*found, *self._card.live()]:
-            full = "busrl_" + re.sub("[^a-zA-Z0-9_]", "_", name)
-            keys = [*label, *labels]
-            family = families.setdefault(full, self._family(full, f"{name} (docs/metrics.md)", labels=keys))
-            family.add_metric([*label.values(), *labels.values()], value)
+        for name, own, value in [*found, *self._card.live()]:
+            full, labels = "busrl_" + re.sub("[^a-zA-Z0-9_]", "_", name), {"run": self._card.name, **own}
+            family = families.setdefault(full, self._family(full, f"{name} (docs/metrics.md)", labels=list(labels)))
+            family.add_metric(list(labels.values()), value)
         yield from families.values()
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         self._values = {**self._values, **values, "step": max(float(step), self._values.get("step", 0.0))}
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._server.shutdown()

@@ -23,7 +23,7 @@ from busrl.config import load
 from busrl.data.trace import Shape, Spread, make_trace
 from busrl.simulate.actors import Times
 from busrl.simulate.answers import TraceAnswers
-from busrl.simulate.scheduler import Feed
+from busrl.simulate.roles import Feed
 from busrl.simulate.world import World
 
 HERE = Path(__file__).resolve().parent

@@ -94,8 +94,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "state": "", "waits": "state", "text": "state waits", "runfiles": "state text",
         "sources": "runfiles state waits", "screen": "sources state text",
         "status": "runfiles sources state text waits",
-        "recording": "runfiles sources state status", "replay": "recording sources",
-        "web": "screen sources state status text",
+        "recording": "runfiles sources state status", "web": "screen sources state status text",
     },
     "monitor.web": {"picture": "", "server": "picture"},
     "protocol": {
@@ -126,9 +125,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "base": "", "learned": "base", "rules": "base", "guard": "base rules", "history": "base learned rules",
     },
     "simulate": {
-        "actors": "", "answers": "", "figures": "", "ring": "", "fit": "actors answers",
-        "learner": "actors figures ring", "scheduler": "answers figures learner ring", "settings": "actors answers fit",
-        "world": "actors answers figures learner ring scheduler", "report": "actors figures fit settings world",
+        "actors": "", "answers": "", "figures": "", "fit": "actors answers", "roles": "actors answers figures",
+        "settings": "actors answers fit", "world": "actors answers figures roles",
+        "report": "actors figures fit settings world",
     },
     "sinks": {"feed": "", "known": ""},
     "training": {

@@ -58,7 +58,7 @@ def test_steps_told_in_any_order_and_any_number_of_times_make_the_same_charts(to
     picture = RunState()
     for step in told:
         picture.handle(update(step), 0.0)
-    assert picture.steps.numbers() == sorted(set(told))
+    assert picture.steps.course(lambda one: one.step) == sorted(set(told))
     assert picture.steps.course(lambda one: one.reward) == [step / 10 for step in sorted(set(told))]
     assert picture.steps.course(lambda one: one.length) == [30.0 - step for step in sorted(set(told))]
 
@@ -70,14 +70,14 @@ def test_a_step_that_file_and_bus_both_tell_of_counts_once(filed: set[int], hear
         picture.step(StepRecord(step, samples=8), None)
     for step in heard:
         picture.handle(update(step), 0.0)
-    assert picture.steps.numbers() == sorted(filed | heard)
+    assert picture.steps.course(lambda one: one.step) == sorted(filed | heard)
 
 
 def test_the_newest_steps_are_kept_and_memory_is_bounded() -> None:
     steps = Steps()
     for step in range(1, STEPS_KEPT + 500):
         steps.add(StepRecord(step))
-    assert len(steps) == STEPS_KEPT and steps.numbers()[-1] == STEPS_KEPT + 499
+    assert len(steps) == STEPS_KEPT and steps.course(lambda one: one.step)[-1] == STEPS_KEPT + 499
     assert not steps.add(StepRecord(3)) and not steps.add(StepRecord(STEPS_KEPT))
 
 

@@ -21,8 +21,7 @@ from busrl.bus import Endpoint
 from busrl.bus.tap import Tap
 from busrl.cli import main
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
-from busrl.monitor.recording import Drops, End, Header, Kind, Recording, Writer, summary
-from busrl.monitor.replay import Replayer
+from busrl.monitor.recording import Drops, End, Header, Kind, Recording, Replayer, Writer, summary
 from busrl.monitor.state import Facts, ProcessRecord, RingRecord
 from busrl.protocol import messages as m
 from busrl.protocol.codec import encode, topic

@@ -15,7 +15,7 @@ from worlds import FREE_TIMES, answers, topology
 from busrl.errors import UserError
 from busrl.scheduling.groups import DISPATCHED
 from busrl.simulate.actors import Times
-from busrl.simulate.scheduler import keywords_of
+from busrl.simulate.roles import keywords_of
 
 Make = Callable[..., Any]
 SOME = settings(max_examples=15)

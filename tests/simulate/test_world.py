@@ -42,6 +42,7 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
         f"learner.trigger.n_min={n_min}", f"weights.mode={mode}", f"weights.max_staleness={staleness}",
         f"weights.over_age={over_age}", f"generation.max_batch={rows}", f"scheduler.policy={policy}", "groups.size=4",
         "learner.micro_batch_min_samples=4", f"learner.trigger.t_max_s={'inf' if mode == 'sync' else t_max}",
+        f"segments.length={segment}", "segments.max_segments=14", "generation.max_new_tokens=98",
     )
     random = np.random.default_rng(seed)
     lengths = [tuple(random.integers(1, 60, 4).tolist()) for _ in range(97)]
@@ -53,8 +54,7 @@ def test_no_run_breaks_the_limits_loses_a_sample_or_trains_one_twice(
             for task in drawn.tasks
         ]
     world = checked(
-        made, times, drawn, actors=actors, steps=6, seed=seed, segment_length=segment,
-        grid_s=grid,
+        made, times, drawn, actors=actors, steps=6, seed=seed, grid_s=grid,
     )
     found = world.run()
     assert found.steps == 6
@@ -157,7 +157,10 @@ def test_an_answer_in_segments_goes_on_before_new_ones_and_costs_prefill_again(c
                     "learner.checkpoint_every=0")
     times = replace(FREE_TIMES, prefill_token_s=0.001)
     whole = checked(made, times, answers([(40, 40, 40, 40)]), steps=4).run()
-    cut = checked(made, times, answers([(40, 40, 40, 40)]), steps=4, segment_length=10).run()
+    made = topology("groups.size=4", "learner.trigger.n_min=2", "weights.mode=sync", "generation.max_batch=8",
+                    "learner.checkpoint_every=0", "segments.length=10", "segments.max_segments=4",
+                    "generation.max_new_tokens=40")
+    cut = checked(made, times, answers([(40, 40, 40, 40)]), steps=4).run()
     prefill = 8 * (10 + 20 + 30 + 3 * (1 + len("prompt 0") // 4)) * 0.001
     assert cut.seconds == pytest.approx(whole.seconds + 4 * prefill, rel=1e-3)
 

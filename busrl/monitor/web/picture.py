@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from busrl.monitor import text
 from busrl.monitor.sources import Watcher
-from busrl.monitor.state import OVER, ProcessRow, Rate, RunState, StepRecord
+from busrl.monitor.state import OVER, ProcessRow, Rate, RunState
 from busrl.monitor.status import watched
 from busrl.paths import RunPaths
 
@@ -36,16 +36,12 @@ OVERLAP: Final = 16  # steps that are told once more: the file may tell of one a
 
 @dataclass
 class Span:
-    """A process did one thing from `begin` to `end`; `busy`: in quarters, None where it does not say."""
+    """A process did one thing from `begin` to `end`: what, how busy in quarters (None where it does not say), and
+    whether it was late or dead."""
 
     begin: float
     end: float
-    doing: str
-    busy: int | None
-    bad: bool
-
-    def what(self) -> tuple[object, ...]:
-        return self.doing, self.busy, self.bad
+    what: tuple[str, int | None, bool]
 
 
 @dataclass
@@ -63,7 +59,9 @@ class History:
                 self.moved.setdefault(state, Rate(MOVED_S)).add(count, now * run.pace)
         for row in run.rows(now) if run.state not in OVER else ():
             if row.name in self.lines or len(self.lines) < MOST_LINES:
-                _extend(self.lines.setdefault(row.name, deque(maxlen=MOST_SPANS)), _span(row, now))
+                busy = None if row.busy is None else round(row.busy * 4)
+                what = text.doing(row), busy, row.late or row.state == "dead"
+                _extend(self.lines.setdefault(row.name, deque(maxlen=MOST_SPANS)), Span(now, now, what))
         for name, spans in list(self.lines.items()):
             while spans and spans[0].end < now - KEPT_S:
                 spans.popleft()
@@ -77,22 +75,17 @@ class History:
         """By process: spans as seconds ago, newest last."""
         return [
             {"process": name, "spans": [
-                [round(now - one.begin, 1), round(now - one.end, 1), one.doing, one.busy, one.bad] for one in spans
+                [round(now - one.begin, 1), round(now - one.end, 1), *one.what] for one in spans
             ]}
             for name, spans in self.lines.items()
         ]
-
-
-def _span(row: ProcessRow, now: float) -> Span:
-    return Span(now, now, text.doing(row), None if row.busy is None else round(row.busy * 4),
-                row.late or row.state == "dead")
 
 
 def _extend(spans: deque[Span], seen: Span) -> None:
     """What is seen now began when the look before it was made."""
     last = spans[-1] if spans else None
     if last is not None and seen.end - last.end < GAP_S:
-        if last.what() == seen.what():
+        if last.what == seen.what:
             last.end = seen.end
             return
         seen.begin = last.end
@@ -152,8 +145,5 @@ def _ring(run: RunState) -> dict[str, Any] | None:
 
 def steps_after(run: RunState, step: int) -> dict[str, Any]:
     """The steps that a page does not have yet, whose newest is `step`, and some before it."""
-    return {"columns": COLUMNS, "rows": [_numbers(one) for one in run.steps.after(step - OVERLAP)]}
-
-
-def _numbers(one: StepRecord) -> list[float | None]:
-    return [getattr(one, name) for name in COLUMNS]
+    rows = [[getattr(one, name) for name in COLUMNS] for one in run.steps.after(step - OVERLAP)]
+    return {"columns": COLUMNS, "rows": rows}

@@ -78,8 +78,6 @@ class Address(NamedTuple):
 
 @dataclass
 class Seen:
-    """What a stream has told already."""
-
     step: int = 0
     sample: Any = None
     picture: bytes = b""
@@ -256,7 +254,9 @@ class Server:
                 news = self._news
                 for event in self._untold(seen):
                     await asyncio.wait_for(response.write(event), WRITE_S)
-                self._give_way()
+                if not self._gave_way:  # after the first picture: the run goes first
+                    self._gave_way = True
+                    give_way(NICE)
                 await news.wait()
         except (asyncio.TimeoutError, ConnectionError):
             if request.transport is not None:
@@ -280,16 +280,8 @@ class Server:
             seen.sample = samples[-1]
             yield _event("samples", samples[at:])
 
-    def _give_way(self) -> None:
-        """After the first picture: the run goes first."""
-        if not self._gave_way:
-            self._gave_way = True
-            give_way(NICE)
-
 
 class Closed(asyncio.Protocol):
-    """A connection for which there is no room."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
