@@ -37,7 +37,7 @@ Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class Group(msgspec.Struct):
-    """`POST /scored_data`. The fields of NOT_TRAINED are refused: they would change what is trained."""
+    """`POST /scored_data`; what has a field of NOT_TRAINED is refused."""
 
     tokens: list[list[Token]]
     masks: list[list[Token]]

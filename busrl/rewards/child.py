@@ -88,10 +88,6 @@ def build(setup: Setup) -> RewardFunction:
         from busrl.rewards.judge import Judge
 
         return Judge(setup)
-    if setup.kind == "code":
-        from busrl.rewards.code import Code
-
-        return Code(setup)
     from busrl.rewards.kinds import KINDS
 
     if setup.kind not in KINDS:
