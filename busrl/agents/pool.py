@@ -1,7 +1,7 @@
 """Episodes in processes of their own, which may raise, hang, crash or be killed: what becomes of them.
 
 Talks to the operating system, to the children in which functions run (`busrl.agents.child`) and, for requests, to the
-`Episode`; or a program is started for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it to its
+`Episode`. Or starts a program for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it to its
 episode, BUSRL_TASK names a file with the line of the data. Knows nothing of slots, fates, engines or HTTP.
 
 - An episode that is played ends once, with the tree of the attempt that ended: each attempt has a tree of its own.
