@@ -156,7 +156,7 @@ def _jsonl_rows(path: Path) -> Rows:
         raise Refused(str(path), rule, remedy) from None
     with open(descriptor, "rb") as file:
         for number, (_, line) in enumerate(prompt_lines(file), 1):
-            yield f"{path}:{number}", parse_line(line, f"{path}:{number}", "", "")
+            yield f"{path}:{number}", parse_line(line, f"{path}:{number}", "")
 
 
 def _arrow(path: Path) -> Any:
@@ -580,7 +580,7 @@ def _prompts_of(path: Path, prompt_key: str) -> frozenset[bytes]:
     """The prompts of a file of lines, by their digests; broken lines have a message elsewhere."""
     try:
         with open(path, "rb") as file:
-            found = (parse_line(line, "", prompt_key, "") for _, line in prompt_lines(file))
+            found = (parse_line(line, "", prompt_key) for _, line in prompt_lines(file))
             return frozenset(_digest(one[prompt_key]) for one in found if not isinstance(one, Problem))
     except OSError:
         return frozenset()
