@@ -50,9 +50,7 @@ MOST_HELD, RECENT = 4096, 8192
 TASK_OVERHEAD = 512
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
 HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
-_GENERATING = {
-    "prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON,
-}
+_GENERATING = {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON}
 FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
 _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
@@ -87,7 +85,6 @@ class ClaimedTask(NamedTuple):
 
     @property
     def task(self) -> str:
-        """The name of the claim on the wire."""
         return f"{self.slot}.{self.seq}.{self.uid}"
 
 
@@ -178,8 +175,12 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAn
     if message.finish == Finish.EOS and not message.done:
         text = "an answer that ended by itself has no further segment"
         raise Refused(f"finish = {Finish.EOS:d} and done = false: {text}")
-    brings_prompt = limits.segment == 0 and limits.prompt_tokens > 0
-    prompt_ids = _prompt(message.prompt_ids, limits) if brings_prompt else None
+    prompt_ids = None
+    if limits.segment == 0 and limits.prompt_tokens > 0:
+        if message.prompt_ids is None:
+            raise Refused("prompt_ids is missing: the first segment brings the token ids of its prompt")
+        prompt_ids = _array(message.prompt_ids, "prompt_ids", np.int32, limits.prompt_tokens)
+        _check_ids("prompt_ids", prompt_ids, limits.vocabulary)
     return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 
@@ -210,9 +211,8 @@ class Answers:
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
         """Number `at`; `Refused` if it breaks a rule, but for those of an episode, which are the ledger's."""
         if self._message.episodes:
-            return _OF_EPISODE._replace(
-                text=self._message.texts[at], step=self._step(at), episode=self._message.episodes[at]
-            )
+            text, episode = self._message.texts[at], self._message.episodes[at]
+            return _OF_EPISODE._replace(text=text, step=self._step(at), episode=episode)
         (begin, end), (first, last) = self._places(at)
         finish = self._message.finishes[at]
         sound = (
@@ -243,9 +243,7 @@ class Answers:
     def _alone(self, at: int) -> g.RemoteGenerated:
         """As a message of its own."""
         (begin, end), (first, last) = self._places(at)
-        tokens, logprobs, versions = (
-            tensor(one[begin:end]) for one in (self._tokens, self._logprobs, self._versions)
-        )
+        tokens, logprobs, versions = (tensor(one[begin:end]) for one in (self._tokens, self._logprobs, self._versions))
         return g.RemoteGenerated(
             life=0, task=self._message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
             text=self._message.texts[at], prompt_ids=tensor(self._prompts[first:last]),
@@ -265,33 +263,21 @@ def tensor(array: npt.NDArray[Any]) -> g.Tensor:
     return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
 
 
-def _prompt(given: g.Tensor | None, limits: AnswerLimits) -> npt.NDArray[np.int32]:
-    if given is None:
-        raise Refused("prompt_ids is missing: the first segment brings the token ids of its prompt")
-    ids = _array(given, "prompt_ids", np.int32, limits.prompt_tokens)
-    _check_ids("prompt_ids", ids, limits.vocabulary)
-    return ids
-
-
 def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
-    array = _read(given, what, dtype)
+    array = read_tensor(given, what, dtype)
     if not 1 <= len(array) <= most:
         raise Refused(f"{what} has {len(array)} elements: there must be 1 to {most}")
     return array
 
 
 def _column(given: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[Any]:
-    array = _read(given, what, dtype)
+    array = read_tensor(given, what, dtype)
     if len(array) != total:
         raise Refused(f"{what} has {len(array)} elements, and the lengths of the answers come to {total}")
     return array
 
 
-def _read(given: g.Tensor, what: str, dtype: Any) -> npt.NDArray[Any]:
-    return read_tensor(given, what, dtype, 1)
-
-
-def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int) -> npt.NDArray[Any]:
+def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int = 1) -> npt.NDArray[Any]:
     """A copy of an array that travelled; `Refused` if it is none of this type."""
     wanted = np.dtype(dtype)
     if given.dtype != wanted.name:
@@ -308,9 +294,6 @@ def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
     if int(ids.min()) < 0 or (vocabulary and int(ids.max()) >= vocabulary):
         bound = f"0 to {vocabulary - 1}" if vocabulary else "0 or more"
         raise Refused(f"{what} has ids from {int(ids.min())} to {int(ids.max())}: an id is {bound}")
-
-
-# -- time and counts ----------------------------------------
 
 
 # -- decisions --------------------------------------------
@@ -372,7 +355,6 @@ class Desk:
             self._grant(entries[index], claim)
 
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
-        """Do what a request asks; the answers go to its sender."""
         self.clock.passed(now)
         self.paused = ""
         try:
@@ -467,9 +449,8 @@ class Desk:
         )
 
     def _enter(self, message: g.RemoteJoin) -> Worker:
-        most = self.most_members
-        if len(self.workers) >= most:
-            text = f"the process table has {most} entries for workers from outside; raise ring.processes"
+        if len(self.workers) >= self.most_members:
+            text = f"the process table has {self.most_members} entries for workers from outside; raise ring.processes"
             raise Refused(text, "full")
         index = self.ledger.enter(message.role, message.sender, message.life)
         worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
@@ -514,7 +495,6 @@ class Desk:
         return [task for task in tasks if task not in worker.leases]
 
     def _release(self, lease: Lease) -> None:
-        """The claim has ended, in whatever way."""
         task, worker = lease.claim.task, lease.worker
         del self.leases[task], worker.leases[task]
         worker.digest = (worker.digest - g.digest_of(task)) % g.DIGESTS

@@ -125,7 +125,6 @@ class Index:
         return History(tuple(raw for raw, _ in here), tuple(states))
 
     def add(self, state: int, message: Message) -> int:
-        """The beginning that is `message` longer."""
         return self.step(state, self._form_of(_raw(message)))
 
     def step(self, state: int, number: int) -> int:
@@ -269,7 +268,6 @@ class Turn:
 
     @property
     def path_ids(self) -> Ids:
-        """All ids up to its end."""
         return self.asked.path.part(0, self.end)
 
     @property
@@ -378,12 +376,22 @@ class Tree:
 
     def used_up(self, parent: Turn | None, new: int) -> CallRefused:
         """Why there is no room for a call."""
-        return CallRefused("context_length_exceeded", self._why((parent.end if parent else 0) + new), "messages")
+        limits, begin = self.limits, (parent.end if parent else 0) + new
+        if begin >= limits.context:
+            why = (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
+                   "(agents.context)")
+        else:
+            used = (("turns", self._asked, limits.turns), ("sequences", self._sequences, limits.sequences),
+                    ("sampled", self._sampled, limits.sampled), ("tokens", self._tokens, limits.tokens))
+            stated = ", ".join(f"agents.{key} {have} of {most}" for key, have, most in used if most < UNLIMITED)
+            why = f"This episode's maximum context length is used up, calls under way included: {stated}"
+        return CallRefused("context_length_exceeded", why, "messages")
 
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
             text: str | None = None, trained: bool = True) -> OpenCall:
         """A call that reads the ids `new` (at least one) behind `parent`; CallRefused where no room is left for it."""
-        room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
+        behind = parent.end if parent else 0
+        room, begin = self.room(parent, len(new), wanted), behind + len(new)
         if not len(new):
             raise CallRefused("invalid", "the prompt has no token behind what the model wrote last", "messages")
         if room < 1:
@@ -392,9 +400,9 @@ class Tree:
         self._tokens, self._sequences = self._tokens + more + room, self._sequences + sequences
         self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
         self._calls += 1
-        path = (parent.asked.path if parent else Path()).extend(parent.end if parent else 0, np.asarray(new, np.int32))
+        path = (parent.asked.path if parent else Path()).extend(behind, np.asarray(new, np.int32))
         hashed = parent.asked.hash.copy() if parent else hashlib.blake2b(digest_size=8)
-        hashed.update(path.part(parent.end if parent else 0, begin).data)
+        hashed.update(path.part(behind, begin).data)
         if parent:
             parent.open, parent.continued = parent.open + 1, True
         stream = self._stream(hashed.digest())
@@ -445,16 +453,6 @@ class Tree:
         seed = prompt + self._drawn[prompt].to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
 
-    def _why(self, begin: int) -> str:
-        limits = self.limits
-        if begin >= limits.context:
-            return (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
-                    "(agents.context)")
-        used = (("turns", self._asked, limits.turns), ("sequences", self._sequences, limits.sequences),
-                ("sampled", self._sampled, limits.sampled), ("tokens", self._tokens, limits.tokens))
-        stated = ", ".join(f"agents.{key} {have} of {most}" for key, have, most in used if most < UNLIMITED)
-        return f"This episode's maximum context length is used up, calls under way included: {stated}"
-
     # -- what is trained -----
 
     @property
@@ -477,7 +475,11 @@ class Tree:
         sequences = self.sequences()
         if not sequences:
             return None
-        rows = [_row(place, turn) for place, (_, own) in enumerate(sequences) for turn in own]
+        rows = [
+            [place, turn.begin, turn.end, turn.finish, turn.number, turn.waited_ms, turn.generated_ms,
+             int(turn.asked.trained)]
+            for place, (_, own) in enumerate(sequences) for turn in own
+        ]
         turns = [turn for _, own in sequences for turn in own]
         rewards = None
         if any(turn.reward is not None for turn in turns):
@@ -503,11 +505,6 @@ class Tree:
                     return b"[]"
                 del longest[: -(-len(longest) // 2)]
         return found
-
-
-def _row(sequence: int, turn: Turn) -> list[int]:
-    return [sequence, turn.begin, turn.end, turn.finish, turn.number, turn.waited_ms, turn.generated_ms,
-            int(turn.asked.trained)]
 
 
 def _continues(turn: Turn, prompt: Ids) -> bool:
