@@ -42,7 +42,8 @@ from busrl.rewards.base import MalformedReward, settle
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
 END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
-SILENT_S = 4.0
+SILENT_S, LOOK_S = 4.0, 0.02
+NO_END = "no end after {:g} s of its own time (agents.episode_s)"
 LINE_BYTES = 256 << 20
 MOST_ALONE = 4  # children for one episode each, at the same time
 MAX_AGAIN, MAX_DEATHS, MAX_STARTS = 3, 2, 3
@@ -69,6 +70,16 @@ class Played:
 def kill_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+async def ended_in_time(episode: Episode, episode_s: float, *ends: asyncio.Future[Any]) -> bool:
+    """Wait for the first of these ends; False if the own time of the episode was over before."""
+    while not any(one.done() for one in ends):
+        left = episode_s - episode.own_s()
+        if left <= 0:
+            return False
+        await asyncio.wait(ends, timeout=max(LOOK_S, left), return_when=asyncio.FIRST_COMPLETED)
+    return True
 
 
 def bounded(ended: Ended, again: int) -> Ended:
@@ -140,12 +151,9 @@ class Child:
         episode.gone_wrong = lambda problem: None if over.done() else over.set_exception(problem)
         self._send(Begin(key, msgspec.Raw(task), episode.uid, episode.openai))
         try:
-            while not over.done():
-                left = episode_s - episode.own_s()
-                if left <= 0:
-                    return await self._overdue(key, over, episode_s)
-                await asyncio.wait({over}, timeout=max(0.02, left))
-            return over.result()
+            if await ended_in_time(episode, episode_s, over):
+                return over.result()
+            return await self._overdue(key, over, episode_s)
         finally:
             if self._episodes.pop(key, None):  # it goes on: the caller was cancelled, or an engine failed
                 self._send(Cancel(key))
@@ -160,8 +168,7 @@ class Child:
             self.kill()
         elif (problem := over.exception()) is not None and not isinstance(problem, ChildLost):
             raise problem
-        said = f"no end after {episode_s:g} s of its own time (agents.episode_s)"
-        return Ended("hung", text=f"{said}; {why}" if why else said)
+        return Ended("hung", text="; ".join(filter(None, [NO_END.format(episode_s), why])))
 
     async def close(self) -> None:
         """Let it end by itself where it has nothing to do, or end it."""
@@ -214,8 +221,11 @@ class Child:
         self._heard = time.monotonic()
         if isinstance(frame, Beat):
             self.stood_s, self.where = frame.stood_s, frame.where
-        elif isinstance(frame, Ready):
-            self._loaded(frame.error)
+        elif isinstance(frame, Ready) and not self._ready.done():
+            if frame.error:
+                self._ready.set_exception(AgentNotLoaded(frame.error))
+            else:
+                self._ready.set_result(None)
         elif isinstance(frame, Over):
             _, over = self._episodes.pop(frame.key, (None, None))
             if over is not None and not over.done():
@@ -224,14 +234,6 @@ class Child:
             task = asyncio.ensure_future(self._answer(frame))
             self._work.add(task)
             task.add_done_callback(self._work.discard)
-
-    def _loaded(self, error: str) -> None:
-        if self._ready.done():
-            return
-        if error:
-            self._ready.set_exception(AgentNotLoaded(error))
-        else:
-            self._ready.set_result(None)
 
     async def _answer(self, asked: Asked) -> None:
         """Every request is answered, so that no code waits for ever: where the episode is over, with that."""
@@ -346,7 +348,6 @@ class Children:
 # -- programs ---------------------------------------------
 
 
-LOOK_S = 0.05
 OUTPUT_BYTES = 1 << 20
 # Becomes the program, which then ends with this process (PR_SET_PDEATHSIG = 1 stays over exec). No import of busrl: an
 # interpreter's start is paid for each episode.
@@ -419,12 +420,8 @@ class Programs:
                      wrong: asyncio.Future[CallUnanswered]) -> Ended:
         over = asyncio.ensure_future(process.wait())
         try:
-            while not over.done() and not wrong.done():
-                left = self._episode_s - episode.own_s()
-                if left <= 0:
-                    return Ended("hung", text=f"no end after {self._episode_s:g} s of its own time (agents.episode_s)")
-                waited: set[asyncio.Future[Any]] = {over, wrong}
-                await asyncio.wait(waited, timeout=max(LOOK_S, left), return_when=asyncio.FIRST_COMPLETED)
+            if not await ended_in_time(episode, self._episode_s, over, wrong):
+                return Ended("hung", text=NO_END.format(self._episode_s))
             if wrong.done():
                 raise wrong.result()
         finally:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from busrl.errors import DataError, Problem
 
 if TYPE_CHECKING:
+    from busrl.config.prompts import SourceLines
     from busrl.config.schema import Topology
 
 # -- what a model is asked -----------------------------------
@@ -286,18 +287,6 @@ class Place:
 BLOCK = 1000  # draws in which every source has its share
 
 
-class Section(Protocol):
-    """The lines of one source in a prompt file: `count` of them from line `start` (from 0); of each block of draws it
-    has `share`."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def share(self) -> int: ...
-
-
 def shares(weights: Sequence[float], total: int = BLOCK) -> list[int]:
     """What each source has of a block of draws: `total` divided by weights, rounded by the largest remainder (of equal
     ones the earlier first)."""
@@ -319,7 +308,8 @@ class JsonlStream:
     """
 
     def __init__(
-        self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt", sections: Sequence[Section] = (),
+        self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt",
+        sections: Sequence[SourceLines] = (),
     ) -> None:
         self.path = Path(path)
         self.seed, self.shuffle, self.prompt_key = seed, shuffle, prompt_key

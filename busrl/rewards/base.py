@@ -15,7 +15,6 @@ Knows nothing of processes.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
@@ -56,7 +55,6 @@ class Answer:
 
 
 def compiled(pattern: str, named: str) -> re.Pattern[str]:
-    """The regular expression of the key `named`."""
     try:
         return re.compile(pattern)
     except re.error as problem:
@@ -129,24 +127,6 @@ class Setup(msgspec.Struct, frozen=True):
     run_mb: int = 512
     at_once: int = 0
     trust: bool = False
-
-
-EACH, BATCH, ASYNC = "each", "batch", "async"  # how a function is called
-
-
-def way_of(function: RewardFunction, setup: Setup) -> str:
-    """For one answer after the other, for many as lists, or for many at the same time."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return ASYNC
-    return BATCH if setup.batch or setup.kind == "model" else EACH
-
-
-def takes_episode(function: RewardFunction) -> bool:
-    """Whether it has an argument of that name."""
-    try:
-        return "episode" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return False
 
 
 def load(target: str, base_dir: str | Path = ".", named: str = "reward.function") -> RewardFunction:
