@@ -296,9 +296,6 @@ def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
         raise Refused(f"{what} has ids from {int(ids.min())} to {int(ids.max())}: an id is {bound}")
 
 
-# -- decisions --------------------------------------------
-
-
 @dataclass(eq=False)
 class Worker:
     """A worker that has joined: its REMOTE entry, which start of its name it is (`life`), and what is remembered of it

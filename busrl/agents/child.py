@@ -164,8 +164,6 @@ class Process:
         if begin := getattr(user, "setup", None):
             await _awaited(begin())
 
-    # -- frames -----
-
     def _write(self, frame: FromChild) -> None:
         """One line, complete; from any thread."""
         pipes.write(self._fd, pipes.line_of(frame), self._lock)
@@ -179,8 +177,6 @@ class Process:
                 future.set_result(frame.response)
         elif isinstance(frame, Cancel) and frame.key in self._episodes and not blocking(self._function):
             self._episodes[frame.key].cancel()
-
-    # -- episodes -----
 
     async def _run(self, begin: Begin) -> None:
         async def ask(request: Request) -> Response:
@@ -205,8 +201,6 @@ class Process:
         del self._episodes[begin.key]
         pipes.printed.left = pipes.PRINTED_BYTES
         self._write(Over(begin.key, ended))
-
-    # -- the beat -----
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._stepped = time.monotonic()

@@ -113,10 +113,16 @@ class Exchange:
     """A request and its answer, which is made or kept. `waiting`: clients that wait for it; `delivered_at`: when one
     of them got it last, None before."""
 
+    key: bytes
     answer: asyncio.Future[tuple[Delivery, Response]]
     waiting: int = 0
     delivered_at: float | None = None
     giving_up: asyncio.TimerHandle | None = None  # since the last of its clients has gone
+
+    def useful(self, since: float) -> bool:
+        """Whether it came to something, and nobody got it before that time."""
+        failed = self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
+        return not failed and (self.delivered_at is None or self.delivered_at >= since)
 
 
 class Retries:
@@ -125,40 +131,25 @@ class Retries:
 
     def __init__(self, keep_s: float = 600.0) -> None:
         self._keep_s = keep_s
-        self._of: dict[bytes, list[Exchange]] = {}
+        self._known: list[Exchange] = []
 
     def first(self, key: bytes, answer: asyncio.Future[tuple[Delivery, Response]]) -> Exchange:
         """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
-        request = Exchange(answer)
-        self._of.setdefault(key, []).append(request)
-        return request
+        self._known.append(Exchange(key, answer))
+        return self._known[-1]
 
     def again(self, key: bytes, now: float) -> Exchange | None:
         """The request that is asked for again: one whose clients have gone, else one that nobody got yet, else the
         newest; None if there is none."""
-        self._forget(now)
-        known = self._of.get(key)
-        if not known:
-            return None
-        open_ones = [one for one in known if one.delivered_at is None]
-        return next((one for one in open_ones if not one.waiting), open_ones[0] if open_ones else known[-1])
+        self._known = [one for one in self._known if one.useful(now - self._keep_s)]
+        known = [one for one in self._known if one.key == key]
+        unheard = [one for one in known if one.delivered_at is None]
+        left = [*(one for one in unheard if not one.waiting), *unheard, *known[-1:]]
+        return left[0] if left else None
 
-    def remove(self, key: bytes, request: Exchange) -> None:
-        """It came to nothing: a copy is asked anew."""
-        left = [one for one in self._of.pop(key, []) if one is not request]
-        if left:
-            self._of[key] = left
-
-    def _forget(self, now: float) -> None:
-        def useful(one: Exchange) -> bool:
-            failed = one.answer.done() and (one.answer.cancelled() or one.answer.exception() is not None)
-            return not failed and (one.delivered_at is None or now - one.delivered_at <= self._keep_s)
-
-        kept = {key: [one for one in known if useful(one)] for key, known in self._of.items()}
-        self._of = {key: known for key, known in kept.items() if known}
-
-
-# -- the episode ------------------------------------------
+    def remove(self, request: Exchange) -> None:
+        """A copy is asked anew."""
+        self._known.remove(request)
 
 
 class Episode:
@@ -211,14 +202,11 @@ class Episode:
         kept.waiting += 1
         try:
             given, response = await asyncio.shield(kept.answer)
-        except Exception:  # a copy may have more luck
-            self._retries.remove(key, kept)
-            raise
         finally:
             kept.waiting -= 1
             if not kept.waiting and not kept.answer.done():
                 later = asyncio.get_running_loop().call_later
-                kept.giving_up = later(self._settings.linger_s, self._give_up, key, kept)
+                kept.giving_up = later(self._settings.linger_s, self._give_up, kept)
         kept.delivered_at = self._clock()
         return given, response
 
@@ -239,10 +227,10 @@ class Episode:
         """Seconds that were the episode's own: none of its calls was waiting or generating."""
         return self._own_s + (0.0 if self._busy else self._clock() - self._since)
 
-    def _give_up(self, key: bytes, kept: Exchange) -> None:
+    def _give_up(self, kept: Exchange) -> None:
         if not kept.answer.done():
             kept.answer.cancel()
-            self._retries.remove(key, kept)
+            self._retries.remove(kept)
 
     def _started(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)

@@ -342,10 +342,7 @@ class MessageMaker:
         """The message of call `number` of an episode, and how many calls in it could not be read. `text`: what was
         sampled, without its end; `prompt`: at least the last words before it."""
         reasoning, rest = split_reasoning(text, prompt) if self.reasoning == "split" else (None, text)
-        try:
-            parsed = self.parse(rest, tools) if tools else Parsed(rest)
-        except (ValueError, RecursionError):  # JSON that can be read but not written, for its depth
-            parsed = Parsed(rest, [], 1)
+        parsed = self.parse(rest, tools) if tools else Parsed(rest)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
         if reasoning is not None:
             message["reasoning_content"] = reasoning

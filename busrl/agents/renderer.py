@@ -122,9 +122,6 @@ def behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
     return found
 
 
-# -- the renderer -----------------------------------------
-
-
 class Renderer:
     """The prompts of calls, for the template and tokenizer of one model folder.
 

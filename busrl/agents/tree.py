@@ -164,9 +164,6 @@ def _raw(value: Any) -> bytes:
         raise CallRefused("invalid", f"a message or tool can not be written as JSON: {problem}", "messages") from None
 
 
-# -- turns ------------------------------------------------
-
-
 class Path:
     """The ids of a path in a buffer that grows at its end. Who begins with the same ids shares it, as long as nobody
     else has gone on from there."""
@@ -283,8 +280,6 @@ class Turn:
             one = one.parent
         return found[::-1]
 
-
-# -- the tree ---------------------------------------------
 
 UNLIMITED = 1 << 30
 

@@ -53,9 +53,6 @@ class Figure:
         return [self.low, self.high]
 
 
-# -- one prompt -------------------------------------------------------------------------------------------------------
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that one of k answers is right, from n >= k answers of which c are: 1 - C(n - c, k) / C(n, k)."""
     if not 0 <= c <= n or not 1 <= k <= n:
@@ -82,9 +79,6 @@ def majority(votes: Iterable[tuple[str | None, bool]]) -> float:
 def powers(k: int) -> list[int]:
     """1, 2, 4, ... and k."""
     return sorted({*(1 << i for i in range(k.bit_length())), k})
-
-
-# -- over prompts -----------------------------------------------------------------------------------------------------
 
 
 def figure(of_prompt: Sequence[float], answers: int) -> Figure | None:
@@ -123,9 +117,6 @@ def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
         means.append(values[drawn].mean(axis=1))
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)
-
-
-# -- a set ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -221,9 +221,6 @@ class Concurrent:
                 return failed(item, problem)
 
 
-# -- the process ------------------------------------------
-
-
 def keep_apart(setup: Setup) -> None:
     """Where memory ends it is this process that ends; `memory_mb` bounds what it may ask for."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

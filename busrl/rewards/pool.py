@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from busrl.config.schema import Reward
 
 READY = -1  # key of the outcome that says whether the function was loaded
+ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
+WITH_IDS = {"python", "agent"}  # kinds that look at more than the text: token ids, and the episode
+PIPE_BYTES, READ_BYTES = 1 << 20, 1 << 18
+MAX_FAILURES, LATENESS_S = 3, 1.0
+OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
+END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
 
 
 class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -66,12 +72,6 @@ class Outcome(msgspec.Struct, gc=False):
     seconds: float = 0.0
 
 
-# -- the process ------------------------------------------
-
-
-PIPE_BYTES = 1 << 20
-READ_BYTES = 1 << 18
-END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
@@ -179,13 +179,6 @@ def _pipe(stream: IO[bytes] | None) -> int:
     return fd
 
 
-# -- its samples ------------------------------------------
-
-
-MAX_FAILURES = 3
-OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
-
-
 class JudgeProcess:
     """One child and the samples given to it. `elapsed_s`: how long the child has been judging the head of `sent`, or
     starting (until it is `serving`), as far as this process saw it.
@@ -199,9 +192,9 @@ class JudgeProcess:
     - A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
     """
 
-    def __init__(self, setup: Setup, poller: select.epoll, timeout_s: float, ready_s: float, now: float) -> None:
+    def __init__(self, setup: Setup, poller: select.epoll, ready_s: float, now: float) -> None:
         self._setup, self._poller = setup, poller
-        self.timeout_s, self.ready_s = timeout_s, ready_s
+        self.timeout_s, self.ready_s = setup.timeout_s, ready_s
         self.waiting: deque[Item] = deque()
         self.sent: deque[Item] = deque()
         self.serving = False
@@ -330,18 +323,12 @@ class JudgeProcess:
             raise RewardNotLoaded(f"{self._setup.place} {runs}: its process {what}, {times}; see its log")
 
 
-# -- the parts of a reward --------------------------------
-
-
-ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
-WITH_IDS = {"python", "agent"}  # kinds that look at more than the text: token ids, and the episode
-
-
 class Stage:
     """The children of one part of a reward: `name` "" and weight 1 where the reward has no parts."""
 
-    def __init__(self, setup: Setup, name: str, weight: float, processes: Sequence[JudgeProcess]) -> None:
-        self.name, self.weight, self.processes = name, weight, processes
+    def __init__(self, setup: Setup, name: str, weight: float) -> None:
+        self.name, self.weight = name, weight
+        self.processes: list[JudgeProcess] = []
         self._ids = setup.kind in WITH_IDS
 
     def submit(self, items: Sequence[Item], now: float) -> None:
@@ -354,7 +341,6 @@ class Stage:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function, per child."""
         return sum(process.busy_s for process in self.processes) / max(1, len(self.processes))
 
 
@@ -392,12 +378,6 @@ def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> lis
     return found
 
 
-# -- the pool ---------------------------------------------
-
-
-LATENESS_S = 1.0
-
-
 class RewardPool:
     """Make it in the main thread: the children die with the thread that made them. `counts`: outcomes by `error`."""
 
@@ -407,25 +387,24 @@ class RewardPool:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.stages: list[Stage] = []
-        self.processes: list[JudgeProcess] = []
         self._poller = select.epoll()
         self._outcomes: list[Outcome] = []
         self._open: dict[int, dict[str, Outcome]] = {}  # items without an outcome: what parts said of them
-        now = time.monotonic()
         try:
             for setup, name, weight in setups(settings, str(Path(base_dir).resolve()), prompt_key, device):
-                own: list[JudgeProcess] = []
-                self.stages.append(Stage(setup, name, weight, own))
+                self.stages.append(Stage(setup, name, weight))
                 for _ in range(1 if setup.kind in ONE_CHILD else settings.workers):
-                    own.append(JudgeProcess(setup, self._poller, setup.timeout_s, ready_s, now))
-                    self.processes.append(own[-1])
+                    self.stages[-1].processes.append(JudgeProcess(setup, self._poller, ready_s, time.monotonic()))
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        """Items without an outcome."""
         return len(self._open)
+
+    @property
+    def processes(self) -> list[JudgeProcess]:
+        return [process for stage in self.stages for process in stage.processes]
 
     def fileno(self) -> int:
         """Readable when `poll` may have something; poll now and then in any case, for children that are overdue."""
@@ -451,7 +430,6 @@ class RewardPool:
 
     @property
     def restarts(self) -> int:
-        """Children that took the place of another."""
         return sum(process.restarts for process in self.processes)
 
     @property
@@ -472,7 +450,7 @@ class RewardPool:
         """End the children; items without an outcome are forgotten. A second call does nothing."""
         for process in self.processes:
             process.close()
-        self.processes, self.stages = [], []
+        self.stages = []
         self._outcomes.clear()
         self._open.clear()
         self._poller.close()
@@ -504,7 +482,6 @@ class RewardPool:
         return now
 
     def _answered(self, stage: Stage, outcome: Outcome) -> None:
-        """A part has judged an item, as the last one or not."""
         said = self._open[outcome.key]
         said[stage.name] = outcome
         if len(said) == len(self.stages):
