@@ -144,11 +144,6 @@ class Door:
     def _is_the_runs(self, request: web.Request) -> bool:
         return same_key(self._key_of(request), self._key)
 
-    def _need_the_runs(self, request: web.Request) -> ClaimDesk:
-        if self._desk is None or not self._is_the_runs(request):
-            raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
-        return self._desk
-
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every refusal as OpenAI has it."""
@@ -268,12 +263,14 @@ class Door:
     # -- episodes of clients -----
 
     async def _claim(self, request: web.Request) -> web.Response:
-        desk = self._need_the_runs(request)
+        if not self._is_the_runs(request):
+            raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
         body: ClaimBody = openai.read(await request.read() or b"{}", ClaimBody)
         if not 1 <= body.n <= MOST_CLAIMS or not 0 <= body.wait_s <= LONGEST_WAIT_S:
             rule = f"1 to {MOST_CLAIMS} episodes, at most {LONGEST_WAIT_S:g} s"
             raise CallRefused("invalid", f"n = {body.n}, wait_s = {body.wait_s:g}: {rule}", "n")
-        return answer_of(await desk.claim(body))
+        assert self._desk is not None
+        return answer_of(await self._desk.claim(body))
 
     async def _end(self, request: web.Request) -> web.Response:
         desk = self._owner(request)

@@ -239,7 +239,7 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, thr
             result = await function(task, llm)
         return Ended("returned", *settle(result))
     except Failed as failed:
-        return _judged(failed)
+        return judged("failed", failed.reward, str(failed))
     except Again as problem:
         return Ended("again", text=str(problem)[:TEXT_LIMIT])
     except CallRefused as refused:
@@ -259,9 +259,10 @@ def blocking(function: Callable[..., Any]) -> bool:
     return not awaits
 
 
-def _judged(failed: Failed) -> Ended:
+def judged(how: How, reward: Any, why: str = "") -> Ended:
+    """An end with this reward; malformed if it is none."""
     try:
-        return Ended("failed", *settle(failed.reward), str(failed)[:TEXT_LIMIT])
+        return Ended(how, *settle(reward), why[:TEXT_LIMIT])
     except MalformedReward as problem:
         return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
 

@@ -34,10 +34,9 @@ import msgspec
 from busrl import pipes
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
-from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal
+from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
 from busrl.guardian import MARK, end_marked, own_mark
-from busrl.rewards.base import MalformedReward, settle
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
@@ -447,10 +446,7 @@ def verdict_of(status: int, output: bytes) -> Ended:
         return Ended("again", text=why)
     if found.reward is None:
         return Ended("used_up" if found.failed else "malformed", text=why or f"no reward in its last line: {said}")
-    try:
-        return Ended("failed" if found.failed else "returned", *settle(found.reward), why)
-    except MalformedReward as problem:
-        return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
+    return judged("failed" if found.failed else "returned", found.reward, why)
 
 
 async def _tail(process: asyncio.subprocess.Process) -> bytes:

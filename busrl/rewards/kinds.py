@@ -234,8 +234,8 @@ class Code:
         for given, wanted in zip(tests["inputs"], tests["outputs"]):
             if left_s <= 0:
                 break
-            limits = msgspec.structs.replace(self.limits, wall_s=min(self.limits.wall_s, left_s))
-            limits = msgspec.structs.replace(limits, output_bytes=len(wanted.encode()) + (64 << 10))
+            most, wall_s = len(wanted.encode()) + (64 << 10), min(self.limits.wall_s, left_s)
+            limits = msgspec.structs.replace(self.limits, wall_s=wall_s, output_bytes=most)
             result = box.run(code, given, limits, self.trust)
             left_s -= result.seconds
             if result.code == 0 and not result.cut and result.stdout.split() == wanted.split():
@@ -296,6 +296,5 @@ def text(one: Any) -> str:
 
 
 KINDS: dict[str, Callable[[Setup], RewardFunction]] = {
-    "numeric": Numeric, "regex": Regex, "math": Math, "gym": Gym, "agent": Returned,
-    "code": Code,
+    "numeric": Numeric, "regex": Regex, "math": Math, "gym": Gym, "agent": Returned, "code": Code,
 }

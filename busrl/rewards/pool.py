@@ -30,7 +30,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -84,8 +84,12 @@ class ChildProcess:
             [sys.executable, "-m", "busrl.rewards.child", str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
-        self._poller = poller
-        self._in, self._out = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        assert self._process.stdin and self._process.stdout
+        self._poller, self._in, self._out = poller, self._process.stdin, self._process.stdout
+        for pipe in (self._in, self._out):
+            os.set_blocking(pipe.fileno(), False)
+            with contextlib.suppress(OSError):  # a limit on pipe memory costs speed only
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._pending = bytearray()
         self._rest = b""  # of what it wrote: a line that is not whole yet
         self._writing = False
@@ -106,7 +110,7 @@ class ChildProcess:
         """Write what is queued; the poller wakes up when there is room for the rest."""
         try:
             while self._pending:
-                del self._pending[: os.write(self._in, self._pending)]
+                del self._pending[: os.write(self._in.fileno(), self._pending)]
         except BlockingIOError:
             pass
         except BrokenPipeError:
@@ -117,7 +121,7 @@ class ChildProcess:
         """Every outcome that is complete; sets `ended` when the process has closed its end."""
         with contextlib.suppress(BlockingIOError):
             while not self.ended:
-                data = os.read(self._out, READ_BYTES)
+                data = os.read(self._out.fileno(), READ_BYTES)
                 self._rest += data
                 self.ended = not data
         *lines, self._rest = self._rest.split(b"\n")
@@ -137,9 +141,7 @@ class ChildProcess:
         """End it and its children, and say how it ended. `grace_s`: time to end by itself first, after what it is
         doing: it sees the end of its input."""
         self._want_write(False)
-        if self._in >= 0:
-            os.close(self._in)
-            self._in = -1
+        self._in.close()
         if grace_s:
             with contextlib.suppress(OSError), open(os.pidfd_open(self.pid), "rb", buffering=0) as end:
                 poller = select.poll()
@@ -152,31 +154,19 @@ class ChildProcess:
             status = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             raise MachineError(f"reward child {self.pid} does not end {END_S:g} s after SIGKILL") from None
-        if self._out >= 0:
+        if not self._out.closed:
             self._poller.unregister(self._out)
-            os.close(self._out)
-            self._out = -1
+            self._out.close()
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return self.fault or how
 
     def _want_write(self, wanted: bool) -> None:
-        if wanted != self._writing and self._in >= 0:
+        if wanted != self._writing:
             self._writing = wanted
             if wanted:
                 self._poller.register(self._in, select.EPOLLOUT)
             else:
                 self._poller.unregister(self._in)
-
-
-def _pipe(stream: IO[bytes] | None) -> int:
-    """Our end of a pipe as a bare non-blocking descriptor, larger than the default."""
-    assert stream is not None
-    fd = os.dup(stream.fileno())
-    stream.close()
-    os.set_blocking(fd, False)
-    with contextlib.suppress(OSError):  # a limit on pipe memory costs speed only
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return fd
 
 
 class JudgeProcess:
