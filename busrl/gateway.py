@@ -196,13 +196,13 @@ class Answers:
             raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
         if message.episodes and any((*message.lengths, *message.prompt_lengths)):
             raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
-        self._ends, self._prompt_ends = (
-            list(accumulate(one, initial=0)) for one in (message.lengths, message.prompt_lengths)
-        )
-        self._tokens = _column(message.tokens, "tokens", np.int32, self._ends[-1])
-        self._logprobs = _column(message.logprobs, "logprobs", np.float32, self._ends[-1])
-        self._versions = _column(message.versions, "versions", np.uint32, self._ends[-1])
-        self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, self._prompt_ends[-1])
+        self._steps, self._parts = message.steps or [0] * count, message.parts or [{}] * count
+        self._made, self._read = (_slices(one) for one in (message.lengths, message.prompt_lengths))
+        drawn, read = sum(message.lengths), sum(message.prompt_lengths)
+        self._tokens = _column(message.tokens, "tokens", np.int32, drawn)
+        self._logprobs = _column(message.logprobs, "logprobs", np.float32, drawn)
+        self._versions = _column(message.versions, "versions", np.uint32, drawn)
+        self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, read)
         self._probable = bool((self._logprobs <= CLOSE_TO_ZERO).all() and np.isfinite(self._logprobs).all())
         self._lowest = min(int(one.min(initial=0)) for one in (self._tokens, self._prompts))
         self._highest = max(int(one.max(initial=0)) for one in (self._tokens, self._prompts))
@@ -210,45 +210,36 @@ class Answers:
 
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
         """Number `at`; `Refused` if it breaks a rule, but for those of an episode, which are the ledger's."""
-        if self._message.episodes:
-            text, episode = self._message.texts[at], self._message.episodes[at]
-            return _OF_EPISODE._replace(text=text, step=self._step(at), episode=episode)
-        (begin, end), (first, last) = self._places(at)
-        finish = self._message.finishes[at]
+        message, step = self._message, self._steps[at]
+        if message.episodes:
+            return _OF_EPISODE._replace(text=message.texts[at], step=step, episode=message.episodes[at])
         sound = (
             self._probable and self._newest <= limits.newest and self._lowest >= 0
             and (self._highest < limits.vocabulary or not limits.vocabulary) and not limits.segment
-            and 1 <= end - begin <= limits.tokens and 1 <= last - first <= limits.prompt_tokens
-            and finish in (Finish.EOS, Finish.LENGTH)
+            and 1 <= message.lengths[at] <= limits.tokens and 1 <= message.prompt_lengths[at] <= limits.prompt_tokens
+            and message.finishes[at] in (Finish.EOS, Finish.LENGTH)
         )
-        if not sound:
-            return checked_answer(self._alone(at), limits)._replace(step=self._step(at))
-        made, text = slice(begin, end), self._message.texts[at]
-        arrays = (self._tokens[made], self._logprobs[made], self._versions[made], self._prompts[first:last])
-        return RemoteAnswer(*arrays, text, finish, True, self._step(at))
-
-    def _step(self, at: int) -> int:
-        return self._message.steps[at] if self._message.steps else 0
+        made, prompt = self._made[at], self._prompts[self._read[at]]
+        arrays = (self._tokens[made], self._logprobs[made], self._versions[made])
+        if sound:
+            return RemoteAnswer(*arrays, prompt, message.texts[at], message.finishes[at], True, step)
+        tokens, logprobs, versions = map(tensor, arrays)
+        alone = g.RemoteGenerated(
+            life=0, task=message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
+            text=message.texts[at], prompt_ids=tensor(prompt), finish=message.finishes[at],
+        )
+        return checked_answer(alone, limits)._replace(step=step)
 
     def judged(self, at: int) -> Judged | None:
         """The reward of number `at`; None if this host has given none."""
         if not self._message.rewards:
             return None
-        parts = self._message.parts[at] if self._message.parts else {}
-        return Judged(_finite(self._message.rewards[at], parts), parts)
+        return Judged(_finite(self._message.rewards[at], self._parts[at]), self._parts[at])
 
-    def _places(self, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (self._ends[at], self._ends[at + 1]), (self._prompt_ends[at], self._prompt_ends[at + 1])
 
-    def _alone(self, at: int) -> g.RemoteGenerated:
-        """As a message of its own."""
-        (begin, end), (first, last) = self._places(at)
-        tokens, logprobs, versions = (tensor(one[begin:end]) for one in (self._tokens, self._logprobs, self._versions))
-        return g.RemoteGenerated(
-            life=0, task=self._message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
-            text=self._message.texts[at], prompt_ids=tensor(self._prompts[first:last]),
-            finish=self._message.finishes[at],
-        )
+def _slices(lengths: list[int]) -> list[slice]:
+    """Where each of these stands in a column."""
+    return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths))]
 
 
 def _finite(reward: float, parts: dict[str, float]) -> float:

@@ -118,16 +118,6 @@ class Reply(dict[str, Any]):
     completion_tokens: int = 0
 
 
-class Completion(msgspec.Struct):
-    """What follows a text or ids: `text` without its end."""
-
-    text: str
-    ids: list[int]
-    finish_reason: str
-    turn: int
-    version: int
-
-
 class Llm:
     """The model of the run, for one episode. `task` is the line of the data, `uid` the number of the sample; `version`
     that of the newest answer."""
@@ -150,11 +140,10 @@ class Llm:
 
     async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0,
                        stop: Sequence[str] = ()) -> Any:
-        """What follows a text or token ids, a `Completion`; with `n` above 1 a list of them."""
+        """What follows a text or token ids, a `Choice`; with `n` above 1 a list of them."""
         given = _text(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
         found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained, list(stop)))
-        made = [Completion(one.text, one.ids, one.finish_reason, one.turn, one.version) for one in found]
-        return made if n > 1 else made[0]
+        return found if n > 1 else found[0]
 
     async def reward(self, value: float, turn: int | None = None) -> None:
         """A reward for the newest turn, or for the one of that number, which a `Reply` has; several are added."""
