@@ -18,6 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -314,7 +315,7 @@ class JsonlStream:
         self.path = Path(path)
         self.seed, self.shuffle, self.prompt_key = seed, shuffle, prompt_key
         self.sections = tuple(sections) if len(sections) > 1 else ()
-        self._orders: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+        self._order = lru_cache(ORDERS_KEPT * (1 + len(self.sections)))(self._permutation)
         self._starts, self._ends = array("q"), array("q")
         self._fd = open_file(self.path)
         with open(self._fd, "rb", closefd=False) as file:
@@ -389,15 +390,9 @@ class JsonlStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _order(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
-        """The permutation of `size` numbers that seed and `words` give."""
-        order = self._orders.get(words)
-        if order is None:
-            order = np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
-            self._orders[words] = order
-            for old in list(self._orders)[: -ORDERS_KEPT * (1 + len(self.sections))]:  # oldest first
-                del self._orders[old]
-        return order
+    def _permutation(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
+        """Of `size` numbers, as seed and `words` give it."""
+        return np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
 
 
 def training_stream(topology: Topology) -> JsonlStream:

@@ -5,8 +5,7 @@
     def judge(records: list, completions: list, token_ids: list) -> list: ...  # batch = true
 
 `record` is the whole JSONL line of the prompt. A function that has an argument named `episode` gets what is known of an
-episode of several turns there (None for one answer; a list of them with batch = true). Talks to the import system only.
-Knows nothing of processes.
+episode of several turns there (None for one answer; a list of them with batch = true). Knows nothing of processes.
 
 - A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
   NaN and infinity included.
@@ -20,12 +19,10 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from busrl import imports
 from busrl.errors import RewardNotLoaded
 
 RewardFunction = Callable[..., Any]  # one of the three forms above
@@ -127,11 +124,6 @@ class Setup(msgspec.Struct, frozen=True):
     run_mb: int = 512
     at_once: int = 0
     trust: bool = False
-
-
-def load(target: str, base_dir: str | Path = ".", named: str = "reward.function") -> RewardFunction:
-    """Import `package.module:function` or `path/to/file.py:function`; RewardNotLoaded with the cause."""
-    return imports.load(named, target, RewardNotLoaded, base_dir)
 
 
 def settle(result: Any) -> tuple[float, dict[str, float]]:

@@ -27,9 +27,9 @@ from typing import Any
 
 import msgspec
 
-from busrl import pipes
+from busrl import imports, pipes
 from busrl.errors import RewardNotLoaded, cause
-from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, load, settle
+from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, settle
 from busrl.rewards.pool import READY, Item, Outcome
 
 TEXT_LIMIT = 2000
@@ -67,7 +67,7 @@ def build(setup: Setup) -> RewardFunction:
     if setup.kind == "exact_match":
         return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
     if setup.kind == "python":
-        return load(setup.function, setup.base_dir, f"{setup.place}.function")
+        return imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
     if setup.kind == "model":
         from busrl.rewards.model import Scorer
 
@@ -101,10 +101,14 @@ def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int) ->
 def judge(function: RewardFunction, item: Item) -> Outcome:
     """What becomes of an item; user code may raise anything, SystemExit included."""
     try:
-        record: dict[str, Any] = msgspec.json.decode(item.record_line)
-        return settled(item, function(record, item.completion, item.token_ids, **asked(function, item.episode)))
+        return settled(item, called(function, item))
     except BaseException as problem:
         return failed(item, problem)
+
+
+def called(function: RewardFunction, item: Item) -> Any:
+    record: dict[str, Any] = msgspec.json.decode(item.record_line)
+    return function(record, item.completion, item.token_ids, **asked(function, item.episode))
 
 
 def asked(function: RewardFunction, episode: Any) -> dict[str, Any]:
@@ -210,9 +214,7 @@ class Concurrent:
     async def _judge(self, item: Item) -> Outcome:
         async with self.room:
             try:
-                record = msgspec.json.decode(item.record_line)
-                more = asked(self.function, item.episode)
-                call = asyncio.ensure_future(self.function(record, item.completion, item.token_ids, **more))
+                call = asyncio.ensure_future(called(self.function, item))
                 if not (await asyncio.wait({call}, timeout=self.longest_s))[0]:
                     call.cancel()
                     return Outcome(item.key, error="hung", text=f"no result after {self.longest_s:g} s (timeout_s)")
