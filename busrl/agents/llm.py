@@ -261,15 +261,10 @@ class Blocking:
 
     def __init__(self, llm: Llm, loop: asyncio.AbstractEventLoop) -> None:
         self._llm, self._loop = llm, loop
-        self.task, self.uid = llm.task, llm.uid
 
-    @property
-    def version(self) -> int:
-        return self._llm.version
-
-    @property
-    def openai(self) -> dict[str, str]:
-        return self._llm.openai
+    def __getattr__(self, name: str) -> Any:
+        """`task`, `uid`, `version` and `openai`."""
+        return getattr(self._llm, name)
 
     def chat(self, *given: Any, **named: Any) -> Any:
         return self._wait(self._llm.chat(*given, **named))

@@ -281,7 +281,7 @@ class Renderer:
     def _part(self, turn: Turn) -> str:
         asked = turn.asked
         if asked.text is None:
-            asked.text = self._text.decode(asked.path.part(asked.read_from, asked.begin).tolist())
+            asked.text = self._text.decode(asked.new.tolist())
         said = self._text.decode(turn.ids.tolist()) if turn.stopped else turn.text
         return asked.text + said + turn.end_text
 

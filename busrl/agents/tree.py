@@ -9,7 +9,6 @@ is all of them from the root. Talks to nothing; knows nothing of tokenizers, tem
 - A turn that was neither delivered nor continued is left out, and counted.
 - A request continues the newest turn whose messages are the longest proper beginning of its own, under the same tools
   and arguments of the template. Each spelling of a message is made canonical once.
-- Paths share memory while they grow; a call costs its new ids, not those of its history.
 """
 
 from __future__ import annotations
@@ -164,39 +163,6 @@ def _raw(value: Any) -> bytes:
         raise CallRefused("invalid", f"a message or tool can not be written as JSON: {problem}", "messages") from None
 
 
-class Path:
-    """The ids of a path in a buffer that grows at its end. Who begins with the same ids shares it, as long as nobody
-    else has gone on from there."""
-
-    __slots__ = ("_ids", "_used")
-
-    def __init__(self) -> None:
-        self._ids, self._used = np.empty(0, np.int32), 0
-
-    def extend(self, length: int, more: Ids) -> Path:
-        """The path that has `more` behind the first `length` ids: this one, or a copy where those are taken."""
-        path = self
-        if path._used != length:
-            path = Path()
-            path._ids = self._ids[:length]
-        path._reserve(length, length + len(more))
-        path._ids[length : length + len(more)] = more
-        path._used = length + len(more)
-        return path
-
-    def part(self, begin: int, end: int) -> Ids:
-        """A read-only view."""
-        view = self._ids[begin:end]
-        view.flags.writeable = False
-        return view
-
-    def _reserve(self, used: int, needed: int) -> None:
-        if needed > len(self._ids) or not self._ids.flags.owndata:
-            grown = np.empty(max(256, needed + needed // 2), np.int32)
-            grown[:used] = self._ids[:used]
-            self._ids = grown
-
-
 @dataclass(eq=False)
 class OpenCall:
     """A call under way: `prompt` is all that the engine is given, `room` how many ids it may sample, `stream` names
@@ -204,7 +170,7 @@ class OpenCall:
 
     number: int
     parent: Turn | None
-    path: Path
+    new: Ids  # what it reads behind the parent
     begin: int  # how long the prompt is
     room: int
     stream: int
@@ -214,22 +180,16 @@ class OpenCall:
     hash: Any
 
     @property
-    def read_from(self) -> int:
-        """Where its new ids begin in the path."""
-        return self.parent.end if self.parent else 0
-
-    @property
     def prompt(self) -> Ids:
-        return self.path.part(0, self.begin)
+        return np.concatenate([self.parent.path_ids, self.new]) if self.parent else self.new
 
 
 @dataclass(eq=False)
 class Turn:
-    """A call that was answered. In its path its sampled ids stand from `begin` to `end`, what it had to read from
-    `read_from` to `begin`."""
+    """A call that was answered: `ids` are those that it sampled. In its path they stand from `begin` to `end`."""
 
     asked: OpenCall
-    end: int
+    ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
     finish: int
@@ -259,13 +219,12 @@ class Turn:
         return self.asked.begin
 
     @property
-    def ids(self) -> Ids:
-        """What it sampled."""
-        return self.asked.path.part(self.begin, self.end)
+    def end(self) -> int:
+        return self.asked.begin + len(self.ids)
 
     @property
     def path_ids(self) -> Ids:
-        return self.asked.path.part(0, self.end)
+        return np.concatenate([part for one in self.chain() for part in (one.asked.new, one.ids)])
 
     @property
     def kept(self) -> bool:
@@ -385,8 +344,7 @@ class Tree:
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
             text: str | None = None, trained: bool = True) -> OpenCall:
         """A call that reads the ids `new` (at least one) behind `parent`; CallRefused where no room is left for it."""
-        behind = parent.end if parent else 0
-        room, begin = self.room(parent, len(new), wanted), behind + len(new)
+        room, begin = self.room(parent, len(new), wanted), (parent.end if parent else 0) + len(new)
         if not len(new):
             raise CallRefused("invalid", "the prompt has no token behind what the model wrote last", "messages")
         if room < 1:
@@ -395,29 +353,27 @@ class Tree:
         self._tokens, self._sequences = self._tokens + more + room, self._sequences + sequences
         self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
         self._calls += 1
-        path = (parent.asked.path if parent else Path()).extend(behind, np.asarray(new, np.int32))
+        read = np.array(new, np.int32)
         hashed = parent.asked.hash.copy() if parent else hashlib.blake2b(digest_size=8)
-        hashed.update(path.part(behind, begin).data)
+        hashed.update(read.data)
         if parent:
             parent.open, parent.continued = parent.open + 1, True
         stream = self._stream(hashed.digest())
-        return OpenCall(self._calls - 1, parent, path, begin, room, stream, trained, history, text, hashed)
+        return OpenCall(self._calls - 1, parent, read, begin, room, stream, trained, history, text, hashed)
 
     def answer(self, asked: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
                generated_ms: int = 0, step: int = 0) -> Turn:
         """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
-        drawn = np.asarray(ids, np.int32)
+        drawn = np.array(ids, np.int32)
         scores, made = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
         if not 1 <= len(drawn) <= asked.room or not len(drawn) == len(scores) == len(made):
             raise ValueError(f"an answer of {len(drawn)} ids, {len(scores)} log-probabilities and {len(made)} versions "
                              f"to a call with room for {asked.room}")
         state = self._index.add(asked.history.states[-1], message) if asked.history else None
         self._release(asked, asked.room - len(drawn))
-        asked.path = asked.path.extend(asked.begin, drawn)
-        asked.hash.update(np.ascontiguousarray(drawn).data)
-        turn = Turn(asked, asked.begin + len(drawn), scores, made, finish, message, text, end_text,
-                    waited_ms, generated_ms, step)
+        asked.hash.update(drawn.data)
+        turn = Turn(asked, drawn, scores, made, finish, message, text, end_text, waited_ms, generated_ms, step)
         self.turns.append(turn)
         (asked.parent.children if asked.parent else self.roots).append(turn)
         if state is not None:
@@ -504,8 +460,9 @@ class Tree:
 
 def _continues(turn: Turn, prompt: Ids) -> bool:
     """What the turn read and sampled stands in the prompt, with something behind it; so does its parent's path."""
-    begin, end = turn.asked.read_from, turn.end
-    return end < len(prompt) and np.array_equal(turn.asked.path.part(begin, end), prompt[begin:end])
+    new, begin, end = turn.asked.new, turn.begin, turn.end
+    read, said = prompt[begin - len(new) : begin], prompt[begin:end]
+    return end < len(prompt) and np.array_equal(new, read) and np.array_equal(turn.ids, said)
 
 
 def _as_echoed(turns: Sequence[Turn], raw: bytes) -> Turn:
