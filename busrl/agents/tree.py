@@ -14,8 +14,9 @@ is all of them from the root. Talks to nothing; knows nothing of tokenizers, tem
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,28 +107,26 @@ class Index:
 
     def __init__(self) -> None:
         self._spelt: dict[bytes, int] = {}  # a message as it came -> number of its canonical form
-        self._forms: dict[bytes, int] = {}
-        self._next: dict[tuple[int, int], int] = {}  # a beginning and the next message -> the longer beginning
+        self._forms: defaultdict[bytes, int] = defaultdict(itertools.count().__next__)
+        # a beginning and the next message -> the longer beginning
+        self._next: defaultdict[tuple[int, int], int] = defaultdict(itertools.count(1).__next__)
         self._last: list[tuple[bytes, int]] = []  # of the last request: most requests repeat it and add something
 
     def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> History:
         """All of them as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
-        last, here, state = self._last, [], self.step(self.step(0, self._around(tools)), self._around(arguments))
+        last, here, state = self._last, [], self._next[self._next[0, self._around(tools)], self._around(arguments)]
         states = [state]
         for place, message in enumerate(messages):
             raw = _raw(message)
             known = place < len(last) and last[place][0] == raw
             here.append(last[place] if known else (raw, self._form_of(raw)))
-            state = self.step(state, here[-1][1])
+            state = self._next[state, here[-1][1]]
             states.append(state)
         self._last = here
         return History(tuple(raw for raw, _ in here), tuple(states))
 
     def add(self, state: int, message: Message) -> int:
-        return self.step(state, self._form_of(_raw(message)))
-
-    def step(self, state: int, number: int) -> int:
-        return self._next.setdefault((state, number), len(self._next) + 1)
+        return self._next[state, self._form_of(_raw(message))]
 
     def _around(self, value: Any) -> int:
         """The number of what stands around messages; keys in any order."""
@@ -135,7 +134,7 @@ class Index:
         number = self._spelt.get(raw)
         if number is None:
             form = json.dumps(msgspec.json.decode(raw[1:]) or None, sort_keys=True).encode() if raw else b"null"
-            number = self._spelt[raw] = self._number_of(form)
+            number = self._spelt[raw] = self._forms[form]
         return number
 
     def _form_of(self, raw: bytes) -> int:
@@ -147,11 +146,8 @@ class Index:
                 raise CallRefused("invalid", f"a message is no JSON: {problem}", "messages") from None
             if not isinstance(message, dict):
                 raise CallRefused("invalid", f"a message is a {type(message).__name__}: must be an object", "messages")
-            number = self._spelt[raw] = self._number_of(canonical(message))
+            number = self._spelt[raw] = self._forms[canonical(message)]
         return number
-
-    def _number_of(self, form: bytes) -> int:
-        return self._forms.setdefault(form, len(self._forms))
 
 
 def _raw(value: Any) -> bytes:

@@ -299,8 +299,7 @@ def _gym_rows(source: Source, seed: int) -> Rows:
 
 def _gym_task(source: Source, name: str, own: Record) -> Iterable[Record]:
     """A task with the options of its source; the library checks them as it makes it, by assertions too."""
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import DATASETS, create_dataset
 
     given = dict(source.task_options.get(name, {}))
     there = sorted({one.name for one in dataclasses.fields(DATASETS[name][1])} - own.keys())
@@ -308,7 +307,7 @@ def _gym_task(source: Source, name: str, own: Record) -> Iterable[Record]:
         rule = f"task {name!r} of reasoning-gym has no option {wrong[0]!r}; it has {', '.join(there)}"
         raise Refused(source.name, rule, f"name one of them in task_options.{name}")
     try:
-        made: Iterable[Record] = reasoning_gym.create_dataset(name, **given, **own)
+        made: Iterable[Record] = create_dataset(name, **given, **own)
     except Exception as problem:
         rule = f"task {name!r} of reasoning-gym refuses {given}: {cause(problem)}"
         raise Refused(source.name, rule, f"correct task_options.{name}") from None
@@ -452,7 +451,7 @@ class Rules:
         self.job, self.source, self.seen, self.known = job, source, seen, known
         self.shortened = 0
         self._where: list[Condition] = parse_where(source.where)
-        self._filter: Callable[[Record], Any] | None = None
+        self._filter: Callable[[Record], Any] = lambda record: True
         if source.filter:
             try:
                 self._filter = load("filter", source.filter, UserError)
@@ -513,7 +512,7 @@ class Rules:
             shown = f"{self.source.answer_key} = {record[self.job.answer_key]!r}"
             remedy = _remedy(self.source.answer_key, record[self.job.answer_key])
             raise Refused(place, "must be a string, a number, true or false", remedy, shown)
-        if self._filter is not None and not self._kept(place, record):
+        if not self._kept(place, record):
             return "by filter"
         if self.known and _digest(prompt) in self.known:
             return "as prompts of training"
@@ -525,7 +524,6 @@ class Rules:
         return self._by_tokens(place, record) if self._tokens is not None else ""
 
     def _kept(self, place: str, record: Record) -> bool:
-        assert self._filter is not None
         try:
             return bool(self._filter(record))
         except BaseException as problem:  # foreign code
