@@ -55,8 +55,6 @@ class Begin(msgspec.Struct, tag="begin"):
 
 
 class Answered(msgspec.Struct, tag="answered"):
-    """The response to an `Asked`."""
-
     call: int
     response: Response
 
@@ -89,8 +87,6 @@ class Asked(msgspec.Struct, tag="asked"):
 
 
 class Over(msgspec.Struct, tag="over"):
-    """The end of an episode."""
-
     key: int
     ended: Ended
 

@@ -220,7 +220,6 @@ class Episode:
 
     @property
     def busy(self) -> bool:
-        """Whether calls wait or generate."""
         return self._busy > 0
 
     def own_s(self) -> float:

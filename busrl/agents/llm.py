@@ -66,8 +66,6 @@ class CompleteRequest(msgspec.Struct, tag="complete"):
 
 
 class RewardRequest(msgspec.Struct, tag="reward"):
-    """A reward for one turn, by its call number."""
-
     turn: int
     value: float
 

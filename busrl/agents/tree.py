@@ -377,7 +377,6 @@ class Tree:
         return turn
 
     def cancel(self, asked: OpenCall) -> None:
-        """The call comes to nothing."""
         self._release(asked, asked.room)
         self._asked -= 1
         more, sequences = self._adds(asked.parent, asked.begin)

@@ -148,7 +148,6 @@ class LightTokenizer:
         return (special[found], found) if found else None
 
     def id_of(self, text: str) -> int | None:
-        """The id of one token, None if there is no such token."""
         found: int | None = self._core.token_to_id(text)
         return found
 

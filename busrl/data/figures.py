@@ -138,7 +138,6 @@ class Figures:
         return float(np.mean(found)) if (found := self.of_prompt(value)) else 0.0
 
     def parts(self) -> dict[str, float]:
-        """The mean of each part of the reward."""
         names = dict.fromkeys(name for one in self.judged for name in one.parts)
         return {
             name: float(np.mean(_means((one.line, one.parts[name]) for one in self.judged if name in one.parts)))
@@ -156,7 +155,6 @@ class Figures:
         return {name: one for name, one in made.items() if one is not None}
 
     def among(self, lines: frozenset[int]) -> Figures:
-        """The same of some prompts."""
         return Figures([one for one in self.judged if one.line in lines], self.k, self.solved, self.votes)
 
     def record(self) -> dict[str, Any]:
@@ -197,7 +195,6 @@ def tag_of(record: Mapping[str, Any], key: str) -> str:
 
 
 def tags_of(records: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, str]:
-    """The tag of each line that has one."""
     return {line: tag for line, record in records.items() if (tag := tag_of(record, key))}
 
 

@@ -259,7 +259,6 @@ def _indices(source: Source, seed: int) -> Rows:
 
 
 def _function_rows(source: Source) -> Rows:
-    """What the user's function yields."""
     try:
         rows: Iterable[Any] = load("function", source.function, UserError)()
         for number, record in enumerate(rows, 1):
@@ -329,8 +328,6 @@ GRAMMAR = "conditions are COLUMN (== != >= <= > <) NUMBER, \"TEXT\", true, false
 
 @dataclass(frozen=True)
 class Condition:
-    """One comparison of a column with a constant."""
-
     column: str
     test: str
     value: Any

@@ -30,8 +30,6 @@ Turns = tuple[tuple[int, float], ...]  # of an episode: tokens of a call, second
 
 @dataclass(frozen=True)
 class TracedPrompt:
-    """One line of a trace."""
-
     prompt: str
     lengths: tuple[int, ...]
     answer: str = ""

@@ -45,8 +45,6 @@ class BoxRefused(RuntimeError):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the code in a box may use."""
-
     wall_s: float = 10.0  # from the start of its Python
     cpu_s: int = 10  # of each process
     memory_mb: int = 512  # address space of each process

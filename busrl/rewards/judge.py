@@ -145,7 +145,6 @@ class Judge:
         return content
 
     def read(self, text: str) -> float:
-        """The number of a verdict."""
         found = list(self.verdict.finditer(text))
         word = (found[-1][1] or "").strip().rstrip(".").lower() if found else None
         if word is None:
