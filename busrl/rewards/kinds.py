@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -153,7 +153,7 @@ class Gym:
         self.library = _library("reasoning_gym", setup.place)
         self.find = gym_finder(setup.extract, f"{setup.place}.extract")
         self.answer_key, self.prompt_key = setup.answer_key or "answer", setup.prompt_key
-        self._score_of: dict[str, Callable[[str | None, dict[str, Any]], float]] = {}
+        self._scorer = cache(self.library.get_score_answer_fn)  # by the name of a task
 
     def __call__(self, record: dict[str, Any], completion: str, token_ids: list[int]) -> float:
         metadata = record.get("metadata")
@@ -162,10 +162,7 @@ class Gym:
             raise ValueError("the record has no metadata.source_dataset, by which reasoning-gym knows its task")
         question = record.get("question", plain_text(record.get(self.prompt_key, "")))
         entry = {"question": question, "answer": record[self.answer_key], "metadata": metadata}
-        answer = self.find(completion)
-        if task not in self._score_of:
-            self._score_of[task] = self.library.get_score_answer_fn(task)
-        return float(self._score_of[task](answer, entry))
+        return float(self._scorer(task)(self.find(completion), entry))
 
 
 class Returned:
