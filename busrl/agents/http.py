@@ -131,7 +131,7 @@ class Door:
         """The key of a request, as clients have it: the first that is there counts."""
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         bearer = key.strip() if kind.lower() == "bearer" else ""
-        return request.headers.get("x-busrl-episode") or bearer or request.headers.get("x-api-key", "")
+        return request.headers.get("x-busrl-episode", "") or bearer or request.headers.get("x-api-key", "")
 
     def _episode(self, request: web.Request) -> Episode:
         episode = self._episodes.get(_digest(self._key_of(request)))

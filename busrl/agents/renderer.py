@@ -254,7 +254,7 @@ class Renderer:
     # -- splice and fresh -----
 
     def _whole(self, tree: Tree, messages: list[Message], tools: list[Any], arguments: dict[str, Any]) -> Prompted:
-        pieces = self._told_apart(lambda given: self.render(*given, arguments, True), [messages, tools])
+        pieces = self._told_apart(lambda given: self.render(given[0], given[1], arguments, True), [messages, tools])
         assert pieces is not None
         text = _joined(pieces)
         turn, length = self._spliced(tree.roots, text)

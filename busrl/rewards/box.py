@@ -117,7 +117,7 @@ def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trus
         "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
         "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, **({} if trust else {"RLIMIT_NPROC": limits.processes}),
     }  # fmt: skip
-    told = {
+    told: dict[str, list[Any]] = {
         "python_home": [sys.base_prefix], "trust": [trust], "folder_files": [limits.folder_files],
         "folder_bytes": [limits.folder_bytes + 2 * sum(map(len, files.values()))],
         "command": [python, "-I", "-S", "-B", *words],

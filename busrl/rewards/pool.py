@@ -354,7 +354,7 @@ def weighted_sum(said: Sequence[tuple[Stage, Outcome]]) -> Outcome:
 
 def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> list[tuple[Setup, str, float]]:
     """What children are told, with name and weight, of each part; of a reward without parts, of itself."""
-    common = {"base_dir": base_dir, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
+    common: dict[str, Any] = {"base_dir": base_dir, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
     if not settings.part:
         own = {name: getattr(settings, name) for name in ("kind", "function", "extract", "answer_key", "timeout_s")}
         return [(Setup(**own, **common), "", 1.0)]
