@@ -50,9 +50,7 @@ MOST_HELD, RECENT = 4096, 8192
 TASK_OVERHEAD = 512
 BAD = ("malformed", "version", "oversize", "refused", "not_yours", "full", "too_large")  # a person should look at these
 HOST = "host"  # the role of another host of busrl's: it generates whole answers, and may judge them too
-_GENERATING = {
-    "prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON,
-}
+_GENERATING = {"prompt": Fate.UNRENDERED, "too_long": Fate.LONG, "malformed": Fate.MALFORMED, "poison": Fate.POISON}
 FATES = {"rollout": _GENERATING, "reward": REWARD_FATES, HOST: _GENERATING | REWARD_FATES}
 _TASK = re.compile(r"([0-9]{1,20})\.([0-9]{1,20})\.([0-9]{1,20})")
 
@@ -87,7 +85,6 @@ class ClaimedTask(NamedTuple):
 
     @property
     def task(self) -> str:
-        """The name of the claim on the wire."""
         return f"{self.slot}.{self.seq}.{self.uid}"
 
 
@@ -178,8 +175,12 @@ def checked_answer(message: g.RemoteGenerated, limits: AnswerLimits) -> RemoteAn
     if message.finish == Finish.EOS and not message.done:
         text = "an answer that ended by itself has no further segment"
         raise Refused(f"finish = {Finish.EOS:d} and done = false: {text}")
-    brings_prompt = limits.segment == 0 and limits.prompt_tokens > 0
-    prompt_ids = _prompt(message.prompt_ids, limits) if brings_prompt else None
+    prompt_ids = None
+    if limits.segment == 0 and limits.prompt_tokens > 0:
+        if message.prompt_ids is None:
+            raise Refused("prompt_ids is missing: the first segment brings the token ids of its prompt")
+        prompt_ids = _array(message.prompt_ids, "prompt_ids", np.int32, limits.prompt_tokens)
+        _check_ids("prompt_ids", prompt_ids, limits.vocabulary)
     return RemoteAnswer(tokens, logprobs, versions, prompt_ids, message.text, message.finish, message.done)
 
 
@@ -195,13 +196,13 @@ class Answers:
             raise Refused(f"{count} tasks, and lists of {[len(one) for one in given]}: there must be one item for each")
         if message.episodes and any((*message.lengths, *message.prompt_lengths)):
             raise Refused("lengths and prompt_lengths: an episode has tensors of its own, so all of them must be 0")
-        self._ends, self._prompt_ends = (
-            list(accumulate(one, initial=0)) for one in (message.lengths, message.prompt_lengths)
-        )
-        self._tokens = _column(message.tokens, "tokens", np.int32, self._ends[-1])
-        self._logprobs = _column(message.logprobs, "logprobs", np.float32, self._ends[-1])
-        self._versions = _column(message.versions, "versions", np.uint32, self._ends[-1])
-        self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, self._prompt_ends[-1])
+        self._steps, self._parts = message.steps or [0] * count, message.parts or [{}] * count
+        self._made, self._read = (_slices(one) for one in (message.lengths, message.prompt_lengths))
+        drawn, read = sum(message.lengths), sum(message.prompt_lengths)
+        self._tokens = _column(message.tokens, "tokens", np.int32, drawn)
+        self._logprobs = _column(message.logprobs, "logprobs", np.float32, drawn)
+        self._versions = _column(message.versions, "versions", np.uint32, drawn)
+        self._prompts = _column(message.prompt_ids, "prompt_ids", np.int32, read)
         self._probable = bool((self._logprobs <= CLOSE_TO_ZERO).all() and np.isfinite(self._logprobs).all())
         self._lowest = min(int(one.min(initial=0)) for one in (self._tokens, self._prompts))
         self._highest = max(int(one.max(initial=0)) for one in (self._tokens, self._prompts))
@@ -209,48 +210,36 @@ class Answers:
 
     def answer(self, at: int, limits: AnswerLimits) -> RemoteAnswer:
         """Number `at`; `Refused` if it breaks a rule, but for those of an episode, which are the ledger's."""
-        if self._message.episodes:
-            return _OF_EPISODE._replace(
-                text=self._message.texts[at], step=self._step(at), episode=self._message.episodes[at]
-            )
-        (begin, end), (first, last) = self._places(at)
-        finish = self._message.finishes[at]
+        message, step = self._message, self._steps[at]
+        if message.episodes:
+            return _OF_EPISODE._replace(text=message.texts[at], step=step, episode=message.episodes[at])
         sound = (
             self._probable and self._newest <= limits.newest and self._lowest >= 0
             and (self._highest < limits.vocabulary or not limits.vocabulary) and not limits.segment
-            and 1 <= end - begin <= limits.tokens and 1 <= last - first <= limits.prompt_tokens
-            and finish in (Finish.EOS, Finish.LENGTH)
+            and 1 <= message.lengths[at] <= limits.tokens and 1 <= message.prompt_lengths[at] <= limits.prompt_tokens
+            and message.finishes[at] in (Finish.EOS, Finish.LENGTH)
         )
-        if not sound:
-            return checked_answer(self._alone(at), limits)._replace(step=self._step(at))
-        made, text = slice(begin, end), self._message.texts[at]
-        arrays = (self._tokens[made], self._logprobs[made], self._versions[made], self._prompts[first:last])
-        return RemoteAnswer(*arrays, text, finish, True, self._step(at))
-
-    def _step(self, at: int) -> int:
-        return self._message.steps[at] if self._message.steps else 0
+        made, prompt = self._made[at], self._prompts[self._read[at]]
+        arrays = (self._tokens[made], self._logprobs[made], self._versions[made])
+        if sound:
+            return RemoteAnswer(*arrays, prompt, message.texts[at], message.finishes[at], True, step)
+        tokens, logprobs, versions = map(tensor, arrays)
+        alone = g.RemoteGenerated(
+            life=0, task=message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
+            text=message.texts[at], prompt_ids=tensor(prompt), finish=message.finishes[at],
+        )
+        return checked_answer(alone, limits)._replace(step=step)
 
     def judged(self, at: int) -> Judged | None:
         """The reward of number `at`; None if this host has given none."""
         if not self._message.rewards:
             return None
-        parts = self._message.parts[at] if self._message.parts else {}
-        return Judged(_finite(self._message.rewards[at], parts), parts)
+        return Judged(_finite(self._message.rewards[at], self._parts[at]), self._parts[at])
 
-    def _places(self, at: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (self._ends[at], self._ends[at + 1]), (self._prompt_ends[at], self._prompt_ends[at + 1])
 
-    def _alone(self, at: int) -> g.RemoteGenerated:
-        """As a message of its own."""
-        (begin, end), (first, last) = self._places(at)
-        tokens, logprobs, versions = (
-            tensor(one[begin:end]) for one in (self._tokens, self._logprobs, self._versions)
-        )
-        return g.RemoteGenerated(
-            life=0, task=self._message.tasks[at], tokens=tokens, logprobs=logprobs, versions=versions,
-            text=self._message.texts[at], prompt_ids=tensor(self._prompts[first:last]),
-            finish=self._message.finishes[at],
-        )
+def _slices(lengths: list[int]) -> list[slice]:
+    """Where each of these stands in a column."""
+    return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths))]
 
 
 def _finite(reward: float, parts: dict[str, float]) -> float:
@@ -265,33 +254,21 @@ def tensor(array: npt.NDArray[Any]) -> g.Tensor:
     return g.Tensor(array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes())
 
 
-def _prompt(given: g.Tensor | None, limits: AnswerLimits) -> npt.NDArray[np.int32]:
-    if given is None:
-        raise Refused("prompt_ids is missing: the first segment brings the token ids of its prompt")
-    ids = _array(given, "prompt_ids", np.int32, limits.prompt_tokens)
-    _check_ids("prompt_ids", ids, limits.vocabulary)
-    return ids
-
-
 def _array(given: g.Tensor, what: str, dtype: Any, most: int) -> npt.NDArray[Any]:
-    array = _read(given, what, dtype)
+    array = read_tensor(given, what, dtype)
     if not 1 <= len(array) <= most:
         raise Refused(f"{what} has {len(array)} elements: there must be 1 to {most}")
     return array
 
 
 def _column(given: g.Tensor, what: str, dtype: Any, total: int) -> npt.NDArray[Any]:
-    array = _read(given, what, dtype)
+    array = read_tensor(given, what, dtype)
     if len(array) != total:
         raise Refused(f"{what} has {len(array)} elements, and the lengths of the answers come to {total}")
     return array
 
 
-def _read(given: g.Tensor, what: str, dtype: Any) -> npt.NDArray[Any]:
-    return read_tensor(given, what, dtype, 1)
-
-
-def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int) -> npt.NDArray[Any]:
+def read_tensor(given: g.Tensor, what: str, dtype: Any, dimensions: int = 1) -> npt.NDArray[Any]:
     """A copy of an array that travelled; `Refused` if it is none of this type."""
     wanted = np.dtype(dtype)
     if given.dtype != wanted.name:
@@ -308,12 +285,6 @@ def _check_ids(what: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
     if int(ids.min()) < 0 or (vocabulary and int(ids.max()) >= vocabulary):
         bound = f"0 to {vocabulary - 1}" if vocabulary else "0 or more"
         raise Refused(f"{what} has ids from {int(ids.min())} to {int(ids.max())}: an id is {bound}")
-
-
-# -- time and counts ----------------------------------------
-
-
-# -- decisions --------------------------------------------
 
 
 @dataclass(eq=False)
@@ -372,7 +343,6 @@ class Desk:
             self._grant(entries[index], claim)
 
     def handle(self, message: g.Remote, now: float) -> list[m.Message]:
-        """Do what a request asks; the answers go to its sender."""
         self.clock.passed(now)
         self.paused = ""
         try:
@@ -467,9 +437,8 @@ class Desk:
         )
 
     def _enter(self, message: g.RemoteJoin) -> Worker:
-        most = self.most_members
-        if len(self.workers) >= most:
-            text = f"the process table has {most} entries for workers from outside; raise ring.processes"
+        if len(self.workers) >= self.most_members:
+            text = f"the process table has {self.most_members} entries for workers from outside; raise ring.processes"
             raise Refused(text, "full")
         index = self.ledger.enter(message.role, message.sender, message.life)
         worker = self.workers[message.sender] = Worker(index, message.role, message.sender, message.life)
@@ -514,7 +483,6 @@ class Desk:
         return [task for task in tasks if task not in worker.leases]
 
     def _release(self, lease: Lease) -> None:
-        """The claim has ended, in whatever way."""
         task, worker = lease.claim.task, lease.worker
         del self.leases[task], worker.leases[task]
         worker.digest = (worker.digest - g.digest_of(task)) % g.DIGESTS

@@ -167,9 +167,6 @@ class Run:
             select.select([descriptor], [], [], LOOK_S)
 
 
-# -- a topology of Python's values -----
-
-
 @contextlib.contextmanager
 def _as_file(topology: Mapping[str, Any]) -> Iterator[Path]:
     """A topology file in the current directory, to which its paths are relative, while launch reads it."""

@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class NoAction(Exception):
 
 
 class Shown(NamedTuple):
-    """What an environment says after its reset or a step. `seat`: of the player whose turn is next."""
+    """What an environment says. `seat`: of the player whose turn is next."""
 
     text: str
     reward: float = 0.0
@@ -84,8 +84,7 @@ class Adapter(ABC):
 
 
 class Games(Adapter):
-    """Plays an environment turn by turn. Of `options` it takes those that are its own; the others make the
-    environment."""
+    """Plays an environment turn by turn. It takes its own options; the others make the environment."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
@@ -100,22 +99,20 @@ class Games(Adapter):
             await game.reset()
 
     @abstractmethod
-    def game(self, index: int) -> AbstractAsyncContextManager[Game]:
-        """The environment for one episode."""
+    def game(self, index: int) -> AbstractAsyncContextManager[Game]: ...
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False)
 
     async def episode(self, task: dict[str, Any], llm: Llm) -> float:
-        """Turn by turn to the end of the game."""
         async with self.game(int(task[INDEX])) as game:
             shown = await game.reset()
             first = [{"role": "system", "content": self._system}] if self._system else []
             messages: dict[int, list[Any]] = {}
             while not shown.over:
-                model = llm if shown.seat == game.own else llm.untrained()
-                answer = await self._ask(model, messages.setdefault(shown.seat, list(first)), shown.text)
                 mine = shown.seat == game.own
+                model = llm if mine else llm.untrained()
+                answer = await self._ask(model, messages.setdefault(shown.seat, list(first)), shown.text)
                 try:
                     shown = await game.step(self._found(answer))
                 except NoAction as problem:
@@ -247,7 +244,7 @@ class TextArena(Games):
     async def setup(self) -> None:
         import textarena
 
-        self._players = int(self.options.pop("players", 1))
+        self.players = int(self.options.pop("players", 1))
         self._make = lambda: textarena.make(self.name, **self.options)
 
     @asynccontextmanager
@@ -271,10 +268,6 @@ class TextArena(Games):
                 random.setstate(others)
 
         return await self._run(self._alone, run)
-
-    @property
-    def players(self) -> int:
-        return self._players
 
 
 class _TextArenaGame(Game):
@@ -520,23 +513,14 @@ async def load(environment: str, options: Mapping[str, Any], trial: bool = False
     try:
         made = kind(match[2], options)
         made.beside = beside
-        return await _begun(made, trial)
-    except ModuleNotFoundError as problem:
-        if problem.name and problem.name.partition(".")[0] == kind.package:
-            raise AgentNotLoaded(f"{named}: the package {kind.package} is not installed: {kind.remedy}") from None
-        raise AgentNotLoaded(f"{named}: {cause(problem)}") from problem
-    except AgentNotLoaded as problem:
-        raise AgentNotLoaded(f"{named}: {problem}") from None
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(made.close)
+            await made.setup()
+            if trial:
+                await made.trial()
+            failed.pop_all()
+        return made
     except Exception as problem:
-        raise AgentNotLoaded(f"{named}: {cause(problem)}") from problem
-
-
-async def _begun(made: Adapter, trial: bool) -> Adapter:
-    try:
-        await made.setup()
-        if trial:
-            await made.trial()
-    except BaseException:
-        await made.close()
-        raise
-    return made
+        missing = isinstance(problem, ModuleNotFoundError) and (problem.name or "").partition(".")[0] == kind.package
+        why = f"the package {kind.package} is not installed: {kind.remedy}" if missing else cause(problem)
+        raise AgentNotLoaded(f"{named}: {why}") from problem

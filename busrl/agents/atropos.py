@@ -37,7 +37,7 @@ Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class Group(msgspec.Struct):
-    """`POST /scored_data`. The fields of NOT_TRAINED are refused: they would change what is trained."""
+    """`POST /scored_data`; what has a field of NOT_TRAINED is refused."""
 
     tokens: list[list[Token]]
     masks: list[list[Token]]
@@ -230,8 +230,6 @@ class AtroposDoor(Door):
 
         return tell
 
-    # -- groups -----
-
     async def _post(self, request: web.Request, body: bytes) -> dict[str, Any]:
         several = request.path.endswith("_list")
         groups: list[Group] = openai.read(body, list[Group]) if several else [openai.read(body, Group)]
@@ -250,8 +248,6 @@ class AtroposDoor(Door):
             if not await self._trainer.keep(digest, made[digest], group.scores, group.env_id):
                 raise CallRefused("no_room", "no room for a group now: post it again")
             self._latest = group
-
-    # -- about the run and its environments -----
 
     async def _about(self, request: web.Request, body: bytes) -> Any:
         state = self._trainer.state()

@@ -11,7 +11,6 @@ slots.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import os
 import sys
@@ -29,6 +28,7 @@ from busrl.agents.llm import Ended, Llm, Request, Response, blocking, play
 from busrl.errors import AgentNotLoaded, cause
 
 BEAT_S = 0.5
+LINE_BYTES = 1 << 31  # of a frame, far more than any has
 MOST_THREADS = 1 << 14  # as many as there are episodes: one that had to wait for a thread would pass for hung
 STANDS_S = 2.0  # without a step the loop is said to stand still
 
@@ -55,8 +55,6 @@ class Begin(msgspec.Struct, tag="begin"):
 
 
 class Answered(msgspec.Struct, tag="answered"):
-    """The response to an `Asked`."""
-
     call: int
     response: Response
 
@@ -89,8 +87,6 @@ class Asked(msgspec.Struct, tag="asked"):
 
 
 class Over(msgspec.Struct, tag="over"):
-    """The end of an episode."""
-
     key: int
     ended: Ended
 
@@ -111,8 +107,6 @@ class Process:
 
     def __init__(self, requests: pipes.Requests, answers: int) -> None:
         self._requests, self._fd, self._lock = requests, answers, threading.Lock()
-        self._rows: list[bytes] = []
-        self._arrived = asyncio.Event()
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._calls = 0
@@ -124,22 +118,21 @@ class Process:
         self._package = ""  # of the user's module, where it has a name of its own
 
     async def serve(self) -> int:
-        loop = asyncio.get_running_loop()
-        os.set_blocking(self._requests.fd, False)
-        loop.add_reader(self._requests.fd, self._read)
+        loop, frames = asyncio.get_running_loop(), asyncio.StreamReader(LINE_BYTES)
+        pipe = os.fdopen(self._requests.fd, "rb", 0)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(frames), pipe)
         self._step(loop)
         threading.Thread(target=self._beat, daemon=True).start()
-        setup = await self._next()
-        if not isinstance(setup, EpisodeSetup):
+        if not (setup := await frames.readline()):
             return 0
         try:
-            await self._load(setup)
+            await self._load(msgspec.json.decode(setup, type=EpisodeSetup))
         except BaseException as problem:
             self._write(Ready(cause(problem)))
             return 1
         self._write(Ready())
-        while (frame := await self._next()) is not None:
-            self._take(frame)
+        async for frame in frames:
+            self._take(_frames.decode(frame))
         if self._close is not None:
             await _awaited(self._close())
         return 0
@@ -167,24 +160,6 @@ class Process:
         if begin := getattr(user, "setup", None):
             await _awaited(begin())
 
-    # -- frames -----
-
-    async def _next(self) -> ToChild | None:
-        """The next frame, None when the parent has closed the pipe."""
-        while not self._rows:
-            if self._requests.over:
-                return None
-            self._arrived.clear()
-            await self._arrived.wait()
-        return _frames.decode(self._rows.pop(0))
-
-    def _read(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._rows += self._requests.read()
-        if self._requests.over:
-            asyncio.get_running_loop().remove_reader(self._requests.fd)
-        self._arrived.set()
-
     def _write(self, frame: FromChild) -> None:
         """One line, complete; from any thread."""
         pipes.write(self._fd, pipes.line_of(frame), self._lock)
@@ -198,8 +173,6 @@ class Process:
                 future.set_result(frame.response)
         elif isinstance(frame, Cancel) and frame.key in self._episodes and not blocking(self._function):
             self._episodes[frame.key].cancel()
-
-    # -- episodes -----
 
     async def _run(self, begin: Begin) -> None:
         async def ask(request: Request) -> Response:
@@ -225,8 +198,6 @@ class Process:
         pipes.printed.left = pipes.PRINTED_BYTES
         self._write(Over(begin.key, ended))
 
-    # -- the beat -----
-
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         self._stepped = time.monotonic()
         loop.call_later(BEAT_S / 2, self._step, loop)
@@ -238,10 +209,11 @@ class Process:
             time.sleep(BEAT_S)
 
     def _where(self) -> str:
-        """The innermost line of user code on the loop's stack."""
-        frame, found = sys._current_frames().get(self._main), ""
+        """The innermost line on the loop's stack of a user's file, or of the package that the function is in."""
+        frame, found, own = sys._current_frames().get(self._main), "", self._package
         while frame is not None:
-            users = self._is_users(frame.f_globals.get("__name__") or "")
+            module = frame.f_globals.get("__name__") or ""
+            users = module.startswith("busrl_user_") or (own != "" and f"{module}.".startswith(f"{own}."))
             if users or not found:
                 name = os.path.basename(frame.f_code.co_filename)
                 found = f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
@@ -249,11 +221,6 @@ class Process:
                 break
             frame = frame.f_back
         return found
-
-    def _is_users(self, module: str) -> bool:
-        """Whether it is a file of the user's, or of the package that the function is in."""
-        own = self._package
-        return module.startswith("busrl_user_") or (bool(own) and f"{module}.".startswith(f"{own}."))
 
 
 async def _awaited(value: Any) -> None:

@@ -27,20 +27,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.agents.llm import (
-    ChatRequest,
-    Choice,
-    Choices,
-    CompleteRequest,
-    Llm,
-    Refusal,
-    Request,
-    Response,
-    RewardRequest,
-)
+from busrl.agents.llm import ChatRequest, Choice, Choices, CompleteRequest, Refusal, Request, Response, RewardRequest
 from busrl.agents.parsers import Draft, MessageMaker
 from busrl.agents.renderer import Renderer
-from busrl.agents.tree import History, Ids, Limits, Message, OpenCall, Tree, Turn
+from busrl.agents.tree import History, Ids, Limits, OpenCall, Tree, Turn
 from busrl.errors import CallRefused, CallUnanswered
 from busrl.states import Finish
 
@@ -92,6 +82,18 @@ class Settings:
     linger_s: float = 5.0
 
 
+@dataclass(frozen=True)
+class Question:
+    """A request as ids: those that are `new` behind `parent`, and what its answers are made messages with."""
+
+    request: ChatRequest | CompleteRequest
+    parent: Turn | None
+    new: Ids | Sequence[int]
+    history: History | None = None
+    text: str | None = None  # of the new ids, where a template wrote them
+    tools: Sequence[Any] = ()
+
+
 @dataclass
 class Delivery:
     """The answers to one request. Whoever has handed them over says so; otherwise they are not trained."""
@@ -111,53 +113,43 @@ class Exchange:
     """A request and its answer, which is made or kept. `waiting`: clients that wait for it; `delivered_at`: when one
     of them got it last, None before."""
 
+    key: bytes
     answer: asyncio.Future[tuple[Delivery, Response]]
     waiting: int = 0
     delivered_at: float | None = None
     giving_up: asyncio.TimerHandle | None = None  # since the last of its clients has gone
 
+    def useful(self, since: float) -> bool:
+        """Whether it came to something, and nobody got it before that time."""
+        failed = self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
+        return not failed and (self.delivered_at is None or self.delivered_at >= since)
+
 
 class Retries:
     """Which requests are copies of earlier ones: those whose client says that it asks again, with the same body. What
-    was delivered is kept for `keep_s`, what nobody
-    got is kept until it fails."""
+    was delivered is kept for `keep_s`, what nobody got until it fails."""
 
     def __init__(self, keep_s: float = 600.0) -> None:
         self._keep_s = keep_s
-        self._of: dict[bytes, list[Exchange]] = {}
+        self._known: list[Exchange] = []
 
     def first(self, key: bytes, answer: asyncio.Future[tuple[Delivery, Response]]) -> Exchange:
         """A new request. The same body may be asked several times at once on purpose, and then each has an answer."""
-        request = Exchange(answer)
-        self._of.setdefault(key, []).append(request)
-        return request
+        self._known.append(Exchange(key, answer))
+        return self._known[-1]
 
     def again(self, key: bytes, now: float) -> Exchange | None:
         """The request that is asked for again: one whose clients have gone, else one that nobody got yet, else the
         newest; None if there is none."""
-        self._forget(now)
-        known = self._of.get(key)
-        if not known:
-            return None
-        open_ones = [one for one in known if one.delivered_at is None]
-        return next((one for one in open_ones if not one.waiting), open_ones[0] if open_ones else known[-1])
+        self._known = [one for one in self._known if one.useful(now - self._keep_s)]
+        known = [one for one in self._known if one.key == key]
+        unheard = [one for one in known if one.delivered_at is None]
+        left = [*(one for one in unheard if not one.waiting), *unheard, *known[-1:]]
+        return left[0] if left else None
 
-    def remove(self, key: bytes, request: Exchange) -> None:
-        """It came to nothing: a copy is asked anew."""
-        left = [one for one in self._of.pop(key, []) if one is not request]
-        if left:
-            self._of[key] = left
-
-    def _forget(self, now: float) -> None:
-        def useful(one: Exchange) -> bool:
-            failed = one.answer.done() and (one.answer.cancelled() or one.answer.exception() is not None)
-            return not failed and (one.delivered_at is None or now - one.delivered_at <= self._keep_s)
-
-        kept = {key: [one for one in known if useful(one)] for key, known in self._of.items()}
-        self._of = {key: known for key, known in kept.items() if known}
-
-
-# -- the episode ------------------------------------------
+    def remove(self, request: Exchange) -> None:
+        """A copy is asked anew."""
+        self._known.remove(request)
 
 
 class Episode:
@@ -181,15 +173,6 @@ class Episode:
 
     # -- requests -----
 
-    def llm(self, task: dict[str, Any]) -> Llm:
-        """The model for an episode that runs in this process: its answers are delivered when they are there."""
-        async def ask(request: Request) -> Response:
-            given, response = await self.answer(request)
-            given.delivered()
-            return response
-
-        return Llm(ask, task)
-
     async def answer(self, request: Request, heard: Heard | None = None) -> tuple[Delivery, Response]:
         """Answer a request; what is refused is so in the response. The caller says when it was delivered. `heard` is
         told what is drawn meanwhile, where no tools are offered; the message in the answer counts."""
@@ -198,10 +181,8 @@ class Episode:
                 self.reward(request)
                 return Delivery([]), Choices([])
             with self._at_work():
-                if isinstance(request, ChatRequest):
-                    given = await self._chat(request, heard)
-                else:
-                    given = await self._complete(request, heard)
+                asked = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
+                given = await self._several(asked, heard)
             return given, Choices([choice_of(turn) for turn in given.turns])
         except CallRefused as refused:
             self.counts["refused"] += 1
@@ -221,14 +202,11 @@ class Episode:
         kept.waiting += 1
         try:
             given, response = await asyncio.shield(kept.answer)
-        except Exception:  # a copy may have more luck
-            self._retries.remove(key, kept)
-            raise
         finally:
             kept.waiting -= 1
             if not kept.waiting and not kept.answer.done():
                 later = asyncio.get_running_loop().call_later
-                kept.giving_up = later(self._settings.linger_s, self._give_up, key, kept)
+                kept.giving_up = later(self._settings.linger_s, self._give_up, kept)
         kept.delivered_at = self._clock()
         return given, response
 
@@ -242,17 +220,16 @@ class Episode:
 
     @property
     def busy(self) -> bool:
-        """Whether calls wait or generate."""
         return self._busy > 0
 
     def own_s(self) -> float:
         """Seconds that were the episode's own: none of its calls was waiting or generating."""
         return self._own_s + (0.0 if self._busy else self._clock() - self._since)
 
-    def _give_up(self, key: bytes, kept: Exchange) -> None:
+    def _give_up(self, kept: Exchange) -> None:
         if not kept.answer.done():
             kept.answer.cancel()
-            self._retries.remove(key, kept)
+            self._retries.remove(kept)
 
     def _started(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -274,7 +251,7 @@ class Episode:
 
     # -- calls -----
 
-    async def _chat(self, request: ChatRequest, heard: Heard | None) -> Delivery:
+    def _chat(self, request: ChatRequest) -> Question:
         size = sum(map(len, request.messages))
         require_some_fit(self._settings.limits.context, len(request.messages), size)
         history = self.tree.read(request.messages, request.tools, request.arguments)
@@ -285,9 +262,9 @@ class Episode:
         if not isinstance(arguments, dict):
             raise CallRefused("invalid", "arguments of the template must be an object", "chat_template_kwargs")
         found = self._renderer.prompt(self.tree, history, tools, arguments)
-        return await self._several(request, found.parent, found.new, history, found.text, tools, heard)
+        return Question(request, found.parent, found.new, history, found.text, tools)
 
-    async def _complete(self, request: CompleteRequest, heard: Heard | None) -> Delivery:
+    def _completion(self, request: CompleteRequest) -> Question:
         given = request.prompt
         parts, size = (len(given), 0) if isinstance(given, list) else (1, len(given))
         require_some_fit(self._settings.limits.context, parts, size)
@@ -297,49 +274,48 @@ class Episode:
             raise CallRefused("invalid", f"prompt: the token id {wrong} must be from 0 to {most - 1}", "prompt")
         prompt = np.array(ids, np.int32)
         parent = self.tree.match_ids(prompt)
-        new = prompt[parent.end if parent else 0 :]
-        return await self._several(request, parent, new, None, None, [], heard)
+        return Question(request, parent, prompt[parent.end if parent else 0 :])
 
-    async def _several(self, request: ChatRequest | CompleteRequest, parent: Turn | None, new: Ids | Sequence[int],
-                       history: History | None, text: str | None, tools: list[Any], heard: Heard | None) -> Delivery:
-        if not 1 <= request.n <= MOST_ANSWERS:
-            raise CallRefused("invalid", f"n = {request.n}: must be 1 to {MOST_ANSWERS}", "n")
-        if request.max_tokens < 0:
-            raise CallRefused("invalid", f"max_tokens = {request.max_tokens}: must be at least 1", "max_tokens")
-        most = self._settings.max_new_tokens
-        wanted = min(request.max_tokens or most, most)
-        if request.n > 1:
-            wanted = await self._share(parent, len(new), wanted, request.n)
-        ears = [self._ear(place, request, text, heard) if heard and not tools else None for place in range(request.n)]
-        calls = [self._started(self._call(parent, new, wanted, history, text, tools, request, ear)) for ear in ears]
+    async def _several(self, asked: Question, heard: Heard | None) -> Delivery:
+        count, most = asked.request.n, asked.request.max_tokens
+        if not 1 <= count <= MOST_ANSWERS:
+            raise CallRefused("invalid", f"n = {count}: must be 1 to {MOST_ANSWERS}", "n")
+        if most < 0:
+            raise CallRefused("invalid", f"max_tokens = {most}: must be at least 1", "max_tokens")
+        wanted = min(most or self._settings.max_new_tokens, self._settings.max_new_tokens)
+        if count > 1:  # all come back, or none is asked
+            await self._room(asked, wanted, count)
+            wanted = self.tree.room(asked.parent, len(asked.new), wanted, count)
+            if wanted < 1:
+                raise self.tree.used_up(asked.parent, len(asked.new))
+        ears = [self._ear(asked, place, heard) if heard and not asked.tools else None for place in range(count)]
+        calls = [self._started(self._call(asked, wanted, ear)) for ear in ears]
         try:
             return Delivery(list(await asyncio.gather(*calls)))
         finally:
             for call in calls:
                 call.cancel()
 
-    async def _call(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None,
-                    text: str | None, tools: list[Any], request: ChatRequest | CompleteRequest,
-                    ear: Callable[[list[int]], None] | None) -> Turn:
+    async def _call(self, asked: Question, wanted: int, ear: Callable[[list[int]], None] | None) -> Turn:
+        parent = asked.parent
         async with self._running:
-            await self._room(parent, len(new), wanted)
-            asked = self.tree.ask(parent, new, wanted, history, text, request.trained)
+            await self._room(asked, wanted)
+            call = self.tree.ask(parent, asked.new, wanted, asked.history, asked.text, asked.request.trained)
             try:
                 near = self._engines.get(parent.number, -1) if parent else -1
-                answer = await self._engine(Call(self.uid, asked.stream, asked.prompt, asked.room, near, ear))
-                return self._settle(asked, answer, tools, request.stop)
+                answer = await self._engine(Call(self.uid, call.stream, call.prompt, call.room, near, ear))
+                return self._settle(asked, call, answer)
             except BaseException:
-                self.tree.cancel(asked)
+                self.tree.cancel(call)
                 raise
             finally:
                 freed, self._freed = self._freed, asyncio.Event()
                 freed.set()
 
-    def _ear(self, place: int, request: ChatRequest | CompleteRequest, text: str | None,
-             heard: Heard) -> Callable[[list[int]], None]:
+    def _ear(self, asked: Question, place: int, heard: Heard) -> Callable[[list[int]], None]:
         """What is done with ids of an answer before it is there."""
         ids: list[int] = []
-        draft = Draft(self._maker, isinstance(request, ChatRequest), text or "", request.stop)
+        draft = Draft(self._maker, asked.history is not None, asked.text or "", asked.request.stop)
 
         def listen(more: list[int]) -> None:
             ids.extend(more)
@@ -348,27 +324,22 @@ class Episode:
 
         return listen
 
-    async def _room(self, parent: Turn | None, new: int, wanted: int, n: int = 1) -> None:
+    async def _room(self, asked: Question, wanted: int, n: int = 1) -> None:
         """Wait while calls under way hold room that these would get when they have ended."""
-        begin = (parent.end if parent else 0) + new
-        full = min(wanted, self._settings.limits.context - begin)
+        parent, new = asked.parent, len(asked.new)
+        full = min(wanted, self._settings.limits.context - new - (parent.end if parent else 0))
         while self.tree.open and 0 < full > self.tree.room(parent, new, wanted, n):
             await self._freed.wait()
 
-    async def _share(self, parent: Turn | None, new: int, wanted: int, n: int) -> int:
-        """How many ids each of `n` answers may have, so that all of them have room: all come back, or none is asked."""
-        await self._room(parent, new, wanted, n)
-        share = self.tree.room(parent, new, wanted, n)
-        if share < 1:
-            raise self.tree.used_up(parent, new)
-        return share
-
-    def _settle(self, asked: OpenCall, answer: Answer, tools: list[Any], stops: Sequence[str]) -> Turn:
+    def _settle(self, asked: Question, call: OpenCall, answer: Answer) -> Turn:
+        stops = asked.request.stop
         said, end = self._renderer.said(answer.ids)
         if stopped := any(one in said for one in stops):
             answer, said, end = self._until(answer, stops)
-        message, unparsed = self._message(asked, said, tools)
-        turn = self.tree.answer(asked, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
+        message, unparsed = {"role": "assistant", "content": said}, 0
+        if asked.history is not None:
+            message, unparsed = self._maker.message(said, asked.text or "", asked.tools, call.number)
+        turn = self.tree.answer(call, answer.ids, answer.logprobs, answer.versions, answer.finish, message, said, end,
                                 answer.waited_ms, answer.generated_ms, answer.step)
         turn.stopped = stopped
         self.counts["unparsed"] += unparsed
@@ -387,11 +358,6 @@ class Episode:
         kept = replace(answer, ids=answer.ids[:count], logprobs=answer.logprobs[:count],
                        versions=answer.versions[:count], finish=int(Finish.LENGTH))
         return kept, said, ""
-
-    def _message(self, asked: OpenCall, said: str, tools: list[Any]) -> tuple[Message, int]:
-        if asked.history is None:
-            return {"role": "assistant", "content": said}, 0
-        return self._maker.message(said, asked.text or "", tools, asked.number)
 
     def reward(self, request: RewardRequest) -> None:
         """Add a reward to a turn; CallRefused if it is none."""

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -38,6 +38,10 @@ except ImportError as missing:
 BODY_BYTES = 64 << 20
 WAIT_S = 5.0  # between two signs of life in a stream
 MOST_CLAIMS, LONGEST_WAIT_S = 256, 30.0
+CALLS = {  # of a path: what it takes, and the shape of what it answers
+    "/v1/chat/completions": (openai.ChatBody, "chat"), "/v1/completions": (openai.CompletionBody, "completion"),
+    "/generate": (openai.CompletionBody, "native"), "/inference/v1/generate": (openai.GenerateBody, "generated"),
+}
 EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
@@ -123,15 +127,11 @@ class Door:
 
     # -- who asks -----
 
-    def _keys(self, request: web.Request) -> Iterator[str]:
-        """The key of a request, as clients have it: the first that is there counts."""
-        yield request.headers.get("x-busrl-episode", "")
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        yield key.strip() if kind.lower() == "bearer" else ""
-        yield request.headers.get("x-api-key", "")
-
     def _key_of(self, request: web.Request) -> str:
-        return next(filter(None, self._keys(request)), "")
+        """The key of a request, as clients have it: the first that is there counts."""
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        bearer = key.strip() if kind.lower() == "bearer" else ""
+        return request.headers.get("x-busrl-episode", "") or bearer or request.headers.get("x-api-key", "")
 
     def _episode(self, request: web.Request) -> Episode:
         episode = self._episodes.get(_digest(self._key_of(request)))
@@ -143,11 +143,6 @@ class Door:
 
     def _is_the_runs(self, request: web.Request) -> bool:
         return same_key(self._key_of(request), self._key)
-
-    def _need_the_runs(self, request: web.Request) -> ClaimDesk:
-        if self._desk is None or not self._is_the_runs(request):
-            raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
-        return self._desk
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -166,12 +161,9 @@ class Door:
 
     def _routes(self) -> list[web.RouteDef]:
         found = [
-            web.post("/v1/chat/completions", self._chat),
-            web.post("/v1/completions", partial(self._complete, "completion")),
-            web.post("/generate", partial(self._complete, "native")),
-            web.post("/inference/v1/generate", self._generate), web.get("/v1/models", self._models),
+            *(web.post(path, partial(self._call, kind, shape)) for path, (kind, shape) in CALLS.items()),
+            web.get("/v1/models", self._models), web.get("/health", self._health),
             web.post("/tokenize", self._tokenize), web.post("/detokenize", self._detokenize),
-            web.get("/health", self._health),
         ]
         if self._desk is None:
             return found
@@ -181,32 +173,16 @@ class Door:
 
     # -- calls -----
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, kind: type[Any], shape: str, request: web.Request) -> web.StreamResponse:
+        """A body of this kind, and its answer in that of the shapes of `openai.Answers`."""
         episode, raw = self._episode(request), await request.read()
-        body: openai.ChatBody = openai.read(raw, openai.ChatBody)
-        asked, changed = openai.chat_request(body, self._distribution(episode))
-        return await self._answered(request, episode, raw, asked, changed, body, "chat")
-
-    async def _complete(self, shape: str, request: web.Request) -> web.StreamResponse:
-        episode, raw = self._episode(request), await request.read()
-        body: openai.CompletionBody = openai.read(raw, openai.CompletionBody)
+        body = openai.read(raw, kind)
+        if isinstance(body, openai.GenerateBody):
+            body = body.completion()
         if body.stream and shape == "native":
             raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
-        asked, changed = openai.complete_request(body, self._distribution(episode))
-        return await self._answered(request, episode, raw, asked, changed, body, shape)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        episode, raw = self._episode(request), await request.read()
-        body: openai.GenerateBody = openai.read(raw, openai.GenerateBody)
-        body.sampling_params.prompt, body.sampling_params.stream = body.token_ids, None
-        asked, changed = openai.complete_request(body.sampling_params, self._distribution(episode))
-        return await self._answered(request, episode, raw, asked, changed, body.sampling_params, "generated")
-
-    def _distribution(self, episode: Episode) -> openai.Sampling:
-        return (self._rule, *self._sampling.get(episode, (1.0, 1.0)))
-
-    async def _answered(self, request: web.Request, episode: Episode, raw: bytes, asked: Request, changed: bool,
-                        body: openai.Body, shape: str) -> web.StreamResponse:
+        make = openai.chat_request if shape == "chat" else openai.complete_request
+        asked, changed = make(body, self._distribution(episode))
         episode.counts["overridden"] += changed
         answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
         stream = Stream(request, answers, shape) if body.stream else None
@@ -225,6 +201,9 @@ class Door:
             await response.write_eof()
         given.delivered()
         return response
+
+    def _distribution(self, episode: Episode) -> openai.Sampling:
+        return (self._rule, *self._sampling.get(episode, (1.0, 1.0)))
 
     async def _played(self, request: web.Request, episode: Episode, raw: bytes, asked: Request,
                       stream: Stream | None) -> Delivery:
@@ -284,12 +263,14 @@ class Door:
     # -- episodes of clients -----
 
     async def _claim(self, request: web.Request) -> web.Response:
-        desk = self._need_the_runs(request)
+        if not self._is_the_runs(request):
+            raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
         body: ClaimBody = openai.read(await request.read() or b"{}", ClaimBody)
         if not 1 <= body.n <= MOST_CLAIMS or not 0 <= body.wait_s <= LONGEST_WAIT_S:
             rule = f"1 to {MOST_CLAIMS} episodes, at most {LONGEST_WAIT_S:g} s"
             raise CallRefused("invalid", f"n = {body.n}, wait_s = {body.wait_s:g}: {rule}", "n")
-        return answer_of(await desk.claim(body))
+        assert self._desk is not None
+        return answer_of(await self._desk.claim(body))
 
     async def _end(self, request: web.Request) -> web.Response:
         desk = self._owner(request)

@@ -66,8 +66,6 @@ class CompleteRequest(msgspec.Struct, tag="complete"):
 
 
 class RewardRequest(msgspec.Struct, tag="reward"):
-    """A reward for one turn, by its call number."""
-
     turn: int
     value: float
 
@@ -118,16 +116,6 @@ class Reply(dict[str, Any]):
     completion_tokens: int = 0
 
 
-class Completion(msgspec.Struct):
-    """What follows a text or ids: `text` without its end."""
-
-    text: str
-    ids: list[int]
-    finish_reason: str
-    turn: int
-    version: int
-
-
 class Llm:
     """The model of the run, for one episode. `task` is the line of the data, `uid` the number of the sample; `version`
     that of the newest answer."""
@@ -150,11 +138,10 @@ class Llm:
 
     async def complete(self, prompt: str | Sequence[int], n: int = 1, max_tokens: int = 0,
                        stop: Sequence[str] = ()) -> Any:
-        """What follows a text or token ids, a `Completion`; with `n` above 1 a list of them."""
+        """What follows a text or token ids, a `Choice`; with `n` above 1 a list of them."""
         given = _text(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
         found = await self._choices(CompleteRequest(given, n, max_tokens, self._trained, list(stop)))
-        made = [Completion(one.text, one.ids, one.finish_reason, one.turn, one.version) for one in found]
-        return made if n > 1 else made[0]
+        return found if n > 1 else found[0]
 
     async def reward(self, value: float, turn: int | None = None) -> None:
         """A reward for the newest turn, or for the one of that number, which a `Reply` has; several are added."""
@@ -239,7 +226,7 @@ async def play(function: Callable[..., Any], task: dict[str, Any], llm: Llm, thr
             result = await function(task, llm)
         return Ended("returned", *settle(result))
     except Failed as failed:
-        return _judged(failed)
+        return judged("failed", failed.reward, str(failed))
     except Again as problem:
         return Ended("again", text=str(problem)[:TEXT_LIMIT])
     except CallRefused as refused:
@@ -259,9 +246,10 @@ def blocking(function: Callable[..., Any]) -> bool:
     return not awaits
 
 
-def _judged(failed: Failed) -> Ended:
+def judged(how: How, reward: Any, why: str = "") -> Ended:
+    """An end with this reward; malformed if it is none."""
     try:
-        return Ended("failed", *settle(failed.reward), str(failed)[:TEXT_LIMIT])
+        return Ended(how, *settle(reward), why[:TEXT_LIMIT])
     except MalformedReward as problem:
         return Ended("malformed", text=str(problem)[:TEXT_LIMIT])
 
@@ -271,15 +259,10 @@ class Blocking:
 
     def __init__(self, llm: Llm, loop: asyncio.AbstractEventLoop) -> None:
         self._llm, self._loop = llm, loop
-        self.task, self.uid = llm.task, llm.uid
 
-    @property
-    def version(self) -> int:
-        return self._llm.version
-
-    @property
-    def openai(self) -> dict[str, str]:
-        return self._llm.openai
+    def __getattr__(self, name: str) -> Any:
+        """`task`, `uid`, `version` and `openai`."""
+        return getattr(self._llm, name)
 
     def chat(self, *given: Any, **named: Any) -> Any:
         return self._wait(self._llm.chat(*given, **named))

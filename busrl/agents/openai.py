@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -27,7 +27,6 @@ from busrl.errors import CallRefused
 MOST_STOPS, LONGEST_STOP = 16, 256
 Given = Mapping[int, Mapping[str, str]]  # by choice: what a stream has brought of the parts of its message
 Sampling = tuple[str, float, float]  # a rule of agents.sampling, temperature and top-p of the sample
-T = TypeVar("T", bound="Body")
 
 
 class Body(msgspec.Struct):
@@ -93,6 +92,10 @@ class GenerateBody(msgspec.Struct):
     sampling_params: CompletionBody = msgspec.field(default_factory=CompletionBody)
     model: str = ""
 
+    def completion(self) -> CompletionBody:
+        """As a body of the other routes; it is not streamed."""
+        return msgspec.structs.replace(self.sampling_params, prompt=self.token_ids, stream=None)
+
 
 class TokenizeBody(msgspec.Struct):
     """`POST /tokenize`: a prompt, or messages."""
@@ -139,8 +142,7 @@ def chat_request(body: ChatBody, sampling: Sampling) -> tuple[ChatRequest, bool]
         raise CallRefused("unsupported", "top_logprobs: only 0: engines keep the drawn token's alone", "top_logprobs")
     changed = _sampling(body, sampling)
     tools = msgspec.Raw(b"null") if choice == "none" else body.tools
-    around = tools, body.chat_template_kwargs
-    return ChatRequest(body.messages, *around, _count(body), _wanted(body), stop=_stops(body)), changed
+    return ChatRequest(body.messages, tools, body.chat_template_kwargs, **_common(body)), changed
 
 
 def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[CompleteRequest, bool]:
@@ -149,7 +151,7 @@ def complete_request(body: CompletionBody, sampling: Sampling) -> tuple[Complete
         if getattr(body, name) not in (None, False, "", 1):
             raise CallRefused("unsupported", f"{name} is not supported", name)
     changed = _sampling(body, sampling)
-    return CompleteRequest(_prompt(body.prompt), _count(body), _wanted(body), stop=_stops(body)), changed
+    return CompleteRequest(_prompt(body.prompt), **_common(body)), changed
 
 
 def wants_numbers(body: Body) -> bool:
@@ -171,24 +173,15 @@ def _prompt(given: Any) -> str | list[int]:
     raise CallRefused("invalid", "prompt: must be a text or a list of token ids", "prompt")
 
 
-def _count(body: Body) -> int:
-    return 1 if body.n is None else body.n
-
-
-def _wanted(body: Body) -> int:
+def _common(body: Body) -> dict[str, Any]:
+    """What requests of both kinds have."""
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if wanted is None:
-        return 0
-    if wanted < 1:
+    if wanted is not None and wanted < 1:
         raise CallRefused("invalid", f"max_tokens = {wanted}: must be at least 1", "max_tokens")
-    return wanted
-
-
-def _stops(body: Body) -> list[str]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MOST_STOPS or any(not 1 <= len(one) <= LONGEST_STOP for one in stops):
         raise CallRefused("invalid", f"stop: at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop")
-    return stops
+    return {"n": 1 if body.n is None else body.n, "max_tokens": wanted or 0, "stop": stops}
 
 
 def _sampling(body: Body, sampling: Sampling) -> bool:

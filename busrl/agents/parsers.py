@@ -122,6 +122,12 @@ def _after_space(text: str, place: int) -> int:
     return match.end() if match else place
 
 
+def _of_types(name: str, found: dict[str, str], tools: Tools) -> tuple[str, str] | None:
+    """A call whose arguments were written without quotes: texts where the tool wants such, else JSON where it is."""
+    types = _types(tools, name)
+    return _made(name, {key: one if types.get(key) == "string" else _json_or_text(one) for key, one in found.items()})
+
+
 def _types(tools: Tools, name: str) -> Mapping[str, Any]:
     """The types that a tool declares for its parameters."""
     for tool in tools:
@@ -134,10 +140,7 @@ def _types(tools: Tools, name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _typed(text: str, declared: object) -> Any:
-    """A value that was written without quotes: a text where the tool wants one, else as JSON where it is such."""
-    if declared == "string":
-        return text
+def _json_or_text(text: str) -> Any:
     try:
         return _decoder.decode(text)
     except (ValueError, RecursionError):
@@ -163,9 +166,7 @@ def qwen_xml(text: str, tools: Tools) -> Parsed:
         found = _parameters(match.group(2)) if match else None
         if match is None or found is None:
             return None
-        name = match.group(1).strip()
-        types = _types(tools, name)
-        return _made(name, {key: _typed(value, types.get(key)) for key, value in found.items()})
+        return _of_types(match.group(1).strip(), found, tools)
 
     return _blocks(text, read)
 
@@ -189,8 +190,7 @@ def glm(text: str, tools: Tools) -> Parsed:
         name, found = name.strip(), _arguments(mark + rest)
         if not name or re.search(r"[\s<>{}]", name) or found is None:
             return None
-        types = _types(tools, name)
-        return _made(name, {key: _typed(value, types.get(key)) for key, value in found.items()})
+        return _of_types(name, found, tools)
 
     return _blocks(text, read)
 
@@ -342,10 +342,7 @@ class MessageMaker:
         """The message of call `number` of an episode, and how many calls in it could not be read. `text`: what was
         sampled, without its end; `prompt`: at least the last words before it."""
         reasoning, rest = split_reasoning(text, prompt) if self.reasoning == "split" else (None, text)
-        try:
-            parsed = self.parse(rest, tools) if tools else Parsed(rest)
-        except (ValueError, RecursionError):  # JSON that can be read but not written, for its depth
-            parsed = Parsed(rest, [], 1)
+        parsed = self.parse(rest, tools) if tools else Parsed(rest)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
         if reasoning is not None:
             message["reasoning_content"] = reasoning

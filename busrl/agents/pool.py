@@ -1,15 +1,17 @@
-"""Episodes in child processes, which may raise, hang, crash or be killed: the children, and what becomes of episodes.
+"""Episodes in processes of their own, which may raise, hang, crash or be killed: what becomes of them.
 
-Talks to the operating system, to its children (`busrl.agents.child`) and, for requests, to the `Episode`. Knows nothing
-of slots, fates or engines.
+Talks to the operating system, to the children in which functions run (`busrl.agents.child`) and, for requests, to the
+`Episode`. Or starts a program for each episode, any OpenAI client: OPENAI_BASE_URL and OPENAI_API_KEY lead it to its
+episode, BUSRL_TASK names a file with the line of the data. Knows nothing of slots, fates, engines or HTTP.
 
 - An episode that is played ends once, with the tree of the attempt that ended: each attempt has a tree of its own.
 - A child that dies costs its episodes a new attempt, each alone in a child of its own; who is alone with a dying child
   twice has crashed.
 - An episode that takes longer than `episode_s` of its own time is cancelled; if it does not end then, its child is
   killed, and the others in it begin again.
-- A child leads a session of its own; killing takes its process group, and with it what user code has started. It ends
-  with this process, also where this is killed.
+- A process leads a session of its own; killing takes its process group, and with it what user code has started. It
+  ends with this process, also where this is killed.
+- The last line of a program is JSON with its `reward`; it has raised if that is none, or its exit status is not 0.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,14 +34,15 @@ import msgspec
 from busrl import pipes
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
-from busrl.agents.llm import Ended, Refusal
+from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
 from busrl.guardian import MARK, end_marked, own_mark
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
 END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
-SILENT_S = 4.0
+SILENT_S, LOOK_S = 4.0, 0.02
+NO_END = "no end after {:g} s of its own time (agents.episode_s)"
 LINE_BYTES = 256 << 20
 MOST_ALONE = 4  # children for one episode each, at the same time
 MAX_AGAIN, MAX_DEATHS, MAX_STARTS = 3, 2, 3
@@ -58,6 +64,31 @@ class Played:
     ended: Ended
     episode: Episode
     attempts: int
+
+
+def kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+async def ended_in_time(episode: Episode, episode_s: float, *ends: asyncio.Future[Any]) -> bool:
+    """Wait for the first of these ends; False if the own time of the episode was over before."""
+    while not any(one.done() for one in ends):
+        left = episode_s - episode.own_s()
+        if left <= 0:
+            return False
+        await asyncio.wait(ends, timeout=max(LOOK_S, left), return_when=asyncio.FIRST_COMPLETED)
+    return True
+
+
+def bounded(ended: Ended, again: int) -> Ended:
+    """How an episode ended that wanted to begin again so many times: too often is as if it had raised."""
+    if ended.how == "again" and again == MAX_AGAIN:
+        return Ended("raised", text=f"it wanted to begin again {again} times; {ended.text}")
+    return ended
+
+
+# -- functions, in children -------------------------------
 
 
 class Child:
@@ -119,12 +150,9 @@ class Child:
         episode.gone_wrong = lambda problem: None if over.done() else over.set_exception(problem)
         self._send(Begin(key, msgspec.Raw(task), episode.uid, episode.openai))
         try:
-            while not over.done():
-                left = episode_s - episode.own_s()
-                if left <= 0:
-                    return await self._overdue(key, over, episode_s)
-                await asyncio.wait({over}, timeout=max(0.02, left))
-            return over.result()
+            if await ended_in_time(episode, episode_s, over):
+                return over.result()
+            return await self._overdue(key, over, episode_s)
         finally:
             if self._episodes.pop(key, None):  # it goes on: the caller was cancelled, or an engine failed
                 self._send(Cancel(key))
@@ -139,8 +167,7 @@ class Child:
             self.kill()
         elif (problem := over.exception()) is not None and not isinstance(problem, ChildLost):
             raise problem
-        said = f"no end after {episode_s:g} s of its own time (agents.episode_s)"
-        return Ended("hung", text=f"{said}; {why}" if why else said)
+        return Ended("hung", text="; ".join(filter(None, [NO_END.format(episode_s), why])))
 
     async def close(self) -> None:
         """Let it end by itself where it has nothing to do, or end it."""
@@ -156,8 +183,7 @@ class Child:
         if not self._ended:
             self._ended = True
             asyncio.get_running_loop().remove_reader(self._pidfd)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             self._swept = asyncio.get_running_loop().run_in_executor(None, end_marked, self._mark)
 
     def _send(self, frame: ToChild) -> None:
@@ -194,8 +220,11 @@ class Child:
         self._heard = time.monotonic()
         if isinstance(frame, Beat):
             self.stood_s, self.where = frame.stood_s, frame.where
-        elif isinstance(frame, Ready):
-            self._loaded(frame.error)
+        elif isinstance(frame, Ready) and not self._ready.done():
+            if frame.error:
+                self._ready.set_exception(AgentNotLoaded(frame.error))
+            else:
+                self._ready.set_result(None)
         elif isinstance(frame, Over):
             _, over = self._episodes.pop(frame.key, (None, None))
             if over is not None and not over.done():
@@ -204,14 +233,6 @@ class Child:
             task = asyncio.ensure_future(self._answer(frame))
             self._work.add(task)
             task.add_done_callback(self._work.discard)
-
-    def _loaded(self, error: str) -> None:
-        if self._ready.done():
-            return
-        if error:
-            self._ready.set_exception(AgentNotLoaded(error))
-        else:
-            self._ready.set_result(None)
 
     async def _answer(self, asked: Asked) -> None:
         """Every request is answered, so that no code waits for ever: where the episode is over, with that."""
@@ -276,9 +297,8 @@ class Children:
                 finally:
                     episode.close()
             again += ended.how == "again"
-            if ended.how != "again" or again == MAX_AGAIN:
-                if ended.how == "again":
-                    ended = Ended("raised", text=f"it wanted to begin again {again} times; {ended.text}")
+            ended = bounded(ended, again)
+            if ended.how != "again":
                 return Played(ended, episode, attempts)
 
     async def close(self) -> None:
@@ -322,3 +342,117 @@ class Children:
                 lost = problem
         raise AgentNotLoaded(f"function = {self._setup.function!r}: its process ended before it was ready, "
                              f"{MAX_STARTS} times in a row ({lost}); see its log")
+
+
+# -- programs ---------------------------------------------
+
+
+OUTPUT_BYTES = 1 << 20
+# Becomes the program, which then ends with this process (PR_SET_PDEATHSIG = 1 stays over exec). No import of busrl: an
+# interpreter's start is paid for each episode.
+LAUNCHER = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]): os._exit(1)
+try: os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as problem: sys.exit(f"{sys.argv[2]}: {problem}")
+"""
+
+
+class Verdict(msgspec.Struct):
+    """The last line of a program."""
+
+    reward: float | dict[str, float] | None = None
+    failed: bool = False
+    again: bool = False
+    why: str = ""
+
+
+class Programs:
+    """The programs of an agent process; as many run as episodes are played."""
+
+    def __init__(self, command: Sequence[str], base_dir: str, run_dir: Path, episode_s: float) -> None:
+        self._command = [part.replace("{here}", base_dir).replace("{run_dir}", str(run_dir)) for part in command]
+        self._base_dir, self._episode_s = base_dir, episode_s
+
+    async def play(self, begin: Callable[[], Episode], task: bytes) -> Played:
+        """Run a program to its end, again where it asks for that."""
+        attempts = 0
+        while True:
+            attempts += 1
+            episode = begin()
+            try:
+                ended = await self._played(episode, task)
+            finally:
+                episode.close()
+            ended = bounded(ended, attempts)
+            if ended.how != "again":
+                return Played(ended, episode, attempts)
+
+    async def close(self) -> None:
+        """Those that run were cancelled with their episodes."""
+
+    async def _played(self, episode: Episode, task: bytes) -> Ended:
+        wrong: asyncio.Future[CallUnanswered] = asyncio.get_running_loop().create_future()
+        episode.gone_wrong = lambda problem: None if wrong.done() else wrong.set_result(problem)
+        mark = own_mark()
+        with tempfile.NamedTemporaryFile(prefix="busrl-task-", suffix=".json") as file:
+            file.write(task)
+            file.flush()
+            names = {"OPENAI_BASE_URL": episode.openai["base_url"], "OPENAI_API_KEY": episode.openai["api_key"],
+                     "BUSRL_TASK": file.name, MARK: mark}
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *self._command, cwd=self._base_dir,
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+                env={**os.environ, **names},
+            )
+            output = asyncio.ensure_future(_tail(process))
+            try:
+                return await self._ended(episode, process, output, wrong)
+            finally:
+                if process.returncode is None:
+                    kill_group(process.pid)
+                output.cancel()
+                await process.wait()
+                await asyncio.to_thread(end_marked, mark)  # what it started in sessions of their own
+
+    async def _ended(self, episode: Episode, process: asyncio.subprocess.Process, output: asyncio.Future[bytes],
+                     wrong: asyncio.Future[CallUnanswered]) -> Ended:
+        over = asyncio.ensure_future(process.wait())
+        try:
+            if not await ended_in_time(episode, self._episode_s, over, wrong):
+                return Ended("hung", text=NO_END.format(self._episode_s))
+            if wrong.done():
+                raise wrong.result()
+        finally:
+            over.cancel()
+        kill_group(process.pid)  # what it left behind may hold its output open
+        return verdict_of(process.returncode or 0, await output)
+
+
+def verdict_of(status: int, output: bytes) -> Ended:
+    """How a program ended, by its exit status and the last of what it wrote."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else b""
+    said = last[:TEXT_LIMIT].decode(errors="replace")
+    if status:
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return Ended("raised", text=f"its program ended with {how}; its last line: {said or 'none'}")
+    try:
+        found = msgspec.json.decode(last, type=Verdict)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        return Ended("malformed", text=f'its last line must be JSON, {{"reward": 1.0}}: {problem}; it was: {said}')
+    why = found.why[:TEXT_LIMIT]
+    if found.again:
+        return Ended("again", text=why)
+    if found.reward is None:
+        return Ended("used_up" if found.failed else "malformed", text=why or f"no reward in its last line: {said}")
+    return judged("failed" if found.failed else "returned", found.reward, why)
+
+
+async def _tail(process: asyncio.subprocess.Process) -> bytes:
+    """The last of what it writes to its standard output."""
+    assert process.stdout is not None
+    kept = b""
+    while part := await process.stdout.read(1 << 16):
+        kept = (kept + part)[-OUTPUT_BYTES:]
+    return kept

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,19 +33,9 @@ from busrl.data.prompts import Prompt
 from busrl.errors import CallRefused, DataError
 
 How = Literal["extend", "splice", "fresh", "begin"]
-LETTERS = "abcdefghijklmnop"
+LETTERS = "abcdefghijklmnop"  # a word holds a number with these as digits
+AS_LETTERS, AS_DIGITS = str.maketrans("0123456789abcdef", LETTERS), str.maketrans(LETTERS, "0123456789abcdef")
 CACHED = 1024
-
-
-class Text(Protocol):
-    """What is needed of a model folder: `busrl.data.chat.LightTokenizer` has it."""
-
-    def text(self, prompt: Prompt, generation: bool = True) -> str: ...
-    def ids(self, prompt: Prompt) -> list[int]: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def special_ids(self) -> dict[str, int]: ...
-    def vocabulary(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class Marks:
         def word(match: re.Match[str]) -> str:
             nonlocal found
             found += 1
-            return self._word_of(self._number[match.group()])
+            return self.base + f"{self._number[match.group()]:x}".translate(AS_LETTERS) + "z"
 
         def walk(one: Any) -> Any:
             if isinstance(one, str):
@@ -118,18 +108,8 @@ class Marks:
     def pieces(self, text: str) -> list[Piece]:
         """A rendering of masked messages as the true text, in pieces."""
         parts = self._word.split(text)
-        return [(self._special[_number_of(one)] if place % 2 else one, bool(place % 2))
+        return [(self._special[int(one.translate(AS_DIGITS), 16)] if place % 2 else one, bool(place % 2))
                 for place, one in enumerate(parts) if one]
-
-    def _word_of(self, number: int) -> str:
-        return self.base + "".join(LETTERS[int(digit, 16)] for digit in f"{number:x}") + "z"
-
-
-def _number_of(word: str) -> int:
-    number = 0
-    for letter in word:
-        number = number * 16 + LETTERS.index(letter)
-    return number
 
 
 def behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
@@ -142,20 +122,17 @@ def behind(pieces: Sequence[Piece], length: int) -> list[Piece]:
     return found
 
 
-# -- the renderer -----------------------------------------
-
-
 class Renderer:
     """The prompts of calls, for the template and tokenizer of one model folder.
 
-    `end_ids`: those that end a turn of the model. `vocabulary`: one more than the highest id.
-    `history` = "template" never extends: the model sees what the
-    template makes of the history, and each turn that it rewrites costs a sequence. `counts`: calls by `How`;
-    special tokens of contents that were encoded as text (`neutralised`), and renderings with some that could not be
-    (`injected`).
+    `end_ids`: those that end a turn of the model. `vocabulary`: one more than the highest id. `history` = "template"
+    never extends: the model sees what the template makes of the history, and each turn that it rewrites costs a
+    sequence. `counts`: calls by `How`; special tokens of contents that were encoded as text (`neutralised`), and
+    renderings with some that could not be (`injected`).
     """
 
-    def __init__(self, text: Text, end_ids: frozenset[int], history: Literal["extend", "template"] = "extend") -> None:
+    def __init__(self, text: LightTokenizer, end_ids: frozenset[int],
+                 history: Literal["extend", "template"] = "extend") -> None:
         self._text, self.end_ids, self.history = text, end_ids, history
         self._special, self.vocabulary = text.special_ids(), text.vocabulary()
         self._marks = Marks([*self._special])
@@ -165,33 +142,34 @@ class Renderer:
         self.turn_end = self._turn_end()
         self._anchor = self.turn_end if len(text.encode(self.turn_end)) == 1 else ""
         self.probes = [self._probe(kind) for kind in KINDS]
-        self._never = {kind.shape for kind, probe in zip(KINDS, self.probes) if probe.wrong}
+        self._never = {shape_of(kind.turn) for kind, probe in zip(KINDS, self.probes) if probe.wrong}
 
-    def prompt(self, tree: Tree, history: History, tools: Any = None, arguments: Mapping[str, Any] | None = None,
-               ) -> Prompted:
+    def prompt(self, tree: Tree, history: History, tools: Sequence[Any] | None = None,
+               arguments: Mapping[str, Any] | None = None) -> Prompted:
         """What the call of a request reads; CallRefused where the template refuses its messages."""
         try:
-            return self._prompt(tree, history, tools, dict(arguments or {}))
+            return self._prompt(tree, history, list(tools or ()), dict(arguments or {}))
         except RecursionError:
             raise CallRefused("invalid", "a message is nested too deeply", "messages") from None
         except UnicodeError as problem:
             raise CallRefused("invalid", f"a message holds half of a character: {problem}", "messages") from None
 
-    def _prompt(self, tree: Tree, history: History, tools: Any, arguments: dict[str, Any]) -> Prompted:
+    def _prompt(self, tree: Tree, history: History, tools: list[Any], arguments: dict[str, Any]) -> Prompted:
         parent, count = tree.match(history)
         if parent is not None and self.history == "extend":
             turn, *tail = map(for_template, history.messages(count - 1))
-            suffix = self._suffix(parent, turn, tail, arguments)
-            if suffix:
-                self.counts["extend"] += 1
-                return Prompted(parent, self._ids(suffix), _joined(suffix), "extend")
-        whole = [for_template(one) for one in history.messages()]
-        return self._whole(tree, whole, list(tools or []), arguments)
+            if shape_of(turn) not in self._never:
+                suffix = self._told_apart(lambda given: self.suffix(turn, given, arguments, parent.end_text), tail)
+                if suffix:
+                    self.counts["extend"] += 1
+                    return Prompted(parent, self._ids(suffix), _joined(suffix), "extend")
+        return self._whole(tree, [for_template(one) for one in history.messages()], tools, arguments)
 
-    def render(self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any], generation: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: dict[str, Any],
+               generation: bool) -> str:
         """What the template writes; CallRefused says why it refuses."""
         try:
-            prompt: Prompt = {"messages": list(messages), "tools": list(tools or []), "arguments": dict(arguments)}
+            prompt: Prompt = {"messages": list(messages), "tools": list(tools or ()), "arguments": arguments}
             text = self._text.text(prompt, generation)
         except DataError as problem:
             raise CallRefused("invalid", str(problem), "messages") from None
@@ -214,23 +192,11 @@ class Renderer:
 
     # -- extend -----
 
-    def _suffix(
-        self, parent: Turn, turn: Message, tail: list[Message], arguments: dict[str, Any]
-    ) -> list[Piece] | None:
-        """What stands between the end of the parent and the start of the next answer."""
-        if shape_of(turn) in self._never:
-            return None
-
-        def between(given: Any) -> str | None:
-            return self.suffix(turn, given, arguments, parent.end_text)
-
-        return self._told_apart(between, tail)
-
-    def suffix(self, turn: Message, tail: Sequence[Message], arguments: Mapping[str, Any], end: str) -> str | None:
+    def suffix(self, turn: Message, tail: Sequence[Message], arguments: dict[str, Any], end: str) -> str | None:
         """What the template writes from the end of an assistant's `turn` up to the answer after `tail`, found without
         what came before the turn and without its text; None where it cannot be told. `end`: the text of the id that
         ended the turn, "" where a limit cut it, which then gets the template's own end."""
-        closing = self._closing(turn, arguments)
+        closing = self._closings(msgspec.json.encode([turn.get("tool_calls"), arguments]))
         if closing is None:
             return None
         closed, gap = closing
@@ -243,11 +209,9 @@ class Renderer:
         found = ("" if end else self.turn_end) + gap + full[len(closed):]
         return found.removeprefix(end)
 
-    def _closing(self, turn: Message, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-        """What is rendered after a stand-in for the text of `turn`, and what of it stands behind the turn's end."""
-        return self._closings(msgspec.json.encode([turn.get("tool_calls"), arguments]))
-
     def _closing_of(self, key: bytes) -> tuple[str, str] | None:
+        """What is rendered after a stand-in for the text of a turn with these calls and arguments of the template, and
+        what of it stands behind the turn's end."""
         calls, arguments = msgspec.json.decode(key)
         turn = {"role": "assistant", "tool_calls": calls} if calls else {"role": "assistant"}
         try:
@@ -266,7 +230,7 @@ class Renderer:
         """What follows the end of a turn."""
         return closed.rpartition(self.turn_end)[2] if self._ends_in(closed) else closed
 
-    def _after_turn(self, messages: Sequence[Message], arguments: Mapping[str, Any], generation: bool) -> str:
+    def _after_turn(self, messages: Sequence[Message], arguments: dict[str, Any], generation: bool) -> str:
         """What is rendered behind the stand-in; all of it where the template leaves out the text beside calls."""
         _, shown, after = (text := self.render(messages, None, arguments, generation)).rpartition(self._stand_in)
         if not shown and not messages[1].get("tool_calls"):
@@ -290,10 +254,7 @@ class Renderer:
     # -- splice and fresh -----
 
     def _whole(self, tree: Tree, messages: list[Message], tools: list[Any], arguments: dict[str, Any]) -> Prompted:
-        def everything(given: Any) -> str:
-            return self.render(given[0], given[1], arguments, True)
-
-        pieces = self._told_apart(everything, [messages, tools])
+        pieces = self._told_apart(lambda given: self.render(given[0], given[1], arguments, True), [messages, tools])
         assert pieces is not None
         text = _joined(pieces)
         turn, length = self._spliced(tree.roots, text)
@@ -320,7 +281,7 @@ class Renderer:
     def _part(self, turn: Turn) -> str:
         asked = turn.asked
         if asked.text is None:
-            asked.text = self._text.decode(asked.path.part(asked.read_from, asked.begin).tolist())
+            asked.text = self._text.decode(asked.new.tolist())
         said = self._text.decode(turn.ids.tolist()) if turn.stopped else turn.text
         return asked.text + said + turn.end_text
 
@@ -394,10 +355,6 @@ class Kind:
     turn: Message
     after: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, bool]:
-        return shape_of(self.turn)
 
 
 def shape_of(turn: Mapping[str, Any]) -> tuple[int, bool]:

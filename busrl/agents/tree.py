@@ -9,14 +9,14 @@ is all of them from the root. Talks to nothing; knows nothing of tokenizers, tem
 - A turn that was neither delivered nor continued is left out, and counted.
 - A request continues the newest turn whose messages are the longest proper beginning of its own, under the same tools
   and arguments of the template. Each spelling of a message is made canonical once.
-- Paths share memory while they grow; a call costs its new ids, not those of its history.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,29 +107,26 @@ class Index:
 
     def __init__(self) -> None:
         self._spelt: dict[bytes, int] = {}  # a message as it came -> number of its canonical form
-        self._forms: dict[bytes, int] = {}
-        self._next: dict[tuple[int, int], int] = {}  # a beginning and the next message -> the longer beginning
+        self._forms: defaultdict[bytes, int] = defaultdict(itertools.count().__next__)
+        # a beginning and the next message -> the longer beginning
+        self._next: defaultdict[tuple[int, int], int] = defaultdict(itertools.count(1).__next__)
         self._last: list[tuple[bytes, int]] = []  # of the last request: most requests repeat it and add something
 
     def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> History:
         """All of them as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
-        last, here, state = self._last, [], self.step(self.step(0, self._around(tools)), self._around(arguments))
+        last, here, state = self._last, [], self._next[self._next[0, self._around(tools)], self._around(arguments)]
         states = [state]
         for place, message in enumerate(messages):
             raw = _raw(message)
             known = place < len(last) and last[place][0] == raw
             here.append(last[place] if known else (raw, self._form_of(raw)))
-            state = self.step(state, here[-1][1])
+            state = self._next[state, here[-1][1]]
             states.append(state)
         self._last = here
         return History(tuple(raw for raw, _ in here), tuple(states))
 
     def add(self, state: int, message: Message) -> int:
-        """The beginning that is `message` longer."""
-        return self.step(state, self._form_of(_raw(message)))
-
-    def step(self, state: int, number: int) -> int:
-        return self._next.setdefault((state, number), len(self._next) + 1)
+        return self._next[state, self._form_of(_raw(message))]
 
     def _around(self, value: Any) -> int:
         """The number of what stands around messages; keys in any order."""
@@ -137,7 +134,7 @@ class Index:
         number = self._spelt.get(raw)
         if number is None:
             form = json.dumps(msgspec.json.decode(raw[1:]) or None, sort_keys=True).encode() if raw else b"null"
-            number = self._spelt[raw] = self._number_of(form)
+            number = self._spelt[raw] = self._forms[form]
         return number
 
     def _form_of(self, raw: bytes) -> int:
@@ -149,11 +146,8 @@ class Index:
                 raise CallRefused("invalid", f"a message is no JSON: {problem}", "messages") from None
             if not isinstance(message, dict):
                 raise CallRefused("invalid", f"a message is a {type(message).__name__}: must be an object", "messages")
-            number = self._spelt[raw] = self._number_of(canonical(message))
+            number = self._spelt[raw] = self._forms[canonical(message)]
         return number
-
-    def _number_of(self, form: bytes) -> int:
-        return self._forms.setdefault(form, len(self._forms))
 
 
 def _raw(value: Any) -> bytes:
@@ -165,42 +159,6 @@ def _raw(value: Any) -> bytes:
         raise CallRefused("invalid", f"a message or tool can not be written as JSON: {problem}", "messages") from None
 
 
-# -- turns ------------------------------------------------
-
-
-class Path:
-    """The ids of a path in a buffer that grows at its end. Who begins with the same ids shares it, as long as nobody
-    else has gone on from there."""
-
-    __slots__ = ("_ids", "_used")
-
-    def __init__(self) -> None:
-        self._ids, self._used = np.empty(0, np.int32), 0
-
-    def extend(self, length: int, more: Ids) -> Path:
-        """The path that has `more` behind the first `length` ids: this one, or a copy where those are taken."""
-        path = self
-        if path._used != length:
-            path = Path()
-            path._ids = self._ids[:length]
-        path._reserve(length, length + len(more))
-        path._ids[length : length + len(more)] = more
-        path._used = length + len(more)
-        return path
-
-    def part(self, begin: int, end: int) -> Ids:
-        """A read-only view."""
-        view = self._ids[begin:end]
-        view.flags.writeable = False
-        return view
-
-    def _reserve(self, used: int, needed: int) -> None:
-        if needed > len(self._ids) or not self._ids.flags.owndata:
-            grown = np.empty(max(256, needed + needed // 2), np.int32)
-            grown[:used] = self._ids[:used]
-            self._ids = grown
-
-
 @dataclass(eq=False)
 class OpenCall:
     """A call under way: `prompt` is all that the engine is given, `room` how many ids it may sample, `stream` names
@@ -208,7 +166,7 @@ class OpenCall:
 
     number: int
     parent: Turn | None
-    path: Path
+    new: Ids  # what it reads behind the parent
     begin: int  # how long the prompt is
     room: int
     stream: int
@@ -218,22 +176,16 @@ class OpenCall:
     hash: Any
 
     @property
-    def read_from(self) -> int:
-        """Where its new ids begin in the path."""
-        return self.parent.end if self.parent else 0
-
-    @property
     def prompt(self) -> Ids:
-        return self.path.part(0, self.begin)
+        return np.concatenate([self.parent.path_ids, self.new]) if self.parent else self.new
 
 
 @dataclass(eq=False)
 class Turn:
-    """A call that was answered. In its path its sampled ids stand from `begin` to `end`, what it had to read from
-    `read_from` to `begin`."""
+    """A call that was answered: `ids` are those that it sampled. In its path they stand from `begin` to `end`."""
 
     asked: OpenCall
-    end: int
+    ids: Ids
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.uint32]
     finish: int
@@ -263,14 +215,12 @@ class Turn:
         return self.asked.begin
 
     @property
-    def ids(self) -> Ids:
-        """What it sampled."""
-        return self.asked.path.part(self.begin, self.end)
+    def end(self) -> int:
+        return self.asked.begin + len(self.ids)
 
     @property
     def path_ids(self) -> Ids:
-        """All ids up to its end."""
-        return self.asked.path.part(0, self.end)
+        return np.concatenate([part for one in self.chain() for part in (one.asked.new, one.ids)])
 
     @property
     def kept(self) -> bool:
@@ -285,8 +235,6 @@ class Turn:
             one = one.parent
         return found[::-1]
 
-
-# -- the tree ---------------------------------------------
 
 UNLIMITED = 1 << 30
 
@@ -378,7 +326,16 @@ class Tree:
 
     def used_up(self, parent: Turn | None, new: int) -> CallRefused:
         """Why there is no room for a call."""
-        return CallRefused("context_length_exceeded", self._why((parent.end if parent else 0) + new), "messages")
+        limits, begin = self.limits, (parent.end if parent else 0) + new
+        if begin >= limits.context:
+            why = (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
+                   "(agents.context)")
+        else:
+            used = (("turns", self._asked, limits.turns), ("sequences", self._sequences, limits.sequences),
+                    ("sampled", self._sampled, limits.sampled), ("tokens", self._tokens, limits.tokens))
+            stated = ", ".join(f"agents.{key} {have} of {most}" for key, have, most in used if most < UNLIMITED)
+            why = f"This episode's maximum context length is used up, calls under way included: {stated}"
+        return CallRefused("context_length_exceeded", why, "messages")
 
     def ask(self, parent: Turn | None, new: Ids | Sequence[int], wanted: int, history: History | None = None,
             text: str | None = None, trained: bool = True) -> OpenCall:
@@ -392,29 +349,27 @@ class Tree:
         self._tokens, self._sequences = self._tokens + more + room, self._sequences + sequences
         self._sampled, self._asked, self.open = self._sampled + room, self._asked + 1, self.open + 1
         self._calls += 1
-        path = (parent.asked.path if parent else Path()).extend(parent.end if parent else 0, np.asarray(new, np.int32))
+        read = np.array(new, np.int32)
         hashed = parent.asked.hash.copy() if parent else hashlib.blake2b(digest_size=8)
-        hashed.update(path.part(parent.end if parent else 0, begin).data)
+        hashed.update(read.data)
         if parent:
             parent.open, parent.continued = parent.open + 1, True
         stream = self._stream(hashed.digest())
-        return OpenCall(self._calls - 1, parent, path, begin, room, stream, trained, history, text, hashed)
+        return OpenCall(self._calls - 1, parent, read, begin, room, stream, trained, history, text, hashed)
 
     def answer(self, asked: OpenCall, ids: Ids | Sequence[int], logprobs: Iterable[float], versions: Iterable[int],
                finish: int, message: Message, text: str = "", end_text: str = "", waited_ms: int = 0,
                generated_ms: int = 0, step: int = 0) -> Turn:
         """The turn that ends a call with the ids, log-probabilities and versions that the engine drew."""
-        drawn = np.asarray(ids, np.int32)
+        drawn = np.array(ids, np.int32)
         scores, made = np.asarray(logprobs, np.float32), np.asarray(versions, np.uint32)
         if not 1 <= len(drawn) <= asked.room or not len(drawn) == len(scores) == len(made):
             raise ValueError(f"an answer of {len(drawn)} ids, {len(scores)} log-probabilities and {len(made)} versions "
                              f"to a call with room for {asked.room}")
         state = self._index.add(asked.history.states[-1], message) if asked.history else None
         self._release(asked, asked.room - len(drawn))
-        asked.path = asked.path.extend(asked.begin, drawn)
-        asked.hash.update(np.ascontiguousarray(drawn).data)
-        turn = Turn(asked, asked.begin + len(drawn), scores, made, finish, message, text, end_text,
-                    waited_ms, generated_ms, step)
+        asked.hash.update(drawn.data)
+        turn = Turn(asked, drawn, scores, made, finish, message, text, end_text, waited_ms, generated_ms, step)
         self.turns.append(turn)
         (asked.parent.children if asked.parent else self.roots).append(turn)
         if state is not None:
@@ -422,7 +377,6 @@ class Tree:
         return turn
 
     def cancel(self, asked: OpenCall) -> None:
-        """The call comes to nothing."""
         self._release(asked, asked.room)
         self._asked -= 1
         more, sequences = self._adds(asked.parent, asked.begin)
@@ -444,16 +398,6 @@ class Tree:
         self._drawn[prompt] += 1
         seed = prompt + self._drawn[prompt].to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
-
-    def _why(self, begin: int) -> str:
-        limits = self.limits
-        if begin >= limits.context:
-            return (f"This model's maximum context length is {limits.context} tokens; the messages have {begin} "
-                    "(agents.context)")
-        used = (("turns", self._asked, limits.turns), ("sequences", self._sequences, limits.sequences),
-                ("sampled", self._sampled, limits.sampled), ("tokens", self._tokens, limits.tokens))
-        stated = ", ".join(f"agents.{key} {have} of {most}" for key, have, most in used if most < UNLIMITED)
-        return f"This episode's maximum context length is used up, calls under way included: {stated}"
 
     # -- what is trained -----
 
@@ -477,7 +421,11 @@ class Tree:
         sequences = self.sequences()
         if not sequences:
             return None
-        rows = [_row(place, turn) for place, (_, own) in enumerate(sequences) for turn in own]
+        rows = [
+            [place, turn.begin, turn.end, turn.finish, turn.number, turn.waited_ms, turn.generated_ms,
+             int(turn.asked.trained)]
+            for place, (_, own) in enumerate(sequences) for turn in own
+        ]
         turns = [turn for _, own in sequences for turn in own]
         rewards = None
         if any(turn.reward is not None for turn in turns):
@@ -505,15 +453,11 @@ class Tree:
         return found
 
 
-def _row(sequence: int, turn: Turn) -> list[int]:
-    return [sequence, turn.begin, turn.end, turn.finish, turn.number, turn.waited_ms, turn.generated_ms,
-            int(turn.asked.trained)]
-
-
 def _continues(turn: Turn, prompt: Ids) -> bool:
     """What the turn read and sampled stands in the prompt, with something behind it; so does its parent's path."""
-    begin, end = turn.asked.read_from, turn.end
-    return end < len(prompt) and np.array_equal(turn.asked.path.part(begin, end), prompt[begin:end])
+    new, begin, end = turn.asked.new, turn.begin, turn.end
+    read, said = prompt[begin - len(new) : begin], prompt[begin:end]
+    return end < len(prompt) and np.array_equal(new, read) and np.array_equal(turn.ids, said)
 
 
 def _as_echoed(turns: Sequence[Turn], raw: bytes) -> Turn:

@@ -1,6 +1,6 @@
 """`busrl init CASE --model DIR`: a folder with prompts, a reward and a topology, ready for `busrl check` and `launch`.
 
-Talks to the converter of sources (`busrl.data.convert`), in a process of its own, and to the loader, which tries what
+Talks to the converter of sources (`busrl.data.sources`), in a process of its own, and to the loader, which tries what
 was written. Knows nothing of runs.
 
 - Nothing that is there is overwritten; what could not be made leaves no half of a folder's files behind.
@@ -21,8 +21,7 @@ import msgspec
 from busrl.config import load
 from busrl.config.pretrained import context_of, model_facts, read_config, usual_rate
 from busrl.data.chat import template_of
-from busrl.data.convert import Event, Job, Source
-from busrl.data.sources import format_of
+from busrl.data.sources import Event, Job, Source, format_of
 from busrl.errors import UserError
 
 TIMEOUT_S = 900.0
@@ -236,7 +235,7 @@ def _sources(data: Path | None, ask: str) -> Iterator[Source]:
 
 
 def _converted(job: Job) -> Event:
-    command = [sys.executable, "-m", "busrl.data.convert"]
+    command = [sys.executable, "-m", "busrl.data.sources"]
     try:
         done = subprocess.run(command, input=msgspec.json.encode(job) + b"\n", capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """[[data.source]], and sets of validation, before a run: what is wrong with the keys, and the files of prompt lines
 that they are made into, one of all sources and one of each set.
 
-Starts `busrl.data.convert` in a process of its own, since functions of the user run there, and listens to it with a
+Starts `busrl.data.sources` in a process of its own, since functions of the user run there, and listens to it with a
 deadline. Gives the topology back with these files as data.train and as the data of the sets; derived.sources has the
 place of each source. Knows nothing of run directories: `busrl.launch.rundir` gives the files their place there.
 
@@ -30,9 +30,8 @@ from busrl.config.prompts import DataSource, MadeSet, Rows, SourceLines
 from busrl.config.rules import Finding, by_path
 from busrl.config.schema import TINY, Topology
 from busrl.config.trial import foreign
-from busrl.data.convert import Event, Job, Made, Source
 from busrl.data.prompts import BLOCK, shares
-from busrl.data.sources import Refused, files_of, format_of, parse_where
+from busrl.data.sources import Event, Job, Made, Refused, Source, files_of, format_of, parse_where
 from busrl.files import crc
 
 TRAIN, VALIDATION, SET = "data.train", "validation.data", "validation.set "  # files that are made, the last by its name
@@ -252,7 +251,7 @@ def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
 def _convert(t: Topology, target: Target, job: Job) -> tuple[Event, list[Finding]]:
     """The last event of the converting process, and its problems by the keys of the sources."""
     last = Event(at="starting")
-    with foreign(t, "reward", "busrl.data.convert") as child:
+    with foreign(t, "reward", "busrl.data.sources") as child:
         child.tell(job)
         while not (last.made or last.problems):
             if (found := child.next(SILENT_S)) is None:

@@ -103,7 +103,6 @@ class LightTokenizer:
             raise DataError(f"the chat template refuses the messages: {problem}") from problem
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt."""
         found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
         return found
 
@@ -117,7 +116,6 @@ class LightTokenizer:
         return str(self._core.decode(ids, skip_special_tokens=False))
 
     def special_ids(self) -> dict[str, int]:
-        """Special tokens by their text."""
         return {token.content: number for number, token in self._core.get_added_tokens_decoder().items()
                 if token.special}
 
@@ -125,9 +123,9 @@ class LightTokenizer:
         """One more than the highest id that stands for a text."""
         return max(self._core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def template(self, tools: bool = False) -> str:
+    def template(self) -> str:
         """The source of the chat template, "" without one."""
-        return self._templates[tools]
+        return self._templates[False]
 
     def cut(self, text: str, tokens: int, left: bool) -> str:
         """The text without so many tokens (at least) of its beginning, or of its end."""
@@ -150,7 +148,6 @@ class LightTokenizer:
         return (special[found], found) if found else None
 
     def id_of(self, text: str) -> int | None:
-        """The id of one token, None if there is no such token."""
         found: int | None = self._core.token_to_id(text)
         return found
 

@@ -53,9 +53,6 @@ class Figure:
         return [self.low, self.high]
 
 
-# -- one prompt -------------------------------------------------------------------------------------------------------
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that one of k answers is right, from n >= k answers of which c are: 1 - C(n - c, k) / C(n, k)."""
     if not 0 <= c <= n or not 1 <= k <= n:
@@ -82,9 +79,6 @@ def majority(votes: Iterable[tuple[str | None, bool]]) -> float:
 def powers(k: int) -> list[int]:
     """1, 2, 4, ... and k."""
     return sorted({*(1 << i for i in range(k.bit_length())), k})
-
-
-# -- over prompts -----------------------------------------------------------------------------------------------------
 
 
 def figure(of_prompt: Sequence[float], answers: int) -> Figure | None:
@@ -125,9 +119,6 @@ def _bootstrap(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-# -- a set ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Figures:
     """Everything that is known of a set of answers, `k` to each asking of a prompt. `solved`: the least reward of a
@@ -147,7 +138,6 @@ class Figures:
         return float(np.mean(found)) if (found := self.of_prompt(value)) else 0.0
 
     def parts(self) -> dict[str, float]:
-        """The mean of each part of the reward."""
         names = dict.fromkeys(name for one in self.judged for name in one.parts)
         return {
             name: float(np.mean(_means((one.line, one.parts[name]) for one in self.judged if name in one.parts)))
@@ -165,7 +155,6 @@ class Figures:
         return {name: one for name, one in made.items() if one is not None}
 
     def among(self, lines: frozenset[int]) -> Figures:
-        """The same of some prompts."""
         return Figures([one for one in self.judged if one.line in lines], self.k, self.solved, self.votes)
 
     def record(self) -> dict[str, Any]:
@@ -206,7 +195,6 @@ def tag_of(record: Mapping[str, Any], key: str) -> str:
 
 
 def tags_of(records: Mapping[int, Mapping[str, Any]], key: str) -> dict[int, str]:
-    """The tag of each line that has one."""
     return {line: tag for line, record in records.items() if (tag := tag_of(record, key))}
 
 

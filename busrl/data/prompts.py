@@ -18,6 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from busrl.errors import DataError, Problem
 
 if TYPE_CHECKING:
+    from busrl.config.prompts import SourceLines
     from busrl.config.schema import Topology
 
 # -- what a model is asked -----------------------------------
@@ -182,8 +184,8 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
     if count == 0:
         rule = "the file is empty: it must hold one JSON object per line"
         problems.append(Problem(str(path), "", rule, "write some"))
-    longest = max(sizes, default=0)
     counted = tuple(more.most_common())
+    longest = max(sizes, default=0)
     return Scan(path, count, longest, longest_line, broken, tuple(problems), chats, counted, starts, sizes)
 
 
@@ -203,17 +205,17 @@ def prompt_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         yield start, line
 
 
-def decode_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -> dict[str, object]:
-    """The object of one line: its prompt is a string or a list of messages, its answer, where `answer_key` names one, a
-    string, a number, true or false. `DataError` that starts with `place` otherwise."""
-    found = parse_line(line, place, prompt_key, answer_key)
+def decode_line(line: bytes, place: str, prompt_key: str) -> dict[str, object]:
+    """The object of one line; `DataError` that starts with `place` for what is none with a prompt."""
+    found = parse_line(line, place, prompt_key)
     if isinstance(found, Problem):
         raise DataError(str(found))
     return found
 
 
-def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str) -> dict[str, object] | Problem:
-    """The object of one line, or what is wrong with it."""
+def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -> dict[str, object] | Problem:
+    """The object of one line, or what is wrong with it. Its prompt is a string or a list of messages, its answer a
+    string, a number, true or false; each where a key names one."""
     if not line.strip():
         return Problem(place, "empty line", "every line must be a JSON object", "delete the line")
     try:
@@ -286,18 +288,6 @@ class Place:
 BLOCK = 1000  # draws in which every source has its share
 
 
-class Section(Protocol):
-    """The lines of one source in a prompt file: `count` of them from line `start` (from 0); of each block of draws it
-    has `share`."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def share(self) -> int: ...
-
-
 def shares(weights: Sequence[float], total: int = BLOCK) -> list[int]:
     """What each source has of a block of draws: `total` divided by weights, rounded by the largest remainder (of equal
     ones the earlier first)."""
@@ -319,14 +309,13 @@ class JsonlStream:
     """
 
     def __init__(
-        self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt", answer_key: str = "",
-        sections: Sequence[Section] = (),
+        self, path: str | Path, seed: int, shuffle: bool, prompt_key: str = "prompt",
+        sections: Sequence[SourceLines] = (),
     ) -> None:
         self.path = Path(path)
-        self.seed, self.shuffle = seed, shuffle
-        self.prompt_key, self.answer_key = prompt_key, answer_key
+        self.seed, self.shuffle, self.prompt_key = seed, shuffle, prompt_key
         self.sections = tuple(sections) if len(sections) > 1 else ()
-        self._orders: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+        self._order = lru_cache(ORDERS_KEPT * (1 + len(self.sections)))(self._permutation)
         self._starts, self._ends = array("q"), array("q")
         self._fd = open_file(self.path)
         with open(self._fd, "rb", closefd=False) as file:
@@ -340,15 +329,14 @@ class JsonlStream:
             raise DataError(f"{self.path}: the file {what}")
 
     def __len__(self) -> int:
-        """Lines of the file, N."""
         return len(self._starts)
 
     def item(self, draw: int) -> PromptLine:
-        """The line of draw number `draw`. `DataError` if the file has changed since it was opened."""
+        """The line of a draw. `DataError` if the file has changed since it was opened."""
         return self.at(self.place(draw).line)
 
     def place(self, draw: int) -> Place:
-        """Where draw number `draw` lies; the file is not read for it."""
+        """Where a draw lies; the file is not read for it."""
         if draw < 0:
             raise ValueError(f"draw must be >= 0, got {draw}")
         if self.sections:
@@ -364,7 +352,6 @@ class JsonlStream:
         return [(blocks * one.share - 1) // one.count if one.share else -1 for one in self.sections]
 
     def _mixed(self, draw: int) -> Place:
-        """The place of a draw where several sources are mixed."""
         block, position = divmod(draw, BLOCK)
         ends = np.cumsum([one.share for one in self.sections])
         sources = np.searchsorted(ends, self._order((block,), BLOCK)[: position + 1], "right")
@@ -375,7 +362,6 @@ class JsonlStream:
         return Place(source, epoch, line)
 
     def at(self, index: int) -> PromptLine:
-        """Line `index` (from 0) of the file."""
         start, end = self._starts[index], self._ends[index]
         line = os.pread(self._fd, end - start, start)
         if len(line) != end - start or b"\n" in line:
@@ -387,18 +373,13 @@ class JsonlStream:
 
     def record(self, item: PromptLine) -> dict[str, object]:
         """The parsed line, checked; `DataError` with file:line if it is not what the topology says."""
-        return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key, self.answer_key)
+        return decode_line(item.line, f"{self.path}:{item.index + 1}", self.prompt_key)
 
     def records(self, indices: Iterable[int]) -> dict[int, dict[str, object]]:
         """Those of these lines, each once, by index."""
         return {index: self.record(self.at(index)) for index in sorted(set(map(int, indices)))}
 
-    def prompt(self, item: PromptLine) -> str:
-        """The text under `prompt_key`, or that of its messages, before any template."""
-        return plain_text(self.record(item)[self.prompt_key])
-
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -409,19 +390,13 @@ class JsonlStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _order(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
-        """The permutation of `size` numbers that seed and `words` give."""
-        order = self._orders.get(words)
-        if order is None:
-            order = np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
-            self._orders[words] = order
-            for old in list(self._orders)[: -ORDERS_KEPT * (1 + len(self.sections))]:  # oldest first
-                del self._orders[old]
-        return order
+    def _permutation(self, words: tuple[int, ...], size: int) -> npt.NDArray[np.int64]:
+        """Of `size` numbers, as seed and `words` give it."""
+        return np.random.Generator(np.random.PCG64([self.seed, *words])).permutation(size)
 
 
 def training_stream(topology: Topology) -> JsonlStream:
-    """The prompts of a run in the order of its draws. The answer key is not checked: a reward may need none."""
+    """The prompts of a run in the order of its draws. Answers are not checked: a reward may need none."""
     data = topology.data
     return JsonlStream(data.train, topology.run.seed, data.shuffle, data.prompt_key, sections=topology.derived.sources)
 

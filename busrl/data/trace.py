@@ -30,8 +30,6 @@ Turns = tuple[tuple[int, float], ...]  # of an episode: tokens of a call, second
 
 @dataclass(frozen=True)
 class TracedPrompt:
-    """One line of a trace."""
-
     prompt: str
     lengths: tuple[int, ...]
     answer: str = ""
@@ -41,7 +39,6 @@ class TracedPrompt:
     turns: tuple[Turns, ...] = ()  # of the members, where they are episodes
 
     def length(self, member: int) -> int:
-        """Tokens of the answer of member `member`."""
         return self.lengths[member % len(self.lengths)]
 
     def turns_of(self, member: int) -> Turns:
@@ -74,24 +71,18 @@ def parse(line: bytes, place: str, prompt_key: str = "prompt") -> TracedPrompt:
         raise DataError(f"{place}: an episode has turns, or an answer lengths, not both; remove one of them")
     lengths = [sum(tokens for tokens, _ in one) for one in turns] or _numbers(record, "lengths", place)
     if not lengths or not all(isinstance(n, int) and 1 <= n <= MAX_TOKENS for n in lengths):
-        raise DataError(
-            f"{place}: lengths = {_short(lengths)}: must be a list of whole numbers of tokens >= 1, one per answer; "
-            "correct the line"
-        )
+        rule = "must be a list of whole numbers of tokens >= 1, one per answer"
+        raise DataError(f"{place}: lengths = {_short(lengths)}: {rule}; correct the line")
     rewards = _numbers(record, "rewards", place) if "rewards" in record else []
     if rewards and len(rewards) != len(lengths):
         raise DataError(f"{place}: {len(rewards)} rewards for {len(lengths)} lengths: give one per answer, or none")
     arrival = _numbers({"arrival_s": [record["arrival_s"]]}, "arrival_s", place)[0] if "arrival_s" in record else None
     if arrival is not None and arrival < 0:
         raise DataError(f"{place}: arrival_s = {arrival}: must be >= 0 seconds; correct the line")
+    answer, tag = (str(record.get(name, "")) for name in ("answer", "tag"))
+    arrival_s = None if arrival is None else float(arrival)
     return TracedPrompt(
-        prompt=plain_text(record[prompt_key]),
-        lengths=tuple(int(n) for n in lengths),
-        answer=str(record.get("answer", "")),
-        tag=str(record.get("tag", "")),
-        rewards=tuple(float(r) for r in rewards),
-        arrival_s=None if arrival is None else float(arrival),
-        turns=turns,
+        plain_text(record[prompt_key]), tuple(lengths), answer, tag, tuple(map(float, rewards)), arrival_s, turns
     )
 
 
@@ -107,10 +98,8 @@ def turns_in(record: Mapping[str, Any], place: str) -> tuple[Turns, ...]:
     except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         sound, turns = False, ()
     if not sound or not all(turns):
-        raise DataError(
-            f"{place}: turns = {_short(given)}: must be [[tokens, tool_s], ...] with tokens >= 1 and seconds >= 0, or "
-            "a list of such lists; correct the line"
-        )
+        rule = "must be [[tokens, tool_s], ...] with tokens >= 1 and seconds >= 0, or a list of such lists"
+        raise DataError(f"{place}: turns = {_short(given)}: {rule}; correct the line")
     return turns
 
 
@@ -175,11 +164,7 @@ KINDS: tuple[tuple[str, float, float, tuple[str, ...]], ...] = (
     ("proof", 0.20, 1.0, ("Prove that {a} divides the product of {list}.", "证明 {a} 整除 {list} 的乘积。")),
 )
 # A remark after the prompt, its share, and its effect.
-REMARKS: tuple[tuple[str, float, float], ...] = (
-    ("", 0.6, 0.0),
-    (" Think step by step.", 0.2, 0.5),
-    (" Answer briefly.", 0.2, -0.5),
-)
+REMARKS = (("", 0.6, 0.0), (" Think step by step.", 0.2, 0.5), (" Answer briefly.", 0.2, -0.5))
 SIZES = 8  # a prompt holds 1 to SIZES numbers
 PER_SIZE = 0.12  # natural log per number
 
@@ -201,15 +186,13 @@ def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[
     random = np.random.default_rng(seed)
     mean, deviation = _effects()
     texts = [_prompt(random) for _ in range(prompts)]
-    clock = np.cumsum(random.exponential(1 / shape.arrivals_per_s, prompts)) if shape.arrivals_per_s else None
+    clock: list[float | None] = [None] * prompts
+    if shape.arrivals_per_s:
+        arrivals = np.cumsum(random.exponential(1 / shape.arrivals_per_s, prompts)).tolist()
+        clock = [round(at, 6) for at in arrivals]
     return [
-        TracedPrompt(
-            prompt=text,
-            lengths=_lengths(random, shape, (effect - mean) / deviation),
-            tag=kind,
-            arrival_s=None if clock is None else round(float(clock[i]), 6),
-        )
-        for i, (kind, text, effect) in enumerate(texts)
+        TracedPrompt(text, _lengths(random, shape, (effect - mean) / deviation), tag=kind, arrival_s=at)
+        for (kind, text, effect), at in zip(texts, clock)
     ]
 
 
@@ -238,12 +221,9 @@ def _pick(random: np.random.Generator, shares: list[float]) -> int:
 
 def _effects() -> tuple[float, float]:
     """Mean and standard deviation, over all prompts, of the effects that `_prompt` returns."""
-    found, chances = [], []
-    for _, kind_share, kind, _ in KINDS:
-        for _, remark_share, remark in REMARKS:
-            for size in range(1, SIZES + 1):
-                found.append(kind + remark + PER_SIZE * size)
-                chances.append(kind_share * remark_share / SIZES)
-    values, shares = np.array(found), np.array(chances)
+    values, shares = map(np.array, zip(*(
+        (kind + remark + PER_SIZE * size, kind_share * remark_share / SIZES)
+        for _, kind_share, kind, _ in KINDS for _, remark_share, remark in REMARKS for size in range(1, SIZES + 1)
+    )))
     mean = float(values @ shares)
     return mean, math.sqrt(float((values - mean) ** 2 @ shares))

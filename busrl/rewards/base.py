@@ -5,8 +5,7 @@
     def judge(records: list, completions: list, token_ids: list) -> list: ...  # batch = true
 
 `record` is the whole JSONL line of the prompt. A function that has an argument named `episode` gets what is known of an
-episode of several turns there (None for one answer; a list of them with batch = true). Talks to the import system only.
-Knows nothing of processes.
+episode of several turns there (None for one answer; a list of them with batch = true). Knows nothing of processes.
 
 - A result is a finite number, or a map of named finite numbers whose sum is the reward. Everything else is malformed,
   NaN and infinity included.
@@ -15,18 +14,15 @@ Knows nothing of processes.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from busrl import imports
 from busrl.errors import RewardNotLoaded
 
 RewardFunction = Callable[..., Any]  # one of the three forms above
@@ -56,7 +52,6 @@ class Answer:
 
 
 def compiled(pattern: str, named: str) -> re.Pattern[str]:
-    """The regular expression of the key `named`."""
     try:
         return re.compile(pattern)
     except re.error as problem:
@@ -129,29 +124,6 @@ class Setup(msgspec.Struct, frozen=True):
     run_mb: int = 512
     at_once: int = 0
     trust: bool = False
-
-
-EACH, BATCH, ASYNC = "each", "batch", "async"  # how a function is called
-
-
-def way_of(function: RewardFunction, setup: Setup) -> str:
-    """For one answer after the other, for many as lists, or for many at the same time."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return ASYNC
-    return BATCH if setup.batch or setup.kind == "model" else EACH
-
-
-def takes_episode(function: RewardFunction) -> bool:
-    """Whether it has an argument of that name."""
-    try:
-        return "episode" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return False
-
-
-def load(target: str, base_dir: str | Path = ".", named: str = "reward.function") -> RewardFunction:
-    """Import `package.module:function` or `path/to/file.py:function`; RewardNotLoaded with the cause."""
-    return imports.load(named, target, RewardNotLoaded, base_dir)
 
 
 def settle(result: Any) -> tuple[float, dict[str, float]]:

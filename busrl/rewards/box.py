@@ -40,10 +40,11 @@ PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 class BoxRefused(RuntimeError):
     """The kernel does not allow a part of the box, or did not make it in time; the code did not run to its end."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"this machine makes no box for code: {why}")
+
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the code in a box may use."""
-
     wall_s: float = 10.0  # from the start of its Python
     cpu_s: int = 10  # of each process
     memory_mb: int = 512  # address space of each process
@@ -79,7 +80,7 @@ def run(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = 
 
 
 async def run_async(code: str, stdin: str = "", limits: Limits | None = None, trust: bool = False) -> Result:
-    """The same for a coroutine, for example a tool of an agent's episode; what is cancelled runs to its limits."""
+    """The same for a coroutine, for example a tool of an agent; what is cancelled runs to its limits."""
     return await asyncio.to_thread(run, code, stdin, limits, trust)
 
 
@@ -92,18 +93,18 @@ def run_tests(
     The code serves calls over a socket and has nothing else of the tests: values come out of its box as plain data, and
     what is said here is said by the tests.
     """
-    limits, program = limits or Limits(), CALLS.read_text()
+    limits, program = limits or Limits(), {"box_calls.py": CALLS.read_text()}
+    answers, told = program | {"answer.py": code}, program | {"tests.json": json.dumps(tests)}
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        files = {"box_calls.py": program, "answer.py": code}
-        answer = Box(files, ["box_calls.py", "answer"], theirs.fileno(), limits, trust, quiet=True)
-        with answer:
-            files = {"box_calls.py": program, "tests.json": json.dumps(tests)}
-            with Box(files, ["box_calls.py", "tests"], ours.fileno(), limits, trust) as tester:
-                ours.close()
-                theirs.close()  # so that the end of one box is seen in the other
-                answer.await_start()
-                result = tester.result()
+    with (
+        ours, theirs,
+        Box(answers, ["box_calls.py", "answer"], theirs.fileno(), limits, trust, quiet=True) as answer,
+        Box(told, ["box_calls.py", "tests"], ours.fileno(), limits, trust) as tester,
+    ):  # fmt: skip
+        ours.close()
+        theirs.close()  # so that the end of one box is seen in the other
+        answer.await_start()
+        result = tester.result()
     said = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
     return said, result
 
@@ -116,17 +117,15 @@ def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trus
         "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
         "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, **({} if trust else {"RLIMIT_NPROC": limits.processes}),
     }  # fmt: skip
-    readable = home, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"
-    return [
-        f"python_home={sys.base_prefix}",
-        f"trust={trust}",
-        f"folder_bytes={limits.folder_bytes + 2 * sum(map(len, files.values()))}",
-        f"folder_files={limits.folder_files}",
-        *(f"command={word}" for word in (python, "-I", "-S", "-B", *words)),
-        *(f"readable={path}" for path in readable),
-        *(f"limit={name}={value}" for name, value in most.items()),
-        *(f"file={name}={len(content)}" for name, content in files.items()),
-    ]
+    told: dict[str, list[Any]] = {
+        "python_home": [sys.base_prefix], "trust": [trust], "folder_files": [limits.folder_files],
+        "folder_bytes": [limits.folder_bytes + 2 * sum(map(len, files.values()))],
+        "command": [python, "-I", "-S", "-B", *words],
+        "readable": [home, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom"],
+        "limit": [f"{name}={value}" for name, value in most.items()],
+        "file": [f"{name}={len(content)}" for name, content in files.items()],
+    }  # fmt: skip
+    return [f"{name}={value}" for name, values in told.items() for value in values]
 
 
 def refusal() -> str:
@@ -189,12 +188,13 @@ class Box:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._told, selectors.EVENT_READ)
                 found = ready.select(max(0.0, left))
-            data = self._told.read(4096) if found else b""
-            if not data:
-                raise BoxRefused(self._why(f"it was not there after {START_S:g} s" if not found else "no word of it"))
+            if not found:
+                raise BoxRefused(f"it was not there after {START_S:g} s")
+            if not (data := self._told.read(4096)):
+                raise BoxRefused(self._last_words())
             self._status += data
         if self._status.splitlines()[0] != b"started":
-            raise BoxRefused(self._why(self._refused()))
+            raise BoxRefused(self._refused())
         self._begun = time.monotonic()
 
     def result(self) -> Result:
@@ -206,7 +206,7 @@ class Box:
             self._status += self._told.read()
             how, _, number = self._status.splitlines()[-1].partition(b" ")
             if how != b"code":
-                raise BoxRefused(self._why(self._refused() or "its process 1 was ended from outside"))
+                raise BoxRefused(self._refused() or "its process 1 was ended from outside")
             code = int(number)
         most = self.limits.output_bytes
         printed, complained = (text[:most].decode(errors="replace") for text in (out, err))
@@ -217,30 +217,28 @@ class Box:
         word, _, why = self._status.splitlines()[-1].partition(b" ")
         return why.decode(errors="replace") if word == b"refused" else ""
 
-    def _why(self, cause: str) -> str:
-        said = b""
-        if cause == "no word of it" and self._process.stderr:
-            said = self._process.stderr.read()[-500:]
-            cause = f"the launcher of a box ended without a word: {said.decode(errors='replace')}"
-        return f"this machine makes no box for code: {cause}"
+    def _last_words(self) -> str:
+        if not self._process.stderr:
+            return "no word of it"
+        said = self._process.stderr.read()[-500:].decode(errors="replace")
+        return f"the launcher of a box ended without a word: {said}"
 
     def _read(self, deadline: float) -> tuple[bytes, bytes, bool]:
         """What it wrote to stdout and stderr, at most one byte more of each than is kept, and whether it ended in
         time."""
-        assert self._process.stdout and self._process.stderr
-        kept = {self._process.stdout: bytearray(), self._process.stderr: bytearray()}
+        out, err = bytearray(), bytearray()
         with selectors.DefaultSelector() as ready:
-            for stream in kept:
-                ready.register(stream, selectors.EVENT_READ)
+            for stream, kept in ((self._process.stdout, out), (self._process.stderr, err)):
+                assert stream
+                ready.register(stream, selectors.EVENT_READ, kept)
             while ready.get_map() and (left := deadline - time.monotonic()) > 0:
                 for found, _ in ready.select(left):
-                    stream = next(one for one in kept if one is found.fileobj)
-                    data = os.read(stream.fileno(), 1 << 16)
-                    kept[stream] += data[: self.limits.output_bytes + 1 - len(kept[stream])]
+                    data = os.read(found.fd, 1 << 16)
+                    found.data.extend(data[: self.limits.output_bytes + 1 - len(found.data)])
                     if not data:
-                        ready.unregister(stream)
+                        ready.unregister(found.fileobj)
             ended = not ready.get_map()
-        return bytes(kept[self._process.stdout]), bytes(kept[self._process.stderr]), ended
+        return bytes(out), bytes(err), ended
 
 
 if __name__ == "__main__":

@@ -209,7 +209,6 @@ class Callback:
 
 
 def own_exception(reply: Any) -> Exception:
-    """Python's own exception of the name that was sent."""
     kind = getattr(builtins, str(reply["raised"]), None)
     text = str(reply.get("text", ""))
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
@@ -296,8 +295,6 @@ class Space(dict):  # type: ignore[type-arg]
 
 
 class Tests:
-    """The tests' program."""
-
     def __init__(self, link: Link, said: int, stop: bool) -> None:
         self.link, self.said, self.stop = link, said, stop
         self.remotes: dict[int, Remote] = {}

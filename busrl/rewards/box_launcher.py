@@ -23,7 +23,6 @@ import sys
 
 TYPE_CHECKING = False  # that of `typing`, whose import takes as long as the rest
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
 NEW_MOUNT, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -68,7 +67,6 @@ def main() -> int:
 
 
 def described(words: list[str], files_fd: int) -> dict[str, Any]:
-    """The box that the words tell of."""
     given: dict[str, list[str]] = {}
     for word in words:
         name, _, value = word.partition("=")
@@ -86,13 +84,8 @@ def tell(status_fd: int, what: str) -> None:
 
 def parts() -> dict[str, str]:
     """Each part of a box, and what the kernel says to this user about it: `yes`, a version, or the refusal."""
-    found = {
-        "user namespace": _tried(lambda: leave_and_unshare(NEW_USER)),
-        "PID namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_PID)),
-        "mount namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_MOUNT)),
-        "network namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_NET)),
-        "IPC namespace": _tried(lambda: leave_and_unshare(NEW_USER | NEW_IPC)),
-    }
+    kinds = {"user": NEW_USER, "PID": NEW_PID, "mount": NEW_MOUNT, "network": NEW_NET, "IPC": NEW_IPC}
+    found = {f"{name} namespace": _tried(NEW_USER | flag) for name, flag in kinds.items()}
     version = libc.syscall(RULESET, None, 0, 1)
     found["Landlock"] = f"version {version}" if version > 0 else f"no ({os.strerror(ctypes.get_errno())})"
     if version < LEAST_LANDLOCK:
@@ -100,18 +93,14 @@ def parts() -> dict[str, str]:
     return found
 
 
-def leave_and_unshare(flags: int) -> None:
-    if os.getuid() == 0:
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    checked(libc.unshare(flags), "no")
-
-
-def _tried(act: Callable[[], None]) -> str:
-    """What becomes of it in a process of its own."""
+def _tried(flags: int) -> str:
+    """What becomes of such namespaces in a process of its own."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            act()
+            if os.getuid() == 0:
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+            checked(libc.unshare(flags), "no")
             os.write(write, b"yes")
         except OSError as problem:
             os.write(write, str(problem).encode())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import resource
 import sys
@@ -26,21 +27,9 @@ from typing import Any
 
 import msgspec
 
-from busrl import pipes
+from busrl import imports, pipes
 from busrl.errors import RewardNotLoaded, cause
-from busrl.rewards.base import (
-    ASYNC,
-    BATCH,
-    EACH,
-    ExactMatch,
-    MalformedReward,
-    RewardFunction,
-    Setup,
-    load,
-    settle,
-    takes_episode,
-    way_of,
-)
+from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, settle
 from busrl.rewards.pool import READY, Item, Outcome
 
 TEXT_LIMIT = 2000
@@ -62,12 +51,12 @@ def main() -> int:
     except BaseException as problem:
         write(answers, Outcome(READY, error="not_loaded", text=str(problem) or type(problem).__name__))
         return 1
-    own_s = getattr(function, "longest_s", setup.timeout_s) if way == ASYNC else 0.0
-    write(answers, Outcome(READY, text="" if way == EACH else way, seconds=own_s))
-    if way == ASYNC:
+    own_s = getattr(function, "longest_s", setup.timeout_s) if way == "async" else 0.0
+    write(answers, Outcome(READY, text=way, seconds=own_s))
+    if way == "async":
         asyncio.run(Concurrent(function, answers, own_s).serve(requests, rows))
         return 0
-    work = by_lists if way == BATCH else one_by_one
+    work = by_lists if way == "batch" else one_by_one
     while rows or not requests.over:
         work(function, [item for row in rows for item in _batches.decode(row)], answers)
         rows = requests.read()
@@ -75,11 +64,10 @@ def main() -> int:
 
 
 def build(setup: Setup) -> RewardFunction:
-    """The function that [reward] or one of its parts describes."""
     if setup.kind == "exact_match":
         return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
     if setup.kind == "python":
-        return load(setup.function, setup.base_dir, f"{setup.place}.function")
+        return imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
     if setup.kind == "model":
         from busrl.rewards.model import Scorer
 
@@ -88,15 +76,18 @@ def build(setup: Setup) -> RewardFunction:
         from busrl.rewards.judge import Judge
 
         return Judge(setup)
-    if setup.kind == "code":
-        from busrl.rewards.code import Code
-
-        return Code(setup)
     from busrl.rewards.kinds import KINDS
 
     if setup.kind not in KINDS:
         raise RewardNotLoaded(f"{setup.place}.kind = {setup.kind!r}: there is no such kind of reward")
     return KINDS[setup.kind](setup)
+
+
+def way_of(function: RewardFunction, setup: Setup) -> str:
+    """How it is called: for many at the same time (async), for many as lists (batch), for one after the other ("")."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return "async"
+    return "batch" if setup.batch or setup.kind == "model" else ""
 
 
 def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int) -> None:
@@ -110,16 +101,23 @@ def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int) ->
 def judge(function: RewardFunction, item: Item) -> Outcome:
     """What becomes of an item; user code may raise anything, SystemExit included."""
     try:
-        record: dict[str, Any] = msgspec.json.decode(item.record_line)
-        return settled(item, function(record, item.completion, item.token_ids, **asked(function, item.episode)))
+        return settled(item, called(function, item))
     except BaseException as problem:
         return failed(item, problem)
+
+
+def called(function: RewardFunction, item: Item) -> Any:
+    record: dict[str, Any] = msgspec.json.decode(item.record_line)
+    return function(record, item.completion, item.token_ids, **asked(function, item.episode))
 
 
 def asked(function: RewardFunction, episode: Any) -> dict[str, Any]:
     """The argument `episode`, where the function has one; looked up once."""
     if id(function) not in _takes:
-        _takes[id(function)] = takes_episode(function)
+        try:
+            _takes[id(function)] = "episode" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # of a builtin
+            _takes[id(function)] = False
     return {"episode": episode} if _takes[id(function)] else {}
 
 
@@ -156,7 +154,6 @@ def by_lists(function: Any, items: Sequence[Item], answers: int) -> None:
 
 
 def of_list(function: Any, items: Sequence[Item]) -> list[Outcome]:
-    """The outcomes of one call."""
     try:
         records = [msgspec.json.decode(item.record_line) for item in items]
         more = asked(function, [item.episode for item in items])
@@ -217,18 +214,13 @@ class Concurrent:
     async def _judge(self, item: Item) -> Outcome:
         async with self.room:
             try:
-                record = msgspec.json.decode(item.record_line)
-                more = asked(self.function, item.episode)
-                call = asyncio.ensure_future(self.function(record, item.completion, item.token_ids, **more))
+                call = asyncio.ensure_future(called(self.function, item))
                 if not (await asyncio.wait({call}, timeout=self.longest_s))[0]:
                     call.cancel()
                     return Outcome(item.key, error="hung", text=f"no result after {self.longest_s:g} s (timeout_s)")
                 return settled(item, call.result())
             except BaseException as problem:
                 return failed(item, problem)
-
-
-# -- the process ------------------------------------------
 
 
 def keep_apart(setup: Setup) -> None:

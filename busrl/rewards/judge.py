@@ -116,17 +116,16 @@ class Judge:
             try:
                 return self.read(await self._answer(text))
             except TryFailed as problem:
-                why, last = problem, number == self.tries or not problem.again
+                why = problem
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
                 said = str(problem) or f"no answer within {self.timeout.total:g} s"
-                why, last = TryFailed(f"{type(problem).__name__}: {said}"), number == self.tries
-            if last:
+                why = TryFailed(f"{type(problem).__name__}: {said}")
+            if number == self.tries or not why.again:
                 raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")
             await asyncio.sleep(pause(number, why.wait_s))
         raise AssertionError("the last try raises or returns")
 
     async def _answer(self, text: str) -> str:
-        """The text of one answer."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self.at_once)
             self._session = aiohttp.ClientSession(headers=self.headers, timeout=self.timeout, connector=connector)
@@ -140,13 +139,12 @@ class Judge:
         try:
             content = json.loads(body)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise TryFailed(f"not an answer of a chat: {_shown(body)}") from None
+            content = None
         if not isinstance(content, str):
             raise TryFailed(f"not an answer of a chat: {_shown(body)}")
         return content
 
     def read(self, text: str) -> float:
-        """The number of a verdict."""
         found = list(self.verdict.finditer(text))
         word = (found[-1][1] or "").strip().rstrip(".").lower() if found else None
         if word is None:

@@ -2,12 +2,10 @@
 
     parent -> child, lines of JSON: first a Setup, then batches: arrays of Item
     child -> parent, lines of JSON: one Outcome when set up (key READY; `text`: async or batch where it judges many at a
-                                    time, `seconds`: how long its own deadline is), then one per item, in order; where
-                                    it judges one at a time, each written before the next begins
+                                    time, `seconds`: how long its own deadline is), then one per item, in order
 
 Each part of a reward has children of its own, so that a part that hangs or dies is named, and costs the others nothing.
-Talks to the operating system and to its children. Consumes items, produces outcomes. Knows nothing of slots, fates or
-the bus.
+Talks to the operating system and to its children. Knows nothing of slots, fates or the bus.
 
 - Every item that was submitted comes back exactly once: with a value, or as raised, hung or malformed.
 - An item that raises, hangs or crashes its process costs no other item more than time.
@@ -32,7 +30,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,6 +41,12 @@ if TYPE_CHECKING:
     from busrl.config.schema import Reward
 
 READY = -1  # key of the outcome that says whether the function was loaded
+ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
+WITH_IDS = {"python", "agent"}  # kinds that look at more than the text: token ids, and the episode
+PIPE_BYTES, READ_BYTES = 1 << 20, 1 << 18
+MAX_FAILURES, LATENESS_S = 3, 1.0
+OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
+END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
 
 
 class Item(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -68,12 +72,6 @@ class Outcome(msgspec.Struct, gc=False):
     seconds: float = 0.0
 
 
-# -- the process ------------------------------------------
-
-
-PIPE_BYTES = 1 << 20
-READ_BYTES = 1 << 18
-END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
@@ -86,8 +84,12 @@ class ChildProcess:
             [sys.executable, "-m", "busrl.rewards.child", str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
-        self._poller = poller
-        self._in, self._out = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        assert self._process.stdin and self._process.stdout
+        self._poller, self._in, self._out = poller, self._process.stdin, self._process.stdout
+        for pipe in (self._in, self._out):
+            os.set_blocking(pipe.fileno(), False)
+            with contextlib.suppress(OSError):  # a limit on pipe memory costs speed only
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._pending = bytearray()
         self._rest = b""  # of what it wrote: a line that is not whole yet
         self._writing = False
@@ -108,7 +110,7 @@ class ChildProcess:
         """Write what is queued; the poller wakes up when there is room for the rest."""
         try:
             while self._pending:
-                del self._pending[: os.write(self._in, self._pending)]
+                del self._pending[: os.write(self._in.fileno(), self._pending)]
         except BlockingIOError:
             pass
         except BrokenPipeError:
@@ -119,7 +121,7 @@ class ChildProcess:
         """Every outcome that is complete; sets `ended` when the process has closed its end."""
         with contextlib.suppress(BlockingIOError):
             while not self.ended:
-                data = os.read(self._out, READ_BYTES)
+                data = os.read(self._out.fileno(), READ_BYTES)
                 self._rest += data
                 self.ended = not data
         *lines, self._rest = self._rest.split(b"\n")
@@ -139,63 +141,32 @@ class ChildProcess:
         """End it and its children, and say how it ended. `grace_s`: time to end by itself first, after what it is
         doing: it sees the end of its input."""
         self._want_write(False)
-        if self._in >= 0:
-            os.close(self._in)
-            self._in = -1
+        self._in.close()
         if grace_s:
-            with contextlib.suppress(OSError):
-                _wait_unreaped(self._process.pid, grace_s)
+            with contextlib.suppress(OSError), open(os.pidfd_open(self.pid), "rb", buffering=0) as end:
+                poller = select.poll()
+                poller.register(end, select.POLLIN)
+                poller.poll(grace_s * 1000)
         # Before it is reaped: its process id, and so its group's, belongs to no other process yet.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         try:
             status = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             raise MachineError(f"reward child {self.pid} does not end {END_S:g} s after SIGKILL") from None
-        if self._out >= 0:
+        if not self._out.closed:
             self._poller.unregister(self._out)
-            os.close(self._out)
-            self._out = -1
-        if self.fault:
-            return self.fault
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            self._out.close()
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return self.fault or how
 
     def _want_write(self, wanted: bool) -> None:
-        if wanted != self._writing and self._in >= 0:
+        if wanted != self._writing:
             self._writing = wanted
             if wanted:
                 self._poller.register(self._in, select.EPOLLOUT)
             else:
                 self._poller.unregister(self._in)
-
-
-def _pipe(stream: IO[bytes] | None) -> int:
-    """Our end of a pipe as a bare non-blocking descriptor, larger than the default."""
-    assert stream is not None
-    fd = os.dup(stream.fileno())
-    stream.close()
-    os.set_blocking(fd, False)
-    with contextlib.suppress(OSError):  # a limit on pipe memory costs speed only
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return fd
-
-
-def _wait_unreaped(pid: int, timeout_s: float) -> None:
-    """Wait for the end of a process without collecting it."""
-    fd = os.pidfd_open(pid)
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    try:
-        poller.poll(timeout_s * 1000)
-    finally:
-        os.close(fd)
-
-
-# -- its samples ------------------------------------------
-
-
-MAX_FAILURES = 3
-OWN_GRACE_S = 5.0  # for a child that keeps deadlines itself
 
 
 class JudgeProcess:
@@ -211,9 +182,9 @@ class JudgeProcess:
     - A child that ends before it has judged anything, MAX_FAILURES times in a row, ends the pool with an error.
     """
 
-    def __init__(self, setup: Setup, poller: select.epoll, timeout_s: float, ready_s: float, now: float) -> None:
+    def __init__(self, setup: Setup, poller: select.epoll, ready_s: float, now: float) -> None:
         self._setup, self._poller = setup, poller
-        self.timeout_s, self.ready_s = timeout_s, ready_s
+        self.timeout_s, self.ready_s = setup.timeout_s, ready_s
         self.waiting: deque[Item] = deque()
         self.sent: deque[Item] = deque()
         self.serving = False
@@ -235,8 +206,7 @@ class JudgeProcess:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function: those of the answers, and of the present sample as far as seen. It may decrease a
-        little when that one is answered."""
+        """Seconds in the function. It may decrease a little when the present sample is answered."""
         return self._judged_s + (self.elapsed_s if self.serving and self.sent else 0.0)
 
     def remaining_s(self) -> float:
@@ -343,18 +313,12 @@ class JudgeProcess:
             raise RewardNotLoaded(f"{self._setup.place} {runs}: its process {what}, {times}; see its log")
 
 
-# -- the parts of a reward --------------------------------
-
-
-ONE_CHILD = ("model", "judge", "code")  # kinds that hold a model, or many requests at a time
-WITH_IDS = {"python", "agent"}  # kinds that look at more than the text: token ids, and the episode
-
-
 class Stage:
     """The children of one part of a reward: `name` "" and weight 1 where the reward has no parts."""
 
-    def __init__(self, setup: Setup, name: str, weight: float, processes: Sequence[JudgeProcess]) -> None:
-        self.name, self.weight, self.processes = name, weight, processes
+    def __init__(self, setup: Setup, name: str, weight: float) -> None:
+        self.name, self.weight = name, weight
+        self.processes: list[JudgeProcess] = []
         self._ids = setup.kind in WITH_IDS
 
     def submit(self, items: Sequence[Item], now: float) -> None:
@@ -367,69 +331,41 @@ class Stage:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the function, per child."""
         return sum(process.busy_s for process in self.processes) / max(1, len(self.processes))
 
 
-class WeightedSum:
-    """The weighted sum of what the parts say of one item, in their order; done when all have answered. Of several that
-    fail the first part decides."""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._left = len(stages)
-        self._order = stages
-        self._of: dict[str, Outcome] = {}
-
-    def add(self, stage: Stage, outcome: Outcome) -> Outcome | None:
-        """The outcome of the whole, once it is there."""
-        self._left -= 1
-        self._of[stage.name] = outcome
-        return None if self._left else self._whole(outcome.key)
-
-    @property
-    def _found(self) -> dict[str, tuple[float, Outcome]]:
-        """Whoever answered first: the same sum, bit for bit, and the same order of names."""
-        return {stage.name: (stage.weight, self._of[stage.name]) for stage in self._order}
-
-    def _whole(self, key: int) -> Outcome:
-        seconds = max(one.seconds for _, one in self._found.values())
-        for name, (_, one) in self._found.items():
-            if one.error:
-                return Outcome(key, error=one.error, text=f"part {name}: {one.text}", seconds=seconds)
-        value = sum(weight * one.value for weight, one in self._found.values())
-        if not math.isfinite(value):
-            text = f"the sum of the weighted parts is {value}: must be finite"
-            return Outcome(key, error="malformed", text=text, seconds=seconds)
-        return Outcome(key, value, self._parts(), seconds=seconds)
-
-    def _parts(self) -> dict[str, float]:
-        """What each part said, without its weight; what a part's function named stands below the part's name."""
-        parts: dict[str, float] = {}
-        for name, (_, one) in self._found.items():
-            parts[name] = one.value
-            parts |= {f"{name}/{inner}": value for inner, value in one.parts.items()}
-        return parts
+def weighted_sum(said: Sequence[tuple[Stage, Outcome]]) -> Outcome:
+    """The outcome of an item from what all parts say of it, in their order: of several that fail the first decides.
+    Its parts are without weights; what a part's function named stands below the part's name."""
+    key, seconds = said[0][1].key, max(one.seconds for _, one in said)
+    for stage, one in said:
+        if one.error:
+            return Outcome(key, error=one.error, text=f"part {stage.name}: {one.text}", seconds=seconds)
+    value = sum(stage.weight * one.value for stage, one in said)
+    if not math.isfinite(value):
+        text = f"the sum of the weighted parts is {value}: must be finite"
+        return Outcome(key, error="malformed", text=text, seconds=seconds)
+    parts: dict[str, float] = {}
+    for stage, one in said:
+        parts[stage.name] = one.value
+        parts |= {f"{stage.name}/{inner}": number for inner, number in one.parts.items()}
+    return Outcome(key, value, parts, seconds=seconds)
 
 
 def setups(settings: Reward, base_dir: str, prompt_key: str, device: str) -> list[tuple[Setup, str, float]]:
     """What children are told, with name and weight, of each part; of a reward without parts, of itself."""
+    common: dict[str, Any] = {"base_dir": base_dir, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
     if not settings.part:
-        own = Setup(settings.kind, settings.function, settings.extract, settings.answer_key, base_dir)
-        more = {"timeout_s": settings.timeout_s, "prompt_key": prompt_key, "memory_mb": settings.memory_mb}
-        return [(msgspec.structs.replace(own, **more), "", 1.0)]
+        own = {name: getattr(settings, name) for name in ("kind", "function", "extract", "answer_key", "timeout_s")}
+        return [(Setup(**own, **common), "", 1.0)]
     found = []
     for part in settings.part:
-        told = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)}
-        more = {"base_dir": base_dir, "place": f"reward.part {part.name!r}", "prompt_key": prompt_key, "device": device}
-        memory_mb = 0 if part.kind == "model" else settings.memory_mb
-        found.append((Setup(**{**told, **more, "memory_mb": memory_mb}), part.name, part.weight))
+        told = {name: getattr(part, name) for name in Setup.__struct_fields__ if hasattr(part, name)} | common
+        told |= {"place": f"reward.part {part.name!r}", "device": device}
+        if part.kind == "model":
+            told["memory_mb"] = 0
+        found.append((Setup(**told), part.name, part.weight))
     return found
-
-
-# -- the pool ---------------------------------------------
-
-
-LATENESS_S = 1.0
 
 
 class RewardPool:
@@ -441,25 +377,24 @@ class RewardPool:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.stages: list[Stage] = []
-        self.processes: list[JudgeProcess] = []
         self._poller = select.epoll()
         self._outcomes: list[Outcome] = []
-        self._open: dict[int, WeightedSum] = {}  # items without an outcome
-        now = time.monotonic()
+        self._open: dict[int, dict[str, Outcome]] = {}  # items without an outcome: what parts said of them
         try:
             for setup, name, weight in setups(settings, str(Path(base_dir).resolve()), prompt_key, device):
-                own: list[JudgeProcess] = []
-                self.stages.append(Stage(setup, name, weight, own))
+                self.stages.append(Stage(setup, name, weight))
                 for _ in range(1 if setup.kind in ONE_CHILD else settings.workers):
-                    own.append(JudgeProcess(setup, self._poller, setup.timeout_s, ready_s, now))
-                    self.processes.append(own[-1])
+                    self.stages[-1].processes.append(JudgeProcess(setup, self._poller, ready_s, time.monotonic()))
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        """Items without an outcome."""
         return len(self._open)
+
+    @property
+    def processes(self) -> list[JudgeProcess]:
+        return [process for stage in self.stages for process in stage.processes]
 
     def fileno(self) -> int:
         """Readable when `poll` may have something; poll now and then in any case, for children that are overdue."""
@@ -468,15 +403,13 @@ class RewardPool:
     def submit(self, items: Sequence[Item]) -> None:
         """Hand items to the children of every part. Never waits."""
         now = time.monotonic()
-        self._open.update((item.key, WeightedSum(self.stages)) for item in items)
+        self._open.update((item.key, {}) for item in items)
         for stage in self.stages:
             stage.submit(items, now)
 
     def poll(self, timeout_s: float = 0.0) -> list[Outcome]:
         """Outcomes since the last call; waits at most `timeout_s` for the first one, not at all with nothing pending.
-
-        `RewardNotLoaded` if the function cannot be imported.
-        """
+        `RewardNotLoaded` if the function cannot be imported."""
         self._collect_until(lambda: bool(self._outcomes) or not len(self), timeout_s)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -487,7 +420,6 @@ class RewardPool:
 
     @property
     def restarts(self) -> int:
-        """Children that took the place of another."""
         return sum(process.restarts for process in self.processes)
 
     @property
@@ -508,7 +440,7 @@ class RewardPool:
         """End the children; items without an outcome are forgotten. A second call does nothing."""
         for process in self.processes:
             process.close()
-        self.processes, self.stages = [], []
+        self.stages = []
         self._outcomes.clear()
         self._open.clear()
         self._poller.close()
@@ -540,9 +472,10 @@ class RewardPool:
         return now
 
     def _answered(self, stage: Stage, outcome: Outcome) -> None:
-        """A part has judged an item, as the last one or not."""
-        whole = outcome if not stage.name else self._open[outcome.key].add(stage, outcome)
-        if whole is not None:
+        said = self._open[outcome.key]
+        said[stage.name] = outcome
+        if len(said) == len(self.stages):
             del self._open[outcome.key]
+            whole = weighted_sum([(one, said[one.name]) for one in self.stages]) if stage.name else outcome
             self.counts[whole.error] += 1
             self._outcomes.append(whole)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from busrl.agents.child import EpisodeSetup
 from busrl.agents.episode import Episode
-from busrl.agents.pool import Children
-from busrl.agents.program import Programs
+from busrl.agents.pool import Children, Programs
 from busrl.config.schema import AGENT
 from busrl.errors import CallUnanswered
 from busrl.roles.holder import Claim, EpisodeHolder

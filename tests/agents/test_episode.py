@@ -13,7 +13,7 @@ import pytest
 from agent_worlds import ADD, Engine, calling, of
 
 from busrl.agents.episode import Episode, Retries
-from busrl.agents.llm import Again, Blocking, ChatRequest, Ended, Failed, Llm, Refusal, play
+from busrl.agents.llm import Again, Blocking, ChatRequest, Ended, Failed, Llm, Refusal, Request, Response, play
 from busrl.agents.renderer import Renderer
 from busrl.errors import CallRefused
 from busrl.states import Finish
@@ -24,6 +24,16 @@ TASK = {"prompt": "1 and 2?", "answer": 3}
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return worlds.renderer(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def model_of(episode: Episode, task: dict[str, Any]) -> Llm:
+    """The model of an episode that runs in this process: its answers are delivered when they are there."""
+    async def ask(request: Request) -> Response:
+        given, response = await episode.answer(request)
+        given.delivered()
+        return response
+
+    return Llm(ask, task)
 
 
 async def adding(task: dict[str, Any], llm: Llm) -> float:
@@ -44,7 +54,7 @@ def test_an_agent_with_a_tool_is_one_sequence_with_its_reward(chat: Renderer) ->
     async def run() -> None:
         texts = ["<think>\nadd\n</think>\n\n" + calling("qwen3", (1, 2)), "<think>\nthree\n</think>\n\nIt is 3"]
         episode, engine = of(chat, texts)
-        assert await play(adding, TASK, episode.llm(TASK)) == Ended("returned", 1.0)
+        assert await play(adding, TASK, model_of(episode, TASK)) == Ended("returned", 1.0)
         assert engine.world.exact() == (0, 0, 0, 0)
         found = episode.tree.trajectory()
         assert found is not None and len(found.seqs) == 1 and found.text.endswith("It is 3")
@@ -62,7 +72,7 @@ def test_calls_at_the_same_time_are_all_kept_and_at_most_so_many_run(chat: Rende
 
     async def run() -> None:
         episode, engine = of(chat, parallel=4)
-        await asyncio.gather(*(sub(episode.llm({}), number) for number in range(12)))
+        await asyncio.gather(*(sub(model_of(episode, {}), number) for number in range(12)))
         assert engine.world.exact() == (0, 0, 0, 0) and engine.most == 4
         assert len(episode.tree.sequences()) == 12 and len(episode.tree.turns) == 36
 
@@ -72,7 +82,7 @@ def test_calls_at_the_same_time_are_all_kept_and_at_most_so_many_run(chat: Rende
 def test_a_call_waits_for_room_that_others_hold_and_is_refused_when_there_is_none(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat, limits={"sampled": 90}, max_new_tokens=40)
-        llm, user = episode.llm({}), [{"role": "user", "content": "A?"}]
+        llm, user = model_of(episode, {}), [{"role": "user", "content": "A?"}]
         await asyncio.gather(*(llm.chat(user) for _ in range(4)))
         assert len(episode.tree.turns) == 4 and engine.most == 2, "two calls of 40 fit, the others have waited"
         for _ in range(40):
@@ -94,7 +104,7 @@ def test_several_answers_are_asked_for_only_where_all_have_room(chat: Renderer, 
     async def run() -> None:
         episode, engine = of(chat, limits=limits, max_new_tokens=20)
         with pytest.raises(CallRefused) as refused:
-            await episode.llm({}).chat([{"role": "user", "content": "A?"}], n=3)
+            await model_of(episode, {}).chat([{"role": "user", "content": "A?"}], n=3)
         assert refused.value.code == "context_length_exceeded" and engine.calls == 0
 
     asyncio.run(run())
@@ -103,7 +113,7 @@ def test_several_answers_are_asked_for_only_where_all_have_room(chat: Renderer, 
 def test_several_answers_share_the_room_that_is_left(chat: Renderer) -> None:
     async def run() -> None:
         episode, _ = of(chat, limits={"sampled": 6}, max_new_tokens=20)
-        assert len(await episode.llm({}).chat([{"role": "user", "content": "A?"}], n=3)) == 3
+        assert len(await model_of(episode, {}).chat([{"role": "user", "content": "A?"}], n=3)) == 3
         assert [len(turn.ids) for turn in episode.tree.turns] == [2, 2, 2]
 
     asyncio.run(run())
@@ -113,7 +123,7 @@ def test_an_engine_that_fails_leaves_nothing_behind(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat)
         engine.fails = 1
-        llm, user = episode.llm({}), [{"role": "user", "content": "A?"}]
+        llm, user = model_of(episode, {}), [{"role": "user", "content": "A?"}]
         with pytest.raises(ConnectionError):
             await llm.chat(user, n=3)
         await asyncio.sleep(0.01)
@@ -128,7 +138,7 @@ def test_an_engine_that_fails_leaves_nothing_behind(chat: Renderer) -> None:
 def test_ids_in_are_ids_behind_the_turn_that_they_begin_with(chat: Renderer) -> None:
     async def run() -> None:
         episode, engine = of(chat)
-        llm = episode.llm({})
+        llm = model_of(episode, {})
         first = await llm.complete("Once upon")
         path = episode.tree.turns[0].path_ids.tolist()
         second = await llm.complete([*path, 300, 301])
@@ -163,9 +173,9 @@ def test_a_request_that_cannot_be_answered_is_refused_and_the_episode_goes_on(
     async def run() -> None:
         episode, engine = of(chat)
         with pytest.raises(CallRefused, match=said):
-            await ask(episode.llm({}))
+            await ask(model_of(episode, {}))
         assert engine.calls == 0 and episode.tree.open == 0
-        assert (await episode.llm({}).chat([{"role": "user", "content": "A"}]))["content"] == "Word 1."
+        assert (await model_of(episode, {}).chat([{"role": "user", "content": "A"}]))["content"] == "Word 1."
 
     asyncio.run(run())
 
@@ -181,8 +191,8 @@ def test_objects_of_clients_libraries_may_stand_in_a_list(chat: Renderer) -> Non
     async def run() -> None:
         episode, _ = of(chat)
         user = [{"role": "user", "content": "A"}]
-        await episode.llm({}).chat(user, tools=[Tool()])
-        await episode.llm({}).chat(user, tools=[ADD])
+        await model_of(episode, {}).chat(user, tools=[Tool()])
+        await model_of(episode, {}).chat(user, tools=[ADD])
         first, second = episode.tree.turns
         assert first.path_ids[: first.begin].tolist() == second.path_ids[: second.begin].tolist()
 
@@ -324,7 +334,7 @@ def test_own_time_does_not_pass_while_a_call_is_under_way(chat: Renderer) -> Non
         episode, engine = of(chat, clock=lambda: now[0])
         now[0] = 3.0
         engine.open.clear()
-        call = asyncio.ensure_future(episode.llm({}).chat([{"role": "user", "content": "A"}]))
+        call = asyncio.ensure_future(model_of(episode, {}).chat([{"role": "user", "content": "A"}]))
         await asyncio.sleep(0)
         now[0] = 50.0
         assert episode.own_s() == 3.0
@@ -383,7 +393,7 @@ def test_every_end_of_an_episode_has_a_name(
 ) -> None:
     async def run() -> None:
         episode, _ = of(chat, limits={"turns": 4})
-        ended = await play(function, TASK, episode.llm(TASK))
+        ended = await play(function, TASK, model_of(episode, TASK))
         assert (ended.how, ended.reward) == (how, reward) and said in ended.text
 
     asyncio.run(run())
@@ -394,7 +404,7 @@ def test_a_fault_of_an_episode_names_its_place(chat: Renderer) -> None:
         return float(task["missing"])
 
     episode, _ = asyncio.run(_made(chat))
-    ended = asyncio.run(play(broken, TASK, episode.llm(TASK)))
+    ended = asyncio.run(play(broken, TASK, model_of(episode, TASK)))
     assert ended.how == "raised" and ended.text.startswith("KeyError: 'missing' (") and "test_episode.py" in ended.text
 
 

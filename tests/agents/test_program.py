@@ -15,8 +15,7 @@ from agent_worlds import Engine, of
 
 from busrl.agents.http import Door
 from busrl.agents.llm import Ended
-from busrl.agents.pool import Played
-from busrl.agents.program import Programs, verdict_of
+from busrl.agents.pool import Played, Programs, verdict_of
 from busrl.errors import CallUnanswered
 
 ASKS = '''

@@ -29,7 +29,7 @@ INSIDE: dict[str, dict[str, str]] = {
     "agents": {
         "parsers": "", "tree": "", "llm": "", "renderer": "tree", "episode": "renderer llm parsers tree",
         "adapters": "llm", "scripted": "llm", "child": "adapters llm", "pool": "child episode llm",
-        "openai": "episode llm tree", "http": "episode llm openai renderer tree", "program": "episode llm pool",
+        "openai": "episode llm tree", "http": "episode llm openai renderer tree",
         "atropos": "episode http openai renderer tree",
     },
     "algorithms": {
@@ -58,8 +58,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "load": "derive engine_rules named_files pretrained prompts reader reward_rules rules schema sources",
     },
     "data": {
-        "figures": "", "prompts": "", "chat": "prompts", "sources": "prompts", "trace": "prompts",
-        "convert": "chat prompts sources",
+        "figures": "", "prompts": "", "chat": "prompts", "sources": "chat prompts", "trace": "prompts",
     },
     "engines": {
         "tokens": "", "base": "tokens", "openai": "base tokens", "scripted": "base tokens", "torch": "base tokens",
@@ -107,9 +106,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "record": "", "trace": "record", "waste": "record", "page": "record trace waste",
     },
     "rewards": {
-        "box": "box_launcher", "box_launcher": "", "box_calls": "", "code": "base box",
-        "base": "", "judge": "base", "kinds": "base", "model": "base", "pool": "base",
-        "child": "base code judge kinds model pool",
+        "box": "box_launcher", "box_launcher": "", "box_calls": "",
+        "base": "", "judge": "base", "kinds": "base box", "model": "base", "pool": "base",
+        "child": "base judge kinds model pool",
     },
     "roles.learner": {
         "alarms": "", "control": "", "groups": "", "history": "", "metrics": "alarms",

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.data.convert import Conversion, Event, Job, Source
-from busrl.data.sources import Condition, Refused, files_of, parse_where
+from busrl.data.sources import Condition, Conversion, Event, Job, Refused, Source, files_of, parse_where
 
 arrow = pytest.importorskip("pyarrow")
 import pyarrow.parquet  # noqa: E402

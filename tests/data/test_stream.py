@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from busrl.data import JsonlStream, prompt_of, scan
+from busrl.data import JsonlStream, plain_text, prompt_of, scan
 from busrl.data.prompts import BLOCK, BOM, shares
 from busrl.errors import DataError
 from busrl.ledger.audit.snapshot import Prompts
@@ -56,7 +56,7 @@ def test_an_item_is_the_raw_line_without_its_newline_and_its_crc(tmp_path: Path)
     stream = JsonlStream(path, 0, False)
     assert [stream.item(i).line for i in range(3)] == lines
     assert [stream.item(i).crc for i in range(3)] == [zlib.crc32(line) for line in lines]
-    assert stream.prompt(stream.item(1)) == "€"
+    assert stream.record(stream.item(1))["prompt"] == "€"
 
 
 @given(st.lists(st.binary(max_size=12).map(lambda b: b.replace(b"\n", b"")), max_size=30), st.booleans())
@@ -89,11 +89,9 @@ def test_the_index_finds_the_same_lines_as_splitting(lines: list[bytes], ends: b
 def test_a_bad_line_is_named_with_value_rule_and_remedy(tmp_path: Path, line: str, words: list[str]) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "ok", "answer": "1"}\n' + line + '\n{"prompt": "ok", "answer": ""}\n')
-    stream = JsonlStream(path, 0, False, "prompt", "answer")
-    with pytest.raises(DataError) as caught:
-        stream.record(stream.item(1))
-    assert str(caught.value).startswith(f"{path}:2: ")
-    assert all(word in str(caught.value) for word in words)
+    (problem,) = scan(path, "prompt", "answer").problems
+    assert str(problem).startswith(f"{path}:2: ")
+    assert all(word in str(problem) for word in words)
 
 
 def test_an_empty_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
@@ -196,10 +194,10 @@ def test_files_are_read_as_people_write_them(tmp_path: Path) -> None:
     found = scan(path, "q", "a")
     assert (found.count, found.broken, found.problems, found.chats) == (4, 0, (), 1)
     assert list(found.sizes) == [2, 5, 1, 1]
-    stream = JsonlStream(path, 0, False, "q", "a")
+    stream = JsonlStream(path, 0, False, "q")
     assert len(stream) == 4
     assert [stream.record(stream.item(i))["a"] for i in range(4)] == [72, 0.5, True, "t"]
-    assert stream.prompt(stream.item(0)) == "é" and stream.prompt(stream.item(1)) == "a\nb\nc"
+    assert [plain_text(stream.record(stream.item(i))["q"]) for i in range(2)] == ["é", "a\nb\nc"]
     data = path.read_bytes()
     for index, start in enumerate(found.starts):
         line = stream.at(index).line

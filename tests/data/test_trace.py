@@ -19,7 +19,7 @@ def test_what_was_written_is_read_again_and_is_a_prompt_file(tmp_path: Path) -> 
     write(tmp_path / "t.jsonl", tasks)
     assert read(tmp_path / "t.jsonl") == tasks
     with JsonlStream(tmp_path / "t.jsonl", seed=0, shuffle=False) as stream:
-        assert stream.prompt(stream.item(20)) == "p"
+        assert stream.record(stream.item(20))["prompt"] == "p"
 
 
 def test_a_member_beyond_the_list_starts_again_at_its_front() -> None:

@@ -11,7 +11,7 @@ from busrl.errors import RewardNotLoaded
 from busrl.rewards import box
 from busrl.rewards.base import Setup
 from busrl.rewards.box_calls import pack, unpack
-from busrl.rewards.code import Code, UnfitTests, read_tests
+from busrl.rewards.kinds import Code, UnfitTests, read_tests
 from busrl.rewards.pool import Item, RewardPool
 
 needs_box = pytest.mark.skipif(bool(box.refusal()), reason="this machine makes no box")

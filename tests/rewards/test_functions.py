@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from busrl import imports
 from busrl.errors import RewardNotLoaded, cause
-from busrl.rewards.base import ExactMatch, MalformedReward, load, settle
+from busrl.rewards.base import ExactMatch, MalformedReward, settle
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,10 @@ def test_exact_match_compares_the_text_that_extract_finds(
 def test_a_bad_expression_is_refused_before_any_sample() -> None:
     with pytest.raises(RewardNotLoaded, match=r"reward.extract = '\(': not a regular expression"):
         ExactMatch("(")
+
+
+def load(target: str, base_dir: str | Path) -> Callable[..., Any]:
+    return imports.load("reward.function", target, RewardNotLoaded, base_dir)
 
 
 def write(path: Path, text: str) -> None:

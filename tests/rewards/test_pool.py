@@ -238,8 +238,8 @@ def process(tmp_path: Path) -> Iterator[LaneAt]:
     processes = []
 
     def build(now: float) -> JudgeProcess:
-        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path))
-        processes.append(JudgeProcess(setup, poller, 5.0, 120.0, now))
+        setup = Setup("python", "judge.py:judge", "", "", str(tmp_path), timeout_s=5.0)
+        processes.append(JudgeProcess(setup, poller, 120.0, now))
         while not processes[-1].serving:
             assert poller.poll(60)
             assert processes[-1].collect(now, 0.0) == []
