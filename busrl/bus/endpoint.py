@@ -61,13 +61,12 @@ class Gaps:
     def __init__(self, capacity: int = 4096) -> None:
         self.missed = 0
         self.repeated = 0
-        self.missed_by: dict[tuple[str, str], int] = {}
+        self.missed_by: Counter[tuple[str, str]] = Counter()
         self._capacity = capacity
         self._last: dict[bytes, dict[str, list[int]]] = {}  # by topic and sender: msg_seq and time_ns
         self._followed = 0
 
     def seen(self, topic: bytes, message: Numbered) -> None:
-        """One message arrived."""
         seq, time_ns = message.msg_seq, message.time_ns
         try:
             last = self._last[topic][message.sender]
@@ -95,8 +94,7 @@ class Gaps:
 
     def _miss(self, sender: str, topic: bytes, count: int) -> None:
         self.missed += count
-        named = (sender, topic.decode(errors="replace"))
-        self.missed_by[named] = self.missed_by.get(named, 0) + count
+        self.missed_by[sender, topic.decode(errors="replace")] += count
 
 
 # -- the two sockets -----

@@ -46,7 +46,6 @@ def check_endpoint(endpoint: str, keys: bool = False) -> None:
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """The two parts of a tcp address."""
     found = _TCP.fullmatch(endpoint)
     if found is None or not 1 <= int(found[2]) <= 65535:
         raise BadEndpoint(f"bus endpoint {endpoint!r}: expected tcp://HOST:PORT, for example tcp://127.0.0.1:5600")
@@ -70,8 +69,7 @@ def relay_endpoint(endpoint: str) -> str:
 
 
 def _check_path(path: str) -> None:
-    length = len(os.fsencode(path))
-    if length > SUN_PATH_BYTES:
+    if (length := len(os.fsencode(path))) > SUN_PATH_BYTES:
         raise BadEndpoint(
             f"socket path {path!r} has {length} bytes, the kernel allows {SUN_PATH_BYTES}; set XDG_RUNTIME_DIR to a "
             "shorter directory"

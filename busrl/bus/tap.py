@@ -82,7 +82,6 @@ class Tap:
         self._open()
 
     def close(self) -> None:
-        """Leave; idempotent."""
         self._shut()
         self._context.term()
 

@@ -19,9 +19,10 @@ import setproctitle
 from busrl import files
 from busrl.config import Topology, materialise
 from busrl.errors import BusrlError, MachineError, RunFinished
+from busrl.launch.children import Interrupted, Signals
 from busrl.launch.display import Display, open_display
 from busrl.launch.identity import made_prompts
-from busrl.launch.run import Interrupted, Launch, Signals, close_run
+from busrl.launch.run import Launch, close_run
 from busrl.launch.rundir import open_run
 from busrl.launch.summary import RunOutcome, build, final_lines
 from busrl.ledger.audit import audit

@@ -29,8 +29,9 @@ from busrl.bus.security import check_endpoint, relay_endpoint
 from busrl.config import HostSource, Topology
 from busrl.config.hosts import Invitation
 from busrl.errors import PeerLost, UserError
+from busrl.launch.children import Signals
 from busrl.launch.display import open_display
-from busrl.launch.run import ALONE, Launch, Signals, close_run
+from busrl.launch.run import ALONE, Launch, close_run
 from busrl.launch.rundir import open_host
 from busrl.paths import RunPaths
 from busrl.protocol import hosts as h

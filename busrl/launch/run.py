@@ -23,7 +23,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from types import FrameType
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, TEAM_ENDED, FateRefuse
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.files import bound
 from busrl.guardian import Guardian, mark
-from busrl.launch.children import RunningChild, last_lines, last_words, start
+from busrl.launch.children import RunningChild, Signals, last_lines, last_words, start
 from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
@@ -55,65 +54,6 @@ from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES, HeaderWord, RunPhase
 from busrl.watching import FairClock
-
-# -- signals -----------------------------------------------------------------------------------------------------------
-
-ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
-
-
-class Interrupted(Exception):
-    """A signal came while nothing was at stake any more (`Signals.interrupting`); its name is the text."""
-
-
-class Signals:
-    """Installed with `with`, in the main thread; what was there before is put back."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        self.count = 0
-        self._raises = False
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def clear(self) -> None:
-        """Make the descriptor quiet again."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises `Interrupted`: for work that only reads and that nobody has to wait for."""
-        self._raises = True
-        try:
-            yield
-        finally:
-            self._raises = False
-
-    def _received(self, number: int, _frame: FrameType | None) -> None:
-        self.first = self.first or number
-        self.count += 1
-        if self._raises:
-            self._raises = False
-            raise Interrupted(signal.Signals(number).name)
-
-    def __enter__(self) -> Signals:
-        caught = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._received) for number in caught}
-        self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._reader)
-        os.close(self._writer)
-
 
 # -- closing -----------------------------------------------------------------------------------------------------------
 
@@ -176,7 +116,6 @@ class Launch:
         self.topology, self._paths, topology = opened.topology, opened.paths, opened.topology
         self._processes: dict[str, ProcessName] = {one.name: one for one in topology.processes()}
         self.children = [Child(name, topology.limits) for name in self._processes]
-        self._by_address = {address(child.name): child for child in self.children}
         self._running: dict[str, RunningChild] = {}
         self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
@@ -300,7 +239,7 @@ class Launch:
         return None
 
     def _handle_deaths(self) -> RunOutcome | None:
-        """Handle each child that has ended. The learner's end may be the run's."""
+        """The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._finishing
             if child.name in self._leaving:
@@ -335,7 +274,6 @@ class Launch:
             if name not in self._processes:
                 self._processes[name] = process
                 self.children.append(Child(name, topology.limits))
-                self._by_address[address(name)] = self.children[-1]
                 if not process.spec.command:
                     self._events.has(name)
         for child in reversed(self.children):
@@ -362,7 +300,6 @@ class Launch:
         self.children.remove(child)
         for known in (self._processes, self._leaving):
             known.pop(child.name, None)
-        self._by_address.pop(address(child.name), None)
 
     def _end_team(self, dead: Child) -> None:
         """A rank alone can do nothing, and what the others wait for does not come."""
@@ -520,9 +457,11 @@ class Launch:
 
     def _greeted(self, hello: m.Hello) -> None:
         """A process that does not map the ring has no other way to show that it is ready."""
-        child = self._by_address.get(hello.sender.replace("/", "-"))
-        if child is not None and self._processes[child.name].spec.command and child.became_ready():
-            self._note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
+        sender = hello.sender.replace("/", "-")
+        for child in self.children:
+            foreign = address(child.name) == sender and self._processes[child.name].spec.command
+            if foreign and child.became_ready():
+                self._note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -10,9 +10,8 @@ of the bus, of topologies or of what a verb does.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -54,15 +53,13 @@ class Controls:
     checkpoint: int = 0  # the newest one that was asked for is to be of this step or a later one
 
     @classmethod
-    def of(cls, lines: Iterable[ControlLine]) -> Controls:
-        found = cls()
-        for line in lines:
-            found.add(line)
-        return found
-
-    @classmethod
     def read(cls, paths: RunPaths) -> Controls:
-        return cls.of(read_lines(paths))
+        """What the file amounts to; a damaged line is left out."""
+        found = cls()
+        for row in json_lines(paths.control):
+            with suppress(msgspec.ValidationError):
+                found.add(msgspec.convert(row, ControlLine))
+        return found
 
     def add(self, line: ControlLine) -> None:
         """The next line: refusals change nothing."""
@@ -90,20 +87,9 @@ class Controls:
             yield f"changed in flight: {', '.join(changed)}"
 
 
-def read_lines(paths: RunPaths) -> Iterator[ControlLine]:
-    """The lines, in order; one that is damaged is left out."""
-    for row in json_lines(paths.control):
-        with suppress(msgspec.ValidationError):
-            yield msgspec.convert(row, ControlLine)
-
-
 def size(paths: RunPaths) -> int:
     """Bytes of the file: another number says that there is something to follow."""
     try:
         return paths.control.stat().st_size
     except OSError:
         return 0
-
-
-def encoded(line: ControlLine) -> bytes:
-    return json.dumps(msgspec.to_builtins(line), ensure_ascii=False).encode()

@@ -34,7 +34,6 @@ import numpy.typing as npt
 
 from busrl import files
 from busrl.errors import FileCorrupt, LedgerError
-from busrl.files import finish_replacements
 from busrl.ledger.trainlog import UID_LIMIT, TrainLine
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
@@ -151,12 +150,10 @@ def checkpoints_of(root: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it has a checkpoint's name."""
     return re.fullmatch(CHECKPOINT + "[0-9]+", path.name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
     return int(checkpoint.name.rpartition("_")[2])
 
 
@@ -165,7 +162,7 @@ def mend_trained_set(paths: RunPaths) -> str | None:
 
     `FileCorrupt` with the remedy if it cannot be made again.
     """
-    finish_replacements(paths.checkpoints)
+    files.finish_replacements(paths.checkpoints)
     folder = newest_checkpoint(paths)
     fault = _fault_of(folder / NAME) if folder else None
     if folder is None or fault is None:
@@ -237,7 +234,6 @@ class _Standing:
 
     @property
     def damage(self) -> str:
-        """The damaged lines in words; empty if there are none."""
         return f" ({self._damaged} of its lines cannot be read, {self._first})" if self._damaged else ""
 
     def lines(self, until: int) -> Iterator[TrainLine]:
@@ -257,12 +253,9 @@ def train_log_is_whole(path: Path, least: int) -> bool:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL))
             last = file.read().split(b"\n")[1 if size > TAIL else 0 :]
-    except OSError:
-        return False
-    try:
         for text in last[:-1]:
             msgspec.json.decode(text, type=TrainLine)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return size >= least and last[-1:] == [b""]
 

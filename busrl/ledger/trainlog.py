@@ -1,7 +1,7 @@
 """The train log, `train.jsonl`: one line per optimiser step, for people and for the audit.
 
-The learner writes it after a step. Talks to one file; `step_lines` and `last_step` read metrics.jsonl as well. Knows
-nothing of the write-ahead log's bytes, of the ring or of tensors.
+The learner writes it after a step. Talks to one file; `last_step` reads metrics.jsonl as well. Knows nothing of the
+write-ahead log's bytes, of the ring or of tensors.
 
 - A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
   return to a checkpoint with `wal = "off"`, shows. Nothing in the file is ever changed.
@@ -47,15 +47,10 @@ def of_step(row: Mapping[str, Any]) -> bool:
     return "kind" not in row
 
 
-def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
-    """The lines of steps, in order; none where there is no file. `tail`: only of its last bytes."""
-    return [row for row in json_lines(path, tail) if of_step(row)]
-
-
 def last_step(path: Path) -> int:
     """The newest step that has a line, by the end of the file; 0 if none has."""
     for tail in (TRAIN_TAIL_BYTES, 0):  # the whole file only where its end is damaged
-        steps = [int(row["step"]) for row in step_lines(path, tail) if isinstance(row.get("step"), int)]
+        steps = [row["step"] for row in json_lines(path, tail) if of_step(row) and isinstance(row.get("step"), int)]
         if steps:
-            return steps[-1]
+            return int(steps[-1])
     return 0

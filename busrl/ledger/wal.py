@@ -162,7 +162,7 @@ class _Segment:
         return self.steps[-1] if self.steps else -1
 
 
-def frames(data: bytes, start: int = len(HEAD)) -> Iterator[tuple[memoryview, int]]:
+def frames(data: bytes, start: int) -> Iterator[tuple[memoryview, int]]:
     """Each whole record's payload and the offset after it, from `start` until the first that is not whole."""
     view, at = memoryview(data), start
     while (end := _frame_end(view, at)) > 0:
@@ -203,9 +203,8 @@ class Wal:
     """The log in `directory`, opened for appending.
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
-    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` says
-    what was passed over, `cut_bytes` what opening cut off; `last_step` and `last_version` are the highest ever seen
-    here, -1 with none.
+    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `cut_bytes`
+    says what opening cut off; `last_step` and `last_version` are the highest ever seen here, -1 with none.
     """
 
     def __init__(
@@ -215,13 +214,11 @@ class Wal:
         self.directory = Path(directory)
         self.sync = sync
         self.segment_bytes = segment_bytes
-        self.damage: list[str] = []
         self.last_step = self.last_version = -1
         self.cut_bytes = 0
         self._superseded = superseded
         self._looks = 0
         self._doubts: list[str] = []  # damage whose extent only the next whole record shows
-        self._encoder = msgspec.msgpack.Encoder()
         self._segments: list[_Segment] = []
         self._number = 0
         self._fd = -1
@@ -231,10 +228,6 @@ class Wal:
             files.sync(self.directory.parent)
         self._open()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.size for segment in self._segments)
-
     def append(self, record: Record) -> None:
         """Commit a record: once this returns its samples are trained; if it raises they are not."""
         if self._broken:
@@ -243,7 +236,7 @@ class Wal:
             raise LedgerError(
                 f"{self.directory}: a record of step {record.step} after step {self.last_step}: steps must grow"
             )
-        payload = self._encoder.encode(record)
+        payload = msgspec.msgpack.encode(record)
         length = _LENGTH.pack(len(payload))
         head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
         full = bool(self._segments) and self._segments[-1].size + len(head) + len(payload) > self.segment_bytes
@@ -285,10 +278,8 @@ class Wal:
         """What was done to the files from outside, so that a restart would not find all records; empty if nothing.
         Each call looks at the newest segment and, in turn, at one of all."""
         self._looks += 1
-        one_of_all = self._segments[self._looks % len(self._segments)] if self._segments else None
-        for segment in [*self._segments[-1:], one_of_all]:
-            if segment is None:
-                continue
+        one_of_all = self._looks % max(1, len(self._segments))
+        for segment in [*self._segments[-1:], *self._segments[one_of_all : one_of_all + 1]]:
             try:
                 now = os.stat(segment.path)
             except OSError as exc:
@@ -308,7 +299,6 @@ class Wal:
             except OSError:  # something else has the name now
                 segment.path.rename(segment.path.with_name(f"{segment.path.name}.aside"))
         self._segments.clear()
-        self.damage.clear()
 
     def end_segment(self) -> None:
         """Let the next record begin a new segment."""
@@ -377,10 +367,7 @@ class Wal:
             self.cut_bytes += len(data)
             return
         if data[: len(HEAD)] not in HEADS:
-            text = (
-                f"{path}: does not begin with {MAGIC!r}, layout 1 to {LAYOUT}; it is no log of this busrl. "
-                f"{REMEDY}"
-            )
+            text = f"{path}: does not begin with {MAGIC!r}, layout 1 to {LAYOUT}; it is no log of this busrl. {REMEDY}"
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)
@@ -404,7 +391,6 @@ class Wal:
         brief = msgspec.msgpack.decode(payload, type=_Brief)
         if self._doubts and brief.step - 1 > self._superseded:
             raise FileCorrupt(self._doubts[0])
-        self.damage += self._doubts
         self._doubts.clear()
         if brief.step <= self.last_step:
             raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self.last_step}: steps must grow")
@@ -420,7 +406,6 @@ class Wal:
         )
 
     def _cut(self, segment: _Segment, data: bytes) -> None:
-        """Cut half a record off the newest segment."""
         with open(segment.path, "rb+", buffering=0) as file:
             file.truncate(segment.size)
             os.fsync(file.fileno())

@@ -38,8 +38,6 @@ class Arrivals:
 
     def __init__(self, times: Sequence[float]) -> None:
         self._times = np.asarray(times, np.float64)
-        if not len(self._times) or np.any(np.diff(self._times) < 0) or self._times[0] < 0:
-            raise ValueError("arrival times must be given, >= 0 and ascending")
         gap = float(self._times[-1] - self._times[0]) / max(1, len(self._times) - 1)
         self._period = float(self._times[-1]) + gap
         self._start: float | None = None
@@ -143,10 +141,6 @@ class Staleness:
     bound: int | None
     over_age: str = "wait"
 
-    def __post_init__(self) -> None:
-        if self.over_age not in ("wait", "drop"):
-            raise ValueError(f"over_age = {self.over_age!r}: must be wait or drop")
-
     def too_old(self, oldest_step: Ints, step: int) -> Bools:
         """Groups above the bound now."""
         bound = np.inf if self.bound is None else self.bound
@@ -209,7 +203,6 @@ class Waves:
         return not bool((train & (busy | self.claimable(lines, next_admission))).any())
 
     def best(self, lines: Lines, next_admission: int, limit: int, most_attempts: int) -> list[int]:
-        """Slots to claim."""
         return _best(lines, self.claimable(lines, next_admission), limit, most_attempts)
 
 
@@ -217,12 +210,11 @@ class Unbegun:
     """Samples that have no segment yet, for workers that make whole answers."""
 
     def best(self, lines: Lines, next_admission: int, limit: int, most_attempts: int) -> list[int]:
-        """Slots to claim."""
         return _best(lines, (lines["state"] == QUEUED) & (lines["segs"] == 0), limit, most_attempts)
 
 
 def _best(lines: Lines, claimable: Bools, limit: int, most_attempts: int) -> list[int]:
-    """As the ring itself orders slots: unfinished first, then priority, then the older."""
+    """Slots to claim, as the ring itself orders slots: unfinished first, then priority, then the older."""
     at = np.flatnonzero(claimable & (lines["attempt"] <= most_attempts))
     own = {name: lines[name][at] for name in ("segs", "priority", "admission", "uid")}
     order = np.lexsort((own["uid"], own["admission"], -own["priority"].astype(np.int64), own["segs"] == 0))

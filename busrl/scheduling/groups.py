@@ -136,11 +136,11 @@ class GroupView:
 
 
 class GroupScanner:
-    """Makes views of one class of one ring. `fates` is the live byte array of all samples, indexed by uid."""
+    """Makes views of the training samples of one ring. `fates` is the live byte array of all samples, by uid."""
 
-    def __init__(self, fates: Bytes, group_size: int, *, cls: int = SampleClass.TRAIN, horizon: int = 64) -> None:
+    def __init__(self, fates: Bytes, group_size: int, *, horizon: int = 64) -> None:
         self.fates = fates.view(np.ndarray)  # a memmap would make every slice slow
-        self.group_size, self.cls = group_size, cls
+        self.group_size = group_size
         self.g_min = least_survivors(group_size)
         self._width = 2 * group_size
         self._low = self._high = 0
@@ -169,7 +169,7 @@ class GroupScanner:
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
         # No sample has a uid beyond the fates: a line that says so is none of ours, and must not size our arrays.
         possible = lines["uid"] < min(VALIDATE_BIT, len(self.fates))
-        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & possible)
+        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == SampleClass.TRAIN) & possible)
         # Field by field: indexing whole structured lines costs as much as all the rest together.
         own = {name: lines[name][picked] for name in FIELDS}
         uids = own["uid"].astype(np.int64)

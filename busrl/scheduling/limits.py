@@ -122,8 +122,6 @@ def derive(
 
     Never raises for numbers that do not fit together: `problems()` says what is wrong with the result.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
     low, high = n_min if n_lo is None else n_lo, n_min if n_hi is None else n_hi
     if mode == "sync":
         low = high = n_min

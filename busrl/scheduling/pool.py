@@ -157,41 +157,32 @@ def _sorted(keys: npt.NDArray[np.float64], draws: Ints) -> list[tuple[float, int
 
 
 class WaitingDraws:
-    """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once."""
+    """Which draws wait, as a string of flags, so that a hundred thousand draws can be asked for at once.
+
+    The first flag and the last are never set: they stand for all draws that lie beyond.
+    """
 
     def __init__(self) -> None:
-        self._base = 0
-        self._flags = bytearray(SPARE)
+        self._base, self._flags = -1, bytearray(SPARE)
 
     def set(self, draw: int) -> None:
-        at = draw - self._base
-        if not 0 <= at < len(self._flags):
-            at = self._make_room(draw)
-        self._flags[at] = 1
+        if not 0 < draw - self._base < len(self._flags) - 1:
+            self._make_room(draw)
+        self._flags[draw - self._base] = 1
 
     def clear(self, draw: int) -> None:
         self._flags[draw - self._base] = 0
 
     def missing(self, draws: Iterable[int]) -> list[int]:
         draws = draws if isinstance(draws, np.ndarray) else np.fromiter(draws, np.int64)
-        if not len(draws):
-            return []
-        flags = np.frombuffer(self._flags, np.uint8)
-        at = draws - self._base
-        if at.min() >= 0 and at.max() < len(flags):  # as nearly always: half as long as what follows
-            here = flags.take(at)
-        else:
-            inside = (at >= 0) & (at < len(flags))
-            here = np.zeros(len(draws), np.uint8)
-            here[inside] = flags[at[inside]]
-        found: list[int] = draws[here == 0].tolist()
+        waits = np.frombuffer(self._flags, np.bool_).take(draws - self._base, mode="clip")
+        found: list[int] = draws[~waits].tolist()
         return found
 
-    def _make_room(self, draw: int) -> int:
+    def _make_room(self, draw: int) -> None:
         """Let the flags reach from the oldest draw that waits to `draw`, with room for as many again."""
         here = self._base + np.flatnonzero(np.frombuffer(self._flags, np.uint8))
         low, high = (min(draw, int(here[0])), max(draw, int(here[-1]))) if len(here) else (draw, draw)
         flags = np.zeros(2 * (high + 1 - low) + SPARE, np.uint8)
-        flags[here - low] = 1
-        self._base, self._flags = low, bytearray(flags)
-        return draw - low
+        flags[here + 1 - low] = 1
+        self._base, self._flags = low - 1, bytearray(flags)

@@ -81,15 +81,12 @@ INSIDE: dict[str, dict[str, str]] = {
         "cpu_patches": "", "process": "", "weights": "process", "engine": "process weights",
         "worker": "cpu_patches weights",
     },
-    "faults": {
-        "plan": "", "messages": "plan",
-    },
     "launch": {
         "fates": "", "identity": "", "clusters": "", "pythons": "", "supervisor": "", "children": "supervisor",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
-        "placement": "children", "control": "rundir summary",
+        "placement": "children supervisor", "control": "rundir summary",
         "run": "children control display fates placement rundir summary supervisor",
-        "host": "display run rundir",
+        "host": "children display run rundir",
     },
     "ledger": {
         "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal",
