@@ -1,8 +1,12 @@
-"""The set of trained uids that every checkpoint keeps, and the mending of a damaged one or of a damaged train log.
+"""What was trained: the train log, the set of uids that every checkpoint keeps, and the mending of either.
 
-Talks to `trained.bin` in the checkpoints, `train.jsonl` and `wal/`. `launch` mends before any role runs, and so does a
-learner that starts. Knows nothing of groups or models: what else a checkpoint holds is looked at where it is loaded.
+Talks to `train.jsonl`, `trained.bin` in the checkpoints and `wal/`. The learner writes a line of the log after a step,
+for people and for the audit. `launch` mends before any role runs, and so does a learner that starts. Knows nothing of
+groups, models or the ring: what else a checkpoint holds is looked at where it is loaded.
 
+- A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
+  return to a checkpoint with `wal = "off"`, shows. But for mending nothing in the file is ever changed.
+- `crc` is the crc32 of the prompt line, so the file proves which prompt each uid was trained on.
 - `trained.bin`, little endian: "BUSRLTRD", u32 layout 1, u32 crc32 of the packed bytes, u64 uids in the set, u64 bytes
   of the bitmap; then the bitmap, zlib-packed. Bit uid % 8 (from the lowest) of byte uid // 8.
 - A file is the old one or the new one, and a damaged one is refused, never half used.
@@ -26,7 +30,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -34,9 +38,54 @@ import numpy.typing as npt
 
 from busrl import files
 from busrl.errors import FileCorrupt, LedgerError
-from busrl.ledger.trainlog import UID_LIMIT, TrainLine
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
+
+# -- the train log -----
+
+TRAIN_TAIL_BYTES = 1 << 20  # of lines of thousands of samples
+UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
+RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
+
+
+class TrainLine(msgspec.Struct, kw_only=True):
+    """One step; each sample is [uid, attempt, crc]."""
+
+    step: _Natural
+    version: int = 0
+    cause: str = RESTORED
+    samples: list[tuple[_Uid, int, int]]
+
+    @classmethod
+    def of(cls, record: Record) -> TrainLine:
+        """The line of a record that was trained, also when it was replayed."""
+        samples = [(sample.uid, sample.attempt, sample.prompt_crc) for sample in record.samples]
+        return cls(step=record.step, version=record.version, cause=record.cause, samples=samples)
+
+
+def of_step(row: Mapping[str, Any]) -> bool:
+    """Whether a line of train.jsonl or metrics.jsonl is a step's. A line with a `kind` reports groups that ended
+    without a step, under the number of the step before them."""
+    return "kind" not in row
+
+
+def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
+    """The lines of steps, in order; none where there is no file. `tail`: only of its last bytes."""
+    return [row for row in files.json_lines(path, tail) if of_step(row)]
+
+
+def last_step(path: Path) -> int:
+    """The newest step that has a line, by the end of the file; 0 if none has."""
+    for tail in (TRAIN_TAIL_BYTES, 0):  # the whole file only where its end is damaged
+        steps = [int(row["step"]) for row in step_lines(path, tail) if isinstance(row.get("step"), int)]
+        if steps:
+            return steps[-1]
+    return 0
+
+
+# -- the trained set -----
 
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1

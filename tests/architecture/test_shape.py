@@ -89,8 +89,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "host": "children display run rundir",
     },
     "ledger": {
-        "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal",
-        "trained": "trainlog wal",
+        "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trained": "wal",
     },
     "ledger.audit": {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",

@@ -31,14 +31,15 @@ from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFail
 from busrl.files import LineFile, json_lines, replace
 from busrl.ledger.trained import (
     TrainedSet,
+    TrainLine,
     checkpoints_of,
+    last_step,
     mend_train_log,
     mend_trained_set,
     newest_checkpoint,
     step_of,
     train_log_is_whole,
 )
-from busrl.ledger.trainlog import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
 from busrl.ring import Fates
