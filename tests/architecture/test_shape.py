@@ -123,7 +123,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     "scheduling": {
         "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",
-        "pass_rates": "", "pool": "groups lengths", "dispatch": "groups lengths pool",
+        "pass_rates": "", "dispatch": "groups lengths",
         "trigger": "admission groups limits",
     },
     "scheduling.lengths": {
