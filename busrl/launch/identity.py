@@ -121,7 +121,8 @@ def _check_identity(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
                 "sample of the run is, so it cannot change: choose another run directory"
             )
-    if (trained := _trained_shape(paths)) and (given := _shape(Path(now["model"]["path"]))) and given != trained:
+    trained = next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
+    if trained and (given := _shape(Path(now["model"]["path"]))) and given != trained:
         raise UserError(
             f"model.path = {now['model']['path']!r} has {given}, and the checkpoints in {paths.root} are of {trained}: "
             "another model lies there now; put back the one that the run began with, or choose another run directory"
@@ -142,12 +143,8 @@ def _check_identity(
         )
 
 
-def _trained_shape(paths: RunPaths) -> str:
-    """Sizes of the model that the newest checkpoint holds, in words; "" where they are not known."""
-    return next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
-
-
 def _shape(folder: Path) -> str:
+    """Sizes of the model in a folder, in words; "" where they are not known."""
     facts = model_facts(folder)
     sizes = {"layers": facts.layers, "channels": facts.hidden, "token ids": facts.vocabulary}
     return ", ".join(f"{size} {name}" for name, size in sizes.items()) if all(sizes.values()) else ""

@@ -503,7 +503,6 @@ class Launch:
             bound(path, self.topology.log.keep)
 
     def _waits(self) -> list[Link]:
-        """Who waits for whom now."""
         run, now = self.progress.run, time.monotonic()
         run.restarts, run.deaths = {child.name: child.restarts for child in self.children}, dict(self._events.deaths)
         run.look(self._picture.look(), now)

@@ -36,15 +36,7 @@ from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import HostSource, Topology, sources
 from busrl.config.hosts import CLAIMED_FROM
-from busrl.errors import (
-    LockTimeout,
-    MachineError,
-    RingError,
-    RingMismatch,
-    RingNotFound,
-    RunInUse,
-    UserError,
-)
+from busrl.errors import LockTimeout, MachineError, RingError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.guardian import end_left_behind, stat_of
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.identity import BLOCK, Start, compare

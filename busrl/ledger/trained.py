@@ -15,7 +15,7 @@ groups, models or the ring: what else a checkpoint holds is looked at where it i
   if it has as many as meta.json says.
 - A line of the train log with an impossible uid counts as damaged; the file is read a line at a time.
 - A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
-- A set that cannot be made again is refused with what to do: to pass over it silently would forget what was trained.
+- A set that cannot be made again is refused with what to do; else what was trained would be forgotten.
 """
 
 from __future__ import annotations
