@@ -132,7 +132,6 @@ def read_map(path: Path) -> dict[str, Any]:
 
 
 def as_map(value: Any) -> dict[str, Any]:
-    """The value if it is a map, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -219,7 +218,6 @@ class Lines:
 
 
 def _descriptor(opened: contextlib.ExitStack, path: Path) -> int | None:
-    """None if no file is there."""
     try:
         return opened.enter_context(open(path, "rb", buffering=0)).fileno()
     except (FileNotFoundError, NotADirectoryError):
@@ -569,7 +567,6 @@ def fault_in(directory: Path, listed: Mapping[str, Sequence[int]]) -> str | None
 
 
 def crc(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

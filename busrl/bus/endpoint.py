@@ -26,7 +26,8 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 import zmq
 from zmq.backend import Socket as CompiledSocket
@@ -137,7 +138,6 @@ KIND: Final = f"libzmq {_VERSION}" if _VERSION else "pyzmq"
 
 
 def open_wire(pub: zmq.Socket[bytes], sub: zmq.Socket[bytes]) -> Wire:
-    """The wire of these two sockets, of the kind that this process has."""
     return _wire.Wire(pub, sub, zmq.ZMQError) if _VERSION else PlainWire(pub, sub)
 
 
@@ -224,24 +224,20 @@ class MessageFaults(Protocol):
     def due_s(self) -> float: ...
 
 
+@dataclass(slots=True)
 class _Line:
     """One topic that this endpoint sends to, and the number of its last message there."""
 
-    __slots__ = ("beats", "raw", "seq", "topic")
-
-    def __init__(self, kind: type[Message], to: str) -> None:
-        self.topic, self.beats, self.seq = topic(kind, to), kind is Heartbeat, 0
-        self.raw = self.topic.encode()
+    topic: str
+    raw: bytes
+    seq: int = 0
 
 
-class _Subscription:
-    """One kind of message that this endpoint subscribes to: how its bytes are decoded."""
+class _Subscription(NamedTuple):
+    """One kind of message that this endpoint subscribes to: how it is decoded, and whether it is served here."""
 
-    __slots__ = ("kind", "read", "served")
-
-    def __init__(self, kind: type[Message], max_bytes: int) -> None:
-        self.kind, self.read = kind, codec.reader(kind, max_bytes)
-        self.served = kind is Heartbeat or kind is Ping
+    read: Callable[[bytes], Message]
+    served: bool
 
 
 class Endpoint:
@@ -264,7 +260,10 @@ class Endpoint:
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._token, self._echoed = "", False  # of the ping that `ready` waits for
         kinds: list[type[Message]] = [*map(kind_of, subscribe), Ping]
-        self._kinds = {name_of(kind).encode(): _Subscription(kind, max_bytes) for kind in kinds}
+        self._kinds = {
+            name_of(kind).encode(): _Subscription(codec.reader(kind, max_bytes), kind in (Heartbeat, Ping))
+            for kind in kinds
+        }
         self._routes: dict[bytes, _Subscription | None] = {}
         for endpoint in (frontend, backend):
             check_endpoint(endpoint, keys is not None)
@@ -309,8 +308,8 @@ class Endpoint:
         message.sender = self.name
         message.time_ns = time.time_ns()
         message.msg_seq = seq = line.seq + 1
-        if line.beats and isinstance(message, Heartbeat):
-            message.last_seqs = self._seqs()
+        if isinstance(message, Heartbeat):
+            message.last_seqs = {one.topic: one.seq for one in self._lines.values() if one.seq}
         raw = codec.encode(message)
         if len(raw) > self._max_bytes:
             raise MessageTooLarge(
@@ -322,17 +321,14 @@ class Endpoint:
         line.seq = seq
 
     def _line(self, kind: type[Message], to: str) -> _Line:
-        line = _Line(kind, to)
+        name = topic(kind, to)
+        line = _Line(name, name.encode())
         if to:
             self._addressed.append((kind, to))
             if len(self._addressed) > MAX_ADDRESSED:
                 del self._lines[self._addressed.popleft()]
         self._lines[kind, to] = line
         return line
-
-    def _seqs(self) -> dict[str, int]:
-        """The last number of every topic that something was sent to."""
-        return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
     def heartbeat(self, role: str, activity: str, control: int = 0) -> None:
         """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""

@@ -186,7 +186,6 @@ def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
 
 
 def last_lines(path: Path, count: int = 12) -> list[str]:
-    """The end of a log file, for a person who has to find out why a child died."""
     try:
         text = b"".join(whole_file(path, TAIL_BYTES)).decode(errors="replace")
     except OSError as error:

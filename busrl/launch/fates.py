@@ -54,12 +54,12 @@ class PutBack:
             f"{self.again} training and {self.validation} validation samples that were in no slot are generated again; "
             f"{self.trained} were trained already"
         )
-        return text + (
-            f"; fates.bin calls {self.unlogged} others trained that neither checkpoint nor log holds: it is that of "
-            "another run, or the end of the log is lost. They are not trained again, and `busrl audit` names them. If "
-            "fates.bin is not this run's, stop, and restore or remove it"
-            if self.unlogged
-            else ""
+        if not self.unlogged:
+            return text
+        return (
+            f"{text}; fates.bin calls {self.unlogged} others trained that neither checkpoint nor log holds: it is that "
+            "of another run, or the end of the log is lost. They are not trained again, and `busrl audit` names them. "
+            "If fates.bin is not this run's, stop, and restore or remove it"
         )
 
 

@@ -138,7 +138,6 @@ class TrainedSet:
         return self._count
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole and durably."""
         used = np.flatnonzero(self._bits)
         raw = self._bits[: int(used[-1]) + 1 if used.size else 0].tobytes()
         body = zlib.compress(raw, 1)

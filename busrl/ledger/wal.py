@@ -108,7 +108,6 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return np.array([[0, begin, begin + self.tokens, 1]])
 
     def turn_lengths(self) -> npt.NDArray[np.int64]:
-        """Sampled tokens of each turn."""
         turns = self.turn_array()
         return turns[:, 2] - turns[:, 1]
 

@@ -359,7 +359,6 @@ class _Asked:
         self.given_up = False
 
     async def look_later(self, timeout_s: float | None = None) -> None:
-        """Wait for news since the last look."""
         self.news.clear()
         await asyncio.wait_for(self.news.wait(), timeout_s)
 

@@ -202,13 +202,12 @@ class GroupScanner:
 
     def _admission_of(self, draws: Ints, seen: Ints) -> Ints:
         """Indices read from lines; for a group without lines the one it was last seen with."""
-        if UNKNOWN not in seen:
-            self._admissions = draws, seen
-            return seen
-        before = dict(zip(*(a.tolist() for a in self._admissions)))
-        filled = [a if a != UNKNOWN else before.get(d, UNKNOWN) for d, a in zip(draws.tolist(), seen.tolist())]
-        self._admissions = draws, np.array(filled, np.int64)
-        return self._admissions[1]
+        if UNKNOWN in seen:
+            before = dict(zip(*(a.tolist() for a in self._admissions)))
+            filled = [a if a != UNKNOWN else before.get(d, UNKNOWN) for d, a in zip(draws.tolist(), seen.tolist())]
+            seen = np.array(filled, np.int64)
+        self._admissions = draws, seen
+        return seen
 
 
 class _Cells:
@@ -256,7 +255,11 @@ class _Cells:
         self.survivors = self.rewarded.sum(1)
         self.training = (self.rewarded & (now == TRAINING)).sum(1)
         self.rerolled = rerolled
-        self._per_group()
+        lines = self.own["state"]
+        held = (lines >= QUEUED) & (lines <= TRAINING)  # age counts from admission, so a queued member counts too
+        self.oldest_step = self._least(self.groups[held], self.own["step"][held])
+        self.admission = self._least(self.groups, self.own["admission"])
+        self.admission[self.admission == NOT_STARTED] = UNKNOWN
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A value per line, laid out by (group, try, member)."""
@@ -264,15 +267,11 @@ class _Cells:
         out.reshape(-1)[self.at] = values
         return out
 
-    def _per_group(self) -> None:
-        """Smallest admission index and smallest step over the lines of a group."""
-        groups, state = self.groups, self.own["state"]
-        self.admission = np.full(self.shape[0], NOT_STARTED, np.int64)
-        np.minimum.at(self.admission, groups, self.own["admission"].astype(np.int64))
-        self.admission[self.admission == NOT_STARTED] = UNKNOWN
-        held = (state >= QUEUED) & (state <= TRAINING)  # age counts from admission, so a queued member counts too
-        self.oldest_step = np.full(self.shape[0], NOT_STARTED, np.int64)
-        np.minimum.at(self.oldest_step, groups[held], self.own["step"][held].astype(np.int64))
+    def _least(self, groups: Ints, values: npt.NDArray[Any]) -> Ints:
+        """The smallest value over the lines of each group, NOT_STARTED where it has none."""
+        least = np.full(self.shape[0], NOT_STARTED, np.int64)
+        np.minimum.at(least, groups, values.astype(np.int64))
+        return least
 
     def flat(self) -> Bools:
         both = self._spread(self.own["reward"], 0.0, np.float64)

@@ -100,7 +100,6 @@ class AdmissionLimits:
         return max(1, min(total // 2, total - self.n_hi))
 
     def warnings(self) -> list[str]:
-        """What works but will disappoint."""
         found = []
         if not self.sync and 1 <= self.W < self.B // 8:
             bound = f"weights.max_staleness to {least_staleness(self.n_lo, self.n_hi)} or more"
