@@ -133,25 +133,19 @@ class Signals:
     def add(self, inputs: Inputs) -> None:
         self.step = inputs.step
         self.steps += 1
-        for name in SMOOTHED:
-            self._smooth(name, getattr(inputs, name), self._ema)
+        keeps = dict.fromkeys(SMOOTHED, self._ema)
         if inputs.probe is not None:
             gap = 1 if self._probed is None else max(1, inputs.step - self._probed)
-            self._smooth("probe", inputs.probe, self._ema**gap)
+            keeps["probe"] = self._ema**gap
             self._probed = inputs.step
-        if self.steps <= self._reference:
-            self._note_first("probe", inputs.probe)
-            self._note_first("clip", inputs.clip)
-
-    def _smooth(self, name: str, value: float | None, keep: float) -> None:
-        if value is not None:
-            total, weight = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (keep * total + (1 - keep) * value, keep * weight + (1 - keep))
-
-    def _note_first(self, name: str, value: float | None) -> None:
-        if value is not None:
-            total, count = self._first.get(name, (0.0, 0))
-            self._first[name] = (total + value, count + 1)
+        for name, keep in keeps.items():
+            if (value := getattr(inputs, name)) is not None:
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (keep * total + (1 - keep) * value, keep * weight + (1 - keep))
+        for name in ("probe", "clip") if self.steps <= self._reference else ():
+            if (value := getattr(inputs, name)) is not None:
+                total, count = self._first.get(name, (0.0, 0))
+                self._first[name] = (total + value, count + 1)
 
     def mean(self, name: str) -> float | None:
         """The smoothed value, None before the first."""
