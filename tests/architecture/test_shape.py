@@ -86,7 +86,6 @@ INSIDE: dict[str, dict[str, str]] = {
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
         "placement": "children supervisor", "control": "rundir summary",
         "run": "children control display fates placement rundir summary supervisor",
-        "host": "children display run rundir",
     },
     "ledger": {
         "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trained": "wal",
