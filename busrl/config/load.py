@@ -38,7 +38,7 @@ from busrl.config.schema import (
 )
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError, UserError
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import derive
 from busrl.states import ROLES
 
 UNRESOLVED = Derived(

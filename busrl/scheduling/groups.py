@@ -15,6 +15,7 @@ a member that ended by accident. Knows nothing of policies, triggers or how the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import groupby
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.limits import least_survivors
 from busrl.states import ACCIDENTS, VALIDATE_BIT, Fate, SampleClass, State, uid_of
 
 Lines = npt.NDArray[Any]
@@ -43,6 +43,11 @@ _IS_ACCIDENT = np.zeros(256, np.bool_)
 _IS_ACCIDENT[list(ACCIDENTS)] = True
 _CLOSES = np.ones(256, np.bool_)  # trained, or set aside by a rule: the group takes no new member
 _CLOSES[[NONE, DISPATCHED, *ACCIDENTS]] = False
+
+
+def least_survivors(group_size: int) -> int:
+    """g_min: members that must have survived for a group to be trained; at least 2 of several are compared."""
+    return min(group_size, max(2, math.ceil(0.75 * group_size)))
 
 
 class Todo(NamedTuple):

@@ -20,9 +20,8 @@ from enum import Enum
 
 import numpy as np
 
-from busrl.scheduling.admission import Staleness
+from busrl.scheduling.admission import AdmissionLimits, Staleness
 from busrl.scheduling.groups import UNKNOWN, Bools, GroupView, Ints
-from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import RULES, Fate
 
 # -- the anchored window -------------------------------------------------------------------------------------

@@ -121,9 +121,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "loop": "alarms control groups history idling metrics parity publish step",
     },
     "scheduling": {
-        "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",
-        "pass_rates": "", "dispatch": "groups lengths",
-        "trigger": "admission groups limits",
+        "controller": "", "lengths": "", "segments": "", "groups": "", "admission": "groups", "pass_rates": "",
+        "dispatch": "groups lengths", "trigger": "admission groups",
     },
     "scheduling.lengths": {
         "base": "", "learned": "base", "rules": "base", "guard": "base rules", "history": "base learned rules",

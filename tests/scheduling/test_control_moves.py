@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import derive
 
 LOOPS = settings(max_examples=15)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.admission import Admission, Room
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import Admission, Room, derive
 
 G = 4
 

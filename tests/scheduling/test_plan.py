@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from busrl.scheduling.admission import Staleness, ages
+from busrl.scheduling.admission import Staleness, ages, derive
 from busrl.scheduling.groups import NOT_STARTED
-from busrl.scheduling.limits import derive
 from busrl.scheduling.trigger import Cause, Claim, Fire, LearnerPlan, SetAside, Trigger, Wait, window_of_ready
 
 G = 4
