@@ -68,13 +68,13 @@ def test_a_step_that_does_not_grow_is_refused_also_after_reopening(tmp_path: Pat
 def test_a_torn_last_record_is_cut_and_the_next_append_follows_the_whole_ones(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         wal.append(record(1))
-        whole = wal.nbytes
+        path = tmp_path / "wal" / "00000001.wal"
+        whole = path.stat().st_size
         wal.append(record(2))
-    path = tmp_path / "wal" / "00000001.wal"
     os.truncate(path, path.stat().st_size - 1)
     with Wal(tmp_path / "wal") as wal:
         assert [r.step for r in wal.records()] == [1]
-        assert (wal.nbytes, wal.last_step) == (whole, 1)
+        assert (path.stat().st_size, wal.last_step) == (whole, 1)
         assert wal.cut_bytes > 0
         wal.append(record(2, range(8, 12)))
     with Wal(tmp_path / "wal") as wal:
@@ -332,7 +332,7 @@ def test_a_log_of_a_layout_to_come_is_refused_by_name(tmp_path: Path) -> None:
         Wal(tmp_path / "wal")
 
 
-def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over_and_told(tmp_path: Path) -> None:
+def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         for step in range(1, 7):
             wal.append(record(step))
@@ -346,7 +346,6 @@ def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over_
         Wal(tmp_path / "wal", superseded=1)
     with Wal(tmp_path / "wal", superseded=3) as wal:
         assert wal.steps() == [1, 4, 5, 6] == [one.step for one in wal.records()]
-        assert len(wal.damage) == 2 and "00000002.wal: the record at byte 16 is damaged" in wal.damage[1]
         wal.append(record(7))
         assert wal.drop_before(5) == 2
     first.write_bytes(b"no log at all")
