@@ -35,7 +35,7 @@ import msgspec
 
 import busrl
 from busrl.bus import StopRequest
-from busrl.bus.tap import Tap
+from busrl.bus.endpoint import Tap
 from busrl.errors import DiskFull, FileCorrupt, NoSuchRun, UserError
 from busrl.monitor.runfiles import RunFiles
 from busrl.monitor.sources import RingLook, holder_of

@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from busrl.bus.tap import Tap, TapMessage
+from busrl.bus.endpoint import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import HEARD, VERSIONS, Facts, Held, ProcessRecord, RingRecord, RunState, address_of

@@ -39,8 +39,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "terms": "catalog losses", "diagnostics": "losses terms",
     },
     "bus": {
-        "security": "", "endpoint": "security", "broker": "endpoint security", "tap": "endpoint security",
-        "link": "broker endpoint security",
+        "security": "", "endpoint": "security", "broker": "endpoint security", "link": "broker endpoint security",
     },
     "cli": {
         "checkpoints": "", "command": "", "doctor": "", "init": "", "keys": "", "run": "", "sample": "", "watch": "",
