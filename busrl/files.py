@@ -368,7 +368,9 @@ class LineFile:
             before = self._end = self._part(before)
         self._torn = True
         try:
-            _append_all(self._fd, data)
+            rest = data
+            while rest:  # the kernel may take the bytes piecemeal
+                rest = rest[os.write(self._fd, rest) :]
             if self.sync:
                 os.fdatasync(self._fd)
         except OSError as exc:
@@ -445,12 +447,6 @@ class LineFile:
 
 def _no_file(path: Path, why: str) -> UserError:
     return UserError(f"{path}: cannot be opened for lines: {why}; move away what is there, and busrl makes a new file")
-
-
-def _append_all(fd: int, data: bytes) -> None:
-    """Write at the end of a file opened for appending, also when the kernel takes the bytes piecemeal."""
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _cut_half_line(fd: int) -> int:

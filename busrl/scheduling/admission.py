@@ -5,14 +5,14 @@ slots, header words and clock values. Knows nothing of prompts or policies.
 
 - batch-async: B + W <= (max_staleness + 1) x n_lo + 1. A group is trained after at most B - 1 older and W - 1 younger
   ones, and every step takes at least n_lo of them, so its age is at most (B + W - 2) // n_lo <= max_staleness.
-- A group's credit must return when its step is *published*: returned when taken, one step more is reachable.
 - B and W never change during a run, also when a controller moves the threshold n_min between n_lo and n_hi.
 - Group credit: a group is opened only when the free slots of its class cover the members still due of all open groups
   and one whole group more; a member of an open group may always be dispatched. Else the ring fills with partial ones.
-- In flight = unfinished groups + groups trained but not yet published; at most B of them. A learner counts its groups
-  as unpublished *before* it frees their slots, so they are never missing from both counts.
-- sync: round r has the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in
-  flight, and is not refilled.
+- In flight = unfinished groups + groups trained but not yet published (without these one step more would be reachable);
+  at most B of them. A learner counts its groups as unpublished *before* it frees their slots, so they are never missing
+  from both counts.
+- sync: round r has the admission indices [r x n_min, (r + 1) x n_min). It begins when nothing is in flight, and is not
+  refilled.
 - sync in segments: a round begins when the wave before it is over and what it completed is trained and published.
   No part of it may be claimed before all of it is admitted (`Waves`), so nothing holds a part of it back.
 - With max_staleness = 0 nothing is admitted while trained groups wait for their publication: it would be one step old.

@@ -226,9 +226,8 @@ class Pool:
 
     key = per_token x predicted + per_draw x draw, 0 until `rekey`; the smallest is `first`, equal keys go by draw. A
     key is fixed when a group comes within the horizon and stays until `rekey`, so taking and adding cost O(log n).
-    Only a draw below `limit(oldest waiting draw)` is ever taken; one that is added again has lost nothing.
-
-    `way`: 1 or -1, the sign by which predictions alone would order them, the smallest being `best`.
+    Only a draw below `limit(oldest waiting draw)` is ever taken. `way`: 1 or -1, the sign by which predictions alone
+    would order them, the smallest being `best`.
     """
 
     def __init__(self, limit: Callable[[int], int], way: int) -> None:
@@ -396,10 +395,8 @@ class Ordered(Policy):
     strength, the mean (by a quarter) or the predictions change. A group is overtaken by at most min(H - 1, spread x H
     / (2 x aging)) groups drawn after it, spread being the largest difference of two predictions over their mean.
 
-    With aging 0.5, having been drawn H groups earlier is worth one mean length. High entropy raises the strength to 1,
-    as answers are then wanted early; low entropy takes it to 0, which is the order drawn (`strength`).
-
-    What it knows of open groups is a hint: a scheduler that lost it is given them again (`adopt`).
+    With aging 0.5, having been drawn H groups earlier is worth one mean length. What it knows of open groups is a hint:
+    a scheduler that lost it is given them again (`adopt`).
     """
 
     learns = True
