@@ -29,7 +29,7 @@ import msgspec
 from busrl.errors import DiskFull, MachineError, UserError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-TAIL_BYTES = 1 << 16  # of a file of lines, as `tail` reads it
+TAIL_BYTES = 1 << 16  # of a file of lines, for who wants to see its end
 FOLLOWED_BYTES = 4 << 20  # the end of a long file of lines that is read at first
 PART_BYTES = 1 << 20
 COLLAPSE = 0x08  # FALLOC_FL_COLLAPSE_RANGE: a file without its beginning
@@ -463,14 +463,6 @@ def _cut_half_line(fd: int) -> int:
     if end < size:
         os.ftruncate(fd, end)
     return end
-
-
-def tail(path: Path) -> list[bytes]:
-    """The last lines of a file that may be growing; none if it is not there."""
-    try:
-        return [line.rstrip(b"\n") for line in whole_file(path, TAIL_BYTES)]
-    except OSError:
-        return []
 
 
 def _name_part(path: Path, made: Path, size: int, keep: int) -> None:
