@@ -78,9 +78,10 @@ class AdmissionLimits:
 
     def explain(self) -> list[str]:
         """The sums, one line each, for `busrl check`."""
-        lines = [_explain_mode(self)]
-        lines.append(f"train slots = B x groups.size = {self.B} x {self.group_size} = {self.train_slots}")
-        lines.append(f"a group of {self.group_size} trains with at least g_min = {self.g_min} survivors")
+        lines = [
+            _explain_mode(self), f"train slots = B x groups.size = {self.B} x {self.group_size} = {self.train_slots}",
+            f"a group of {self.group_size} trains with at least g_min = {self.g_min} survivors",
+        ]
         if not self.sync:
             lines.append(f"a step by time (t_max) needs at least n_floor = {self.n_floor} groups")
         return lines
@@ -93,9 +94,10 @@ class AdmissionLimits:
         if not self.n_lo <= self.n_min <= self.n_hi <= self.B:
             found.append(f"n_lo <= n_min <= n_hi <= B does not hold: {self.n_lo}, {self.n_min}, {self.n_hi}, {self.B}")
         if self.window and self.window > min(self.B, self.W):
+            room, most = self._room()
             found.append(
-                f"weights.window = {self.window} is larger than the buffer: {self._room_text}; set window <= "
-                f"{self._largest_window}, or 0 to derive it"
+                f"weights.window = {self.window} is larger than the buffer: {room}; set window <= {most}, or 0 to "
+                "derive it"
             )
         elif self.W < 1:
             need = least_staleness(self.n_lo, self.n_hi)
@@ -105,20 +107,13 @@ class AdmissionLimits:
             )
         return found
 
-    @property
-    def _room_text(self) -> str:
+    def _room(self) -> tuple[str, int]:
+        """What bounds W, in words, and the largest W that leaves B >= W and a step of n_hi groups."""
         if self.max_staleness is None:
-            return f"B = {self.B} groups are admitted at most"
+            return f"B = {self.B} groups are admitted at most", self.B
         total = (self.max_staleness + 1) * self.n_lo + 1
-        return f"B + W <= {total} with max_staleness = {self.max_staleness}, B >= W and B >= {self.n_hi} for one step"
-
-    @property
-    def _largest_window(self) -> int:
-        """The largest W that leaves B >= W and a step of n_hi groups."""
-        if self.max_staleness is None:
-            return self.B
-        total = (self.max_staleness + 1) * self.n_lo + 1
-        return max(1, min(total // 2, total - self.n_hi))
+        text = f"B + W <= {total} with max_staleness = {self.max_staleness}, B >= W and B >= {self.n_hi} for one step"
+        return text, max(1, min(total // 2, total - self.n_hi))
 
     def warnings(self) -> list[str]:
         found = []
