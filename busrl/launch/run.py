@@ -117,9 +117,7 @@ class Launch:
         self._processes: dict[str, ProcessName] = {one.name: one for one in topology.processes()}
         self.children = [Child(name, topology.limits) for name in self._processes]
         self._running: dict[str, RunningChild] = {}
-        self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
-        self._leaving: dict[str, float] = {}  # children that the run does not need any more: when they are killed
         self._goal = {"learner", "validator", "satellite"} & self._processes.keys()
         ranks = {name for name, one in self._processes.items() if one.role == RANK}
         self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
@@ -228,10 +226,9 @@ class Launch:
             return self._died(child, Exit(NOT_STARTED, f"it could not be started: {error}"))
         running.on_end = self._guardian.let_go
         self._guardian.hold(running.pid)
-        self._unlogged.pop(child.name, None)
-        if running.unlogged:
-            self._unlogged[child.name] = running.unlogged
-            self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
+        child.unlogged = running.unlogged
+        if child.unlogged:
+            self._say(f"{child.name} (pid {running.pid}) has no log: {child.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
         child.started(running.pid, time.monotonic())
@@ -242,7 +239,7 @@ class Launch:
         """The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._finishing
-            if child.name in self._leaving:
+            if child.leaves_by is not None:
                 self._left(child, how)
                 continue
             if child.name in self._goal and how.code == 0 and finishing:
@@ -277,8 +274,8 @@ class Launch:
                 if not process.spec.command:
                     self._events.has(name)
         for child in reversed(self.children):
-            if child.name not in wanted and child.name not in self._leaving:
-                self._leaving[child.name] = time.monotonic() + topology.limits.stop_s
+            if child.name not in wanted and child.leaves_by is None:
+                child.leaves_by = time.monotonic() + topology.limits.stop_s
                 child.stop()
                 if child.name in self._running:
                     self._running[child.name].signal(signal.SIGTERM)
@@ -298,8 +295,7 @@ class Launch:
 
     def _forget(self, child: Child) -> None:
         self.children.remove(child)
-        for known in (self._processes, self._leaving):
-            known.pop(child.name, None)
+        del self._processes[child.name]
 
     def _end_team(self, dead: Child) -> None:
         """A rank alone can do nothing, and what the others wait for does not come."""
@@ -367,7 +363,7 @@ class Launch:
         self._say(death.text)
         self._events.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
-        words = "" if child.name in self._unlogged else last_words(log)
+        words = "" if child.unlogged else last_words(log)
         if words:
             self._say(f"  {log} ends: {words}")
         if not death.gives_up:
@@ -376,8 +372,8 @@ class Launch:
             self._say(f"last lines of {log}:")
             for line in last_lines(log):
                 self._say(f"  | {line}")
-        elif child.name in self._unlogged:
-            words = f"it had no log: {self._unlogged[child.name]}"
+        elif child.unlogged:
+            words = f"it had no log: {child.unlogged}"
         what = "cannot do what was asked" if hopeless else death.why.removeprefix("it ")
         return RunOutcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
@@ -477,10 +473,11 @@ class Launch:
             if why := child.looked(self._entries.get(child.pid), passed):
                 self._say(why)
                 self._running[child.name].kill()
-        for name in [name for name, end in self._leaving.items() if now > end and name in self._running]:
-            self._say(f"{name} did not end within {self.topology.limits.stop_s:g} s of SIGTERM: killed")
-            self._leaving[name] = math.inf
-            self._running[name].kill()
+        for child in self.children:
+            if child.leaves_by is not None and now > child.leaves_by and child.name in self._running:
+                self._say(f"{child.name} did not end within {self.topology.limits.stop_s:g} s of SIGTERM: killed")
+                child.leaves_by = math.inf
+                self._running[child.name].kill()
         for pid, why in self._foreign.look(self._entries.values(), {one.pid for one in self._running.values()}, passed):
             self._warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):

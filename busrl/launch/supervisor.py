@@ -152,6 +152,8 @@ class Child:
     early_deaths: float = 0.0  # before ready, in a row
     idle_deaths: int = 0  # after it, in a row, with no work done since the last one
     was_ready: bool = False  # in any of its lives
+    unlogged: str = ""  # why what it says in this life is lost
+    leaves_by: float | None = None  # of one that the run does not need any more: when it is killed
     waits_for_space: bool = False
     due: float = 0.0
     entry: Process | None = None  # of the process table, as it was last seen
