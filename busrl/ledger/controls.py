@@ -54,11 +54,9 @@ class Controls:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Controls:
-        """What the file amounts to; a damaged line is left out."""
         found = cls()
-        for row in json_lines(paths.control):
-            with suppress(msgspec.ValidationError):
-                found.add(msgspec.convert(row, ControlLine))
+        for line in read_lines(paths):
+            found.add(line)
         return found
 
     def add(self, line: ControlLine) -> None:
@@ -85,6 +83,13 @@ class Controls:
         if self.settings:
             changed = (f"{key} = {line.new}" for key, line in self.settings.items())
             yield f"changed in flight: {', '.join(changed)}"
+
+
+def read_lines(paths: RunPaths) -> Iterator[ControlLine]:
+    """The lines, in order; one that is damaged is left out."""
+    for row in json_lines(paths.control):
+        with suppress(msgspec.ValidationError):
+            yield msgspec.convert(row, ControlLine)
 
 
 def size(paths: RunPaths) -> int:

@@ -161,7 +161,7 @@ class _Segment:
         return self.steps[-1] if self.steps else -1
 
 
-def frames(data: bytes, start: int) -> Iterator[tuple[memoryview, int]]:
+def frames(data: bytes, start: int = len(HEAD)) -> Iterator[tuple[memoryview, int]]:
     """Each whole record's payload and the offset after it, from `start` until the first that is not whole."""
     view, at = memoryview(data), start
     while (end := _frame_end(view, at)) > 0:
