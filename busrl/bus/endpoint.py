@@ -303,7 +303,7 @@ class Endpoint:
         message.time_ns = time.time_ns()
         message.msg_seq = seq = line.seq + 1
         if isinstance(message, Heartbeat):
-            message.last_seqs = {one.topic: one.seq for one in self._lines.values() if one.seq}
+            message.last_seqs = self._seqs()
         raw = codec.encode(message)
         if len(raw) > self._max_bytes:
             raise MessageTooLarge(
@@ -323,6 +323,9 @@ class Endpoint:
                 del self._lines[self._addressed.popleft()]
         self._lines[kind, to] = line
         return line
+
+    def _seqs(self) -> dict[str, int]:
+        return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
     def heartbeat(self, role: str, activity: str, control: int = 0) -> None:
         """Publish HEARTBEAT; it carries the last number of every topic, so that listeners see lost tails too."""
