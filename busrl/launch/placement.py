@@ -146,7 +146,8 @@ class Placement:
             left, seconds = self._commands().values(), max(0.0, end - time.monotonic())
             if not left or not seconds or (signals and signals.count > 1):
                 return
-            select.select([*left, *([signals] if signals else [])], [], [], seconds)
+            fds = [command.pidfd for command in left] + ([signals.fileno()] if signals else [])
+            select.select(fds, [], [], seconds)
             if signals is not None:
                 signals.clear()
 

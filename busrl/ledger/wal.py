@@ -202,8 +202,9 @@ class Wal:
     """The log in `directory`, opened for appending.
 
     `sync=True` makes every record durable before `append` returns; without it a record survives the death of every
-    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `cut_bytes`
-    says what opening cut off; `last_step` and `last_version` are the highest ever seen here, -1 with none.
+    process, but not a power cut. `superseded`: the step up to which the records are not needed any more. `damage` says
+    what was passed over, `cut_bytes` what opening cut off; `last_step` and `last_version` are the highest ever seen
+    here, -1 with none.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Wal:
         self.directory = Path(directory)
         self.sync = sync
         self.segment_bytes = segment_bytes
+        self.damage: list[str] = []
         self.last_step = self.last_version = -1
         self.cut_bytes = 0
         self._superseded = superseded
@@ -298,6 +300,7 @@ class Wal:
             except OSError:  # something else has the name now
                 segment.path.rename(segment.path.with_name(f"{segment.path.name}.aside"))
         self._segments.clear()
+        self.damage.clear()
 
     def end_segment(self) -> None:
         """Let the next record begin a new segment."""
@@ -390,6 +393,7 @@ class Wal:
         brief = msgspec.msgpack.decode(payload, type=_Brief)
         if self._doubts and brief.step - 1 > self._superseded:
             raise FileCorrupt(self._doubts[0])
+        self.damage += self._doubts
         self._doubts.clear()
         if brief.step <= self.last_step:
             raise FileCorrupt(f"{segment.path}: step {brief.step} after step {self.last_step}: steps must grow")

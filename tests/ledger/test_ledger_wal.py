@@ -332,7 +332,7 @@ def test_a_log_of_a_layout_to_come_is_refused_by_name(tmp_path: Path) -> None:
         Wal(tmp_path / "wal")
 
 
-def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over(tmp_path: Path) -> None:
+def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over_and_told(tmp_path: Path) -> None:
     with Wal(tmp_path / "wal") as wal:
         for step in range(1, 7):
             wal.append(record(step))
@@ -346,6 +346,7 @@ def test_damage_among_records_that_a_checkpoint_made_superfluous_is_passed_over(
         Wal(tmp_path / "wal", superseded=1)
     with Wal(tmp_path / "wal", superseded=3) as wal:
         assert wal.steps() == [1, 4, 5, 6] == [one.step for one in wal.records()]
+        assert len(wal.damage) == 2 and "00000002.wal: the record at byte 16 is damaged" in wal.damage[1]
         wal.append(record(7))
         assert wal.drop_before(5) == 2
     first.write_bytes(b"no log at all")
