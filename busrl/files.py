@@ -29,7 +29,7 @@ import msgspec
 from busrl.errors import DiskFull, MachineError, UserError, WriteFailed
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-TAIL_BYTES = 1 << 16  # of a file of lines, as `tail` reads it
+TAIL_BYTES = 1 << 16  # of a file of lines, for who wants to see its end
 FOLLOWED_BYTES = 4 << 20  # the end of a long file of lines that is read at first
 PART_BYTES = 1 << 20
 COLLAPSE = 0x08  # FALLOC_FL_COLLAPSE_RANGE: a file without its beginning
@@ -132,7 +132,6 @@ def read_map(path: Path) -> dict[str, Any]:
 
 
 def as_map(value: Any) -> dict[str, Any]:
-    """The value if it is a map, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
@@ -219,7 +218,6 @@ class Lines:
 
 
 def _descriptor(opened: contextlib.ExitStack, path: Path) -> int | None:
-    """None if no file is there."""
     try:
         return opened.enter_context(open(path, "rb", buffering=0)).fileno()
     except (FileNotFoundError, NotADirectoryError):
@@ -370,7 +368,9 @@ class LineFile:
             before = self._end = self._part(before)
         self._torn = True
         try:
-            _append_all(self._fd, data)
+            rest = data
+            while rest:  # the kernel may take the bytes piecemeal
+                rest = rest[os.write(self._fd, rest) :]
             if self.sync:
                 os.fdatasync(self._fd)
         except OSError as exc:
@@ -449,12 +449,6 @@ def _no_file(path: Path, why: str) -> UserError:
     return UserError(f"{path}: cannot be opened for lines: {why}; move away what is there, and busrl makes a new file")
 
 
-def _append_all(fd: int, data: bytes) -> None:
-    """Write at the end of a file opened for appending, also when the kernel takes the bytes piecemeal."""
-    while data:
-        data = data[os.write(fd, data) :]
-
-
 def _cut_half_line(fd: int) -> int:
     """The end of the last whole line, at which the file now ends."""
     size = os.fstat(fd).st_size
@@ -469,14 +463,6 @@ def _cut_half_line(fd: int) -> int:
     if end < size:
         os.ftruncate(fd, end)
     return end
-
-
-def tail(path: Path) -> list[bytes]:
-    """The last lines of a file that may be growing; none if it is not there."""
-    try:
-        return [line.rstrip(b"\n") for line in whole_file(path, TAIL_BYTES)]
-    except OSError:
-        return []
 
 
 def _name_part(path: Path, made: Path, size: int, keep: int) -> None:
@@ -569,7 +555,6 @@ def fault_in(directory: Path, listed: Mapping[str, Sequence[int]]) -> str | None
 
 
 def crc(path: Path) -> int:
-    """CRC-32 of a file's bytes."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

@@ -86,7 +86,6 @@ def _end(wanted: Callable[[str], bool], limit_s: float) -> list[int]:
 
 
 def _kill(pid: int, wanted: Callable[[str], bool]) -> bool:
-    """Whether there was such a process."""
     with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
         try:

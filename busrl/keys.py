@@ -110,7 +110,6 @@ def remove(directory: Path, name: str) -> None:
 
 
 def client_file(directory: Path, name: str) -> Path:
-    """The file that client `name` needs."""
     return directory / "clients" / f"{name}.key_secret"
 
 

@@ -1,4 +1,5 @@
-"""A process's connection to the bus: one PUB and one SUB socket, numbered messages, and counters of what was dropped.
+"""A process's connection to the bus: one PUB and one SUB socket, numbered messages, and counters of what was dropped;
+and a listener at the broker's tap.
 
 Talks to the broker through pyzmq's sockets, driven by `busrl._wire` where it can be. Knows nothing of the ring or of
 what a message means. Use one endpoint in one thread.
@@ -26,8 +27,10 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
+import msgspec
 import zmq
 from zmq.backend import Socket as CompiledSocket
 
@@ -42,14 +45,6 @@ from busrl.protocol.messages import MAX_ACTIVITY, Heartbeat, Message, Ping, Pong
 # -- counting missed messages -----
 
 
-class Numbered(Protocol):
-    """What `Gaps` reads of a message; a bare envelope has it too."""
-
-    sender: str
-    msg_seq: int
-    time_ns: int
-
-
 class Gaps:
     """Counts, per sender and topic, the messages that a subscriber did not get. Pure: fed with envelopes.
 
@@ -61,13 +56,12 @@ class Gaps:
     def __init__(self, capacity: int = 4096) -> None:
         self.missed = 0
         self.repeated = 0
-        self.missed_by: dict[tuple[str, str], int] = {}
+        self.missed_by: Counter[tuple[str, str]] = Counter()
         self._capacity = capacity
         self._last: dict[bytes, dict[str, list[int]]] = {}  # by topic and sender: msg_seq and time_ns
         self._followed = 0
 
-    def seen(self, topic: bytes, message: Numbered) -> None:
-        """One message arrived."""
+    def seen(self, topic: bytes, message: Message | Envelope) -> None:
         seq, time_ns = message.msg_seq, message.time_ns
         try:
             last = self._last[topic][message.sender]
@@ -84,7 +78,7 @@ class Gaps:
             return
         last[0], last[1] = seq, time_ns
 
-    def tail(self, heartbeat: Numbered, last_seqs: Mapping[str, int]) -> None:
+    def tail(self, heartbeat: Message | Envelope, last_seqs: Mapping[str, int]) -> None:
         """A heartbeat names its sender's last number of each topic: whatever lies between was lost at the end."""
         for name, seq in last_seqs.items():
             topic = name.encode(errors="replace")
@@ -95,8 +89,7 @@ class Gaps:
 
     def _miss(self, sender: str, topic: bytes, count: int) -> None:
         self.missed += count
-        named = (sender, topic.decode(errors="replace"))
-        self.missed_by[named] = self.missed_by.get(named, 0) + count
+        self.missed_by[sender, topic.decode(errors="replace")] += count
 
 
 # -- the two sockets -----
@@ -139,7 +132,6 @@ KIND: Final = f"libzmq {_VERSION}" if _VERSION else "pyzmq"
 
 
 def open_wire(pub: zmq.Socket[bytes], sub: zmq.Socket[bytes]) -> Wire:
-    """The wire of these two sockets, of the kind that this process has."""
     return _wire.Wire(pub, sub, zmq.ZMQError) if _VERSION else PlainWire(pub, sub)
 
 
@@ -226,24 +218,20 @@ class MessageFaults(Protocol):
     def due_s(self) -> float: ...
 
 
+@dataclass(slots=True)
 class _Line:
     """One topic that this endpoint sends to, and the number of its last message there."""
 
-    __slots__ = ("beats", "raw", "seq", "topic")
-
-    def __init__(self, kind: type[Message], to: str) -> None:
-        self.topic, self.beats, self.seq = topic(kind, to), kind is Heartbeat, 0
-        self.raw = self.topic.encode()
+    topic: str
+    raw: bytes
+    seq: int = 0
 
 
-class _Subscription:
-    """One kind of message that this endpoint subscribes to: how its bytes are decoded."""
+class _Subscription(NamedTuple):
+    """One kind of message that this endpoint subscribes to: how it is decoded, and whether it is served here."""
 
-    __slots__ = ("kind", "read", "served")
-
-    def __init__(self, kind: type[Message], max_bytes: int) -> None:
-        self.kind, self.read = kind, codec.reader(kind, max_bytes)
-        self.served = kind is Heartbeat or kind is Ping
+    read: Callable[[bytes], Message]
+    served: bool
 
 
 class Endpoint:
@@ -266,7 +254,10 @@ class Endpoint:
         self._pending: deque[Message] = deque(maxlen=max(hwm, MAX_LOOKS))  # came, not taken; the oldest may go
         self._token, self._echoed = "", False  # of the ping that `ready` waits for
         kinds: list[type[Message]] = [*map(kind_of, subscribe), Ping]
-        self._kinds = {name_of(kind).encode(): _Subscription(kind, max_bytes) for kind in kinds}
+        self._kinds = {
+            name_of(kind).encode(): _Subscription(codec.reader(kind, max_bytes), kind in (Heartbeat, Ping))
+            for kind in kinds
+        }
         self._routes: dict[bytes, _Subscription | None] = {}
         for endpoint in (frontend, backend):
             check_endpoint(endpoint, keys is not None)
@@ -311,7 +302,7 @@ class Endpoint:
         message.sender = self.name
         message.time_ns = time.time_ns()
         message.msg_seq = seq = line.seq + 1
-        if line.beats and isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat):
             message.last_seqs = self._seqs()
         raw = codec.encode(message)
         if len(raw) > self._max_bytes:
@@ -324,7 +315,8 @@ class Endpoint:
         line.seq = seq
 
     def _line(self, kind: type[Message], to: str) -> _Line:
-        line = _Line(kind, to)
+        name = topic(kind, to)
+        line = _Line(name, name.encode())
         if to:
             self._addressed.append((kind, to))
             if len(self._addressed) > MAX_ADDRESSED:
@@ -333,7 +325,6 @@ class Endpoint:
         return line
 
     def _seqs(self) -> dict[str, int]:
-        """The last number of every topic that something was sent to."""
         return {line.topic: line.seq for line in self._lines.values() if line.seq}
 
     def heartbeat(self, role: str, activity: str, control: int = 0) -> None:
@@ -511,3 +502,100 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- at the tap -----
+
+TAP_QUEUE: Final = 4096  # messages on this side of the wire
+
+
+class Envelope(msgspec.Struct):
+    """What every message carries; `last_seqs` is filled in heartbeats alone."""
+
+    type: str = ""
+    v: int = 0
+    sender: str = ""
+    msg_seq: int = 0
+    time_ns: int = 0
+    last_seqs: dict[str, int] = {}
+
+
+class TapMessage(NamedTuple):
+    """One message as it came; `envelope` is None if its bytes hold none."""
+
+    topic: bytes
+    body: bytes
+    envelope: Envelope | None
+
+    @property
+    def name(self) -> str:
+        """The message's name, from its topic: `NEW_TASK` of `NEW_TASK/rollout-0/`."""
+        return self.topic.partition(b"/")[0].decode(errors="replace")
+
+
+_decode: Final = msgspec.msgpack.Decoder(Envelope).decode
+
+
+class Tap:
+    """Every message of the bus, read at the tap of a broker or at a replay: `take` what has come, `wait` for more.
+
+    - It decodes no more than the envelope, so messages of newer programs and damaged ones are seen as well. `gaps` and
+      `malformed` count what was lost and what was none.
+    - It subscribes to everything, but at the tap, not on the bus: no publisher notices it. It never sends.
+    - Its queue is short, so what it does not read in time is dropped for it alone.
+    """
+
+    def __init__(self, endpoint: str, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        check_endpoint(endpoint)
+        self.endpoint, self._max_bytes = endpoint, max_bytes
+        self.malformed = 0
+        self.gaps = Gaps()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open()
+
+    def take(self, limit: int = 4096) -> list[TapMessage]:
+        """What is here already, `limit` messages and at most as many more as the wire gives at once."""
+        came: list[TapMessage] = []
+        while len(came) < limit and (messages := self._wire.receive(NOBLOCK)):
+            # One frame: a subscription on its way to the publishers.
+            came += [self._seen(frames[0], frames[1]) for frames in messages if len(frames) == 2]
+        return came
+
+    def wait(self, timeout_s: float, *others: int) -> bool:
+        """Whether a message is here within the time; one of the descriptors `others` ends the wait as well."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for other in others:
+            poller.register(other, zmq.POLLIN)
+        return any(ready is self._socket for ready, _ in poller.poll(max(0, int(timeout_s * 1000))))
+
+    def reopen(self) -> None:
+        """Give up what is queued here and at the other end, and listen on from now."""
+        self._shut()
+        self._open()
+
+    def close(self) -> None:
+        self._shut()
+        self._context.term()
+
+    def _shut(self) -> None:
+        self._wire.close()
+        self._socket.close(0)
+
+    def _open(self) -> None:
+        self._socket = socket = self._context.socket(zmq.SUB)
+        configure(socket, TAP_QUEUE, self._max_bytes)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(self.endpoint)
+        self._wire = open_wire(socket, socket)
+
+    def _seen(self, topic: bytes, body: bytes) -> TapMessage:
+        try:
+            envelope = _decode(body)
+        except (ValueError, RecursionError, MemoryError):
+            self.malformed += 1
+            return TapMessage(topic, body, None)
+        self.gaps.seen(topic, envelope)
+        if envelope.last_seqs:
+            self.gaps.tail(envelope, envelope.last_seqs)
+        return TapMessage(topic, body, envelope)

@@ -46,7 +46,6 @@ def check_endpoint(endpoint: str, keys: bool = False) -> None:
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """The two parts of a tcp address."""
     found = _TCP.fullmatch(endpoint)
     if found is None or not 1 <= int(found[2]) <= 65535:
         raise BadEndpoint(f"bus endpoint {endpoint!r}: expected tcp://HOST:PORT, for example tcp://127.0.0.1:5600")
@@ -70,8 +69,7 @@ def relay_endpoint(endpoint: str) -> str:
 
 
 def _check_path(path: str) -> None:
-    length = len(os.fsencode(path))
-    if length > SUN_PATH_BYTES:
+    if (length := len(os.fsencode(path))) > SUN_PATH_BYTES:
         raise BadEndpoint(
             f"socket path {path!r} has {length} bytes, the kernel allows {SUN_PATH_BYTES}; set XDG_RUNTIME_DIR to a "
             "shorter directory"
@@ -129,7 +127,9 @@ def allow_many_connections() -> None:
 
 def _holder(endpoint: str) -> str:
     """Who listens on a tcp port, as far as /proc shows it to this user."""
-    inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, host_and_port(endpoint)[1])}
+    port = host_and_port(endpoint)[1]
+    listening = (row for row in tcp_table() if row[3] == _LISTENING)
+    inodes = {row[9] for row in listening if int(row[1].rpartition(":")[2], 16) == port}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
             for descriptor in (process / "fd").iterdir():
@@ -139,9 +139,10 @@ def _holder(endpoint: str) -> str:
     return "a process of another user"
 
 
-def _listeners(table: str, port: int) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            part = line.split()
-            if part[3] == _LISTENING and int(part[1].rpartition(":")[2], 16) == port:
-                yield part[9]
+def tcp_table() -> list[list[str]]:
+    """The fields of the TCP sockets of this host (proc(5)); none where the kernel shows no table."""
+    rows: list[list[str]] = []
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows += [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return rows

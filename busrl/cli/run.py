@@ -101,14 +101,13 @@ def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir:
 
 
 def host(options: argparse.Namespace) -> int:
-    from busrl.launch import host as other
-
+    """The processes that a run has on this host; the exit code says what to do next."""
     endpoint, keys, name = options.endpoint, options.keys, options.name
     if endpoint == "-":
-        endpoint, keys, name = other.from_input(sys.stdin.buffer, options.wait)
+        endpoint, keys, name = launching.from_input(sys.stdin.buffer, options.wait)
     elif keys is None:
         raise UserError("--keys FILE is needed: the file that `busrl keys add NAME` printed at home")
-    return other.host(endpoint, keys, name, options.scratch, options.wait)
+    return launching.host(endpoint, keys, name, options.scratch, options.wait)
 
 
 def check(options: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 `resolve` computes everything that a Topology holds as `derived`, and its sums as text; the other functions give the
 roles, and the simulator in their place, the objects that `scheduling` decides with. Pure: what the files say is passed
-in. Uses the formulas of `scheduling.limits` and the sizes of the ring's layout.
+in. Uses the formulas of `scheduling.admission` and the sizes of the ring's layout.
 
 - Explicit values are checked against the same sums that `auto` uses, and a refusal shows the sum.
 - slots = G x B + the validation reserve: a dispatched sample always finds its slot free in time.
@@ -19,11 +19,10 @@ from busrl.config.named_files import FileFacts
 from busrl.config.prompts import AskedSet
 from busrl.config.rules import Finding, batch_varies, count, due, only_validate, range_of, thresholds, wants_rounds
 from busrl.config.schema import MESSAGE_FIELD_BYTES, TABLE_TENSORS, TENSORS_OF_SEGMENT, Derived, Topology
-from busrl.scheduling.admission import Staleness
+from busrl.scheduling.admission import AdmissionLimits, Staleness, derive
 from busrl.scheduling.controller import ControlSettings
 from busrl.scheduling.dispatch import Policy, make_policy
 from busrl.scheduling.lengths import Predictor
-from busrl.scheduling.limits import AdmissionLimits, derive
 from busrl.scheduling.trigger import LearnerPlan, Trigger
 from busrl.states import CALLER_ROLES
 

@@ -28,7 +28,7 @@ from busrl.config.reader import KeyPath, Reader, Source, read, show
 from busrl.config.schema import AGENT, TINY, Derived, Generation, Process, RewardPart, Topology, has_model
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import Problem, TopologyError, UserError
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import derive
 from busrl.states import ROLES
 
 UNRESOLVED = Derived(

@@ -13,7 +13,7 @@ import copy
 from dataclasses import fields
 from typing import Any
 
-from busrl.scheduling.limits import AdmissionLimits
+from busrl.scheduling.admission import AdmissionLimits
 
 # -- keys of older versions -----
 

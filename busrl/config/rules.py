@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from busrl import faults
 from busrl.algorithms import catalog, selection
 from busrl.config.declare import FUNCTION, items
 from busrl.config.learner import Learner, Value
 from busrl.config.reader import show
 from busrl.config.schema import AGENT, ATROPOS, ONE_COPY, RESTARTS, SCRIPTED, SINKS, TINY, BusFault, Process, Topology
 from busrl.data.sources import ENVIRONMENT
-from busrl.faults import plan
 from busrl.keys import NAME
 from busrl.states import CALLER_ROLES, CRASH_POINTS, FOREIGN_ROLES, SINGLE_ROLES
 
@@ -615,15 +615,15 @@ def _faults(t: Topology) -> Iterator[Finding]:
         yield from _named(f"{at}.process", (crash.process,), names, "process of this topology")
         yield from _named(f"{at}.point", (crash.point,), CRASH_POINTS, "crash point")
         yield from _passes(f"{at}.point", own.get(crash.process, ""), crash.point)
-    for line in plan.describe(t.faults):
+    for line in faults.describe(t.faults):
         yield Finding(("faults",), f"FAULTS ARE ON: {line}", "remove [faults] for real training", True, "[faults]")
 
 
 def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
     """A program of busrl must pass the point; what another program passes is not known."""
-    passed_by = plan.PASSED_BY.get(point, ())
+    passed_by = faults.PASSED_BY.get(point, ())
     if role and passed_by and role not in passed_by:
-        near = [one for one, roles in plan.PASSED_BY.items() if role in roles]
+        near = [one for one, roles in faults.PASSED_BY.items() if role in roles]
         article = "an" if role == AGENT else "a"
         rule = f"{article} {role} never passes {point!r}, so it would never die there: {', '.join(passed_by)} do"
         remedy = f"for {article} {role} choose of {', '.join(near)}"
@@ -631,9 +631,9 @@ def _passes(key: str, role: str, point: str) -> Iterator[Finding]:
 
 
 def _bus_fault(at: str, entry: BusFault) -> Iterator[Finding]:
-    yield from _named(f"{at}.types", entry.types, plan.MESSAGES, "message")
-    yield from _named(f"{at}.roles", entry.roles, plan.ENDS, "role with an end on the bus")
-    if entry.at == plan.SENDER and (entry.duplicate or entry.delay_s or entry.reorder):
+    yield from _named(f"{at}.types", entry.types, faults.MESSAGES, "message")
+    yield from _named(f"{at}.roles", entry.roles, faults.ENDS, "role with an end on the bus")
+    if entry.at == faults.SENDER and (entry.duplicate or entry.delay_s or entry.reorder):
         yield Finding((f"{at}.at",), "a sender can only lose messages", 'use at = "receiver" for anything but drop')
     if not (entry.drop or entry.duplicate or entry.delay_s or entry.reorder):
         yield Finding((f"{at}.drop",), "this entry has no effect", "set drop, duplicate, delay_s or reorder")

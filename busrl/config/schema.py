@@ -19,7 +19,7 @@ from busrl.config.declare import REQUIRED, Rule, build, key, plain
 from busrl.config.learner import Learner, Log, ranks_at
 from busrl.config.names import modern
 from busrl.config.prompts import AskedSet, Data, MadeSet, SourceLines, Validation
-from busrl.scheduling.limits import MODES, AdmissionLimits
+from busrl.scheduling.admission import MODES, AdmissionLimits
 from busrl.states import CALLER_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES
 
 TINY = "tiny:"  # model.path and data.* may name one of the quickstart's own tasks instead of a file

@@ -1,4 +1,5 @@
-"""Starts the children of `launch` and knows when they have ended: environment, log file, group, death with the parent.
+"""Starts the children of `launch` and knows when they have ended: environment, log file, group, death with the parent;
+and the signals that ask launch itself for an end.
 
 Talks to the kernel only; the supervisor decides which child to start and when. Knows nothing of the ring or the bus.
 
@@ -22,9 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO
 
 from busrl.config import ProcessName
@@ -37,6 +39,7 @@ from busrl.paths import RunPaths
 
 PR_SET_PDEATHSIG = 1
 MARKED_S = 1.0
+TAIL_BYTES = 16_384  # of a log file
 _libc = ctypes.CDLL(None, use_errno=True)
 STARTED = re.compile(r"--- .* started by launch \(pid [0-9]+\)$")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -73,7 +76,6 @@ class RunningChild:
         return Exit(self.popen.returncode)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it alone; nothing happens if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
@@ -183,10 +185,9 @@ def _prepare(parent: int, cores: frozenset[int]) -> Callable[[], None]:
     return prepare
 
 
-def last_lines(path: Path, count: int = 12, block: int = 16_384) -> list[str]:
-    """The end of a log file, for a person who has to find out why a child died."""
+def last_lines(path: Path, count: int = 12) -> list[str]:
     try:
-        text = b"".join(whole_file(path, block)).decode(errors="replace")
+        text = b"".join(whole_file(path, TAIL_BYTES)).decode(errors="replace")
     except OSError as error:
         return [f"(its log cannot be read: {error})"]
     return [line for line in text.splitlines() if line.strip()][-count:]
@@ -202,3 +203,61 @@ def last_words(path: Path) -> str:
     lines = lines[begun + 1 :]
     trace = max((at for at, line in enumerate(lines) if line.startswith(TRACE)), default=None)
     return first_line("\n".join(lines[trace:] if trace is not None else lines[-1:]))
+
+
+# -- signals that ask for an end ---------------------------------------------------------------------------------------
+
+ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal came while nothing was at stake any more (`Signals.interrupting`); its name is the text."""
+
+
+class Signals:
+    """Installed with `with`, in the main thread; what was there before is put back."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.count = 0
+        self._raises = False
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reader, 4096):
+                pass
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside, a signal raises `Interrupted`: for work that only reads and that nobody has to wait for."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+        if self._raises:
+            self._raises = False
+            raise Interrupted(signal.Signals(number).name)
+
+    def __enter__(self) -> Signals:
+        caught = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._received) for number in caught}
+        self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)

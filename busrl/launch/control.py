@@ -13,6 +13,7 @@ Talks to CONTROL messages that `run.py` brings, to `control.jsonl`, `topology.js
 
 from __future__ import annotations
 
+import json
 import secrets
 import signal
 import time
@@ -20,12 +21,14 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Protocol
 
+from msgspec import to_builtins
+
 from busrl import files
 from busrl.config import ProcessName, Topology, inflight
 from busrl.errors import MachineError, UserError
 from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import RunOutcome
-from busrl.ledger.controls import VERBS, ControlLine, Controls, encoded, size
+from busrl.ledger.controls import VERBS, ControlLine, Controls, size
 from busrl.ledger.trained import newest_checkpoint, step_of
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
@@ -109,7 +112,7 @@ class ControlDesk:
     def _record(self, line: ControlLine) -> None:
         line.time = time.time()
         with closing(files.LineFile(self._run.paths.control, sync=True)) as lines:
-            lines.append(encoded(line))
+            lines.append(json.dumps(to_builtins(line), ensure_ascii=False).encode())
         self.controls.add(line)
         self._sizes[line.id] = size(self._run.paths)
 

@@ -4,7 +4,7 @@ Talks to one output stream; draws a `Progress` with `busrl.monitor`. Knows nothi
 Lines that stay (a restart, a validation, an error) are printed above the picture.
 
 - Nothing here waits for a reader: a thread of its own writes. While nobody reads (a full pipe, Ctrl-S), no picture is
-  drawn, and lines are kept up to `MOST_WAITING` characters. A line says how many others there were: here once somebody
+  drawn, and lines are kept up to `MOST_WAITING` bytes. A line says how many others there were: here once somebody
   reads, else, at the end, in the log.
 - What others wrote reaches the terminal as plain text.
 """
@@ -18,7 +18,6 @@ import select
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -45,8 +44,8 @@ class Outlet:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._encoding = stream, getattr(stream, "encoding", None) or "utf-8"
-        self._waiting: deque[str] = deque()  # the first of them may be in hand
-        self._size = self._unshown = 0
+        self._waiting = bytearray()
+        self._unshown = 0  # lines that did not fit
         self._moved = time.monotonic()  # when the reader last took something
         self._changed = threading.Condition()
         self._over, self._fd = False, -1
@@ -59,7 +58,7 @@ class Outlet:
     @property
     def stalled(self) -> bool:
         """Whether something waits for a reader that has taken nothing for a while."""
-        return self._size > 0 and time.monotonic() - self._moved > STALLED_S
+        return bool(self._waiting) and time.monotonic() - self._moved > STALLED_S
 
     def write(self, text: str) -> None:
         """Hand text on; what does not fit is counted."""
@@ -69,10 +68,10 @@ class Outlet:
                 self._stream.flush()
             return
         with self._changed:
-            if self._size + len(text) > MOST_WAITING:
+            if len(self._waiting) + len(text) > MOST_WAITING:
                 self._unshown += 1
                 return
-            if self._unshown and not self._size:
+            if self._unshown and not self._waiting:
                 text = self._unread() + text
             self._hand_on(text)
 
@@ -82,10 +81,9 @@ class Outlet:
         return f"({unshown} lines are not shown, as nobody read: they are in logs/launch.log)\n"
 
     def _hand_on(self, text: str) -> None:
-        if not self._size:
+        if not self._waiting:
             self._moved = time.monotonic()
-        self._waiting.append(text)
-        self._size += len(text)
+        self._waiting += text.encode(self._encoding, "replace")
         self._changed.notify_all()
 
     def close(self) -> int:
@@ -95,13 +93,11 @@ class Outlet:
             if unshown:
                 self._hand_on(self._unread())
             self._moved = time.monotonic()
-            while self._size and (left := self._moved + UNREAD_S - time.monotonic()) > 0:
+            while self._waiting and (left := self._moved + UNREAD_S - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._over = True
             self._changed.notify_all()
-            if not self._size:
-                return 0
-            return unshown + sum(text.count("\n") for text in self._waiting) - bool(unshown)
+            return unshown + self._waiting.count(b"\n") - bool(unshown) if self._waiting else 0
 
     def _serve(self) -> None:
         while True:
@@ -111,27 +107,27 @@ class Outlet:
                 if not self._waiting:
                     os.close(self._fd)
                     return
-                text = self._waiting[0]
-            self._put(text.encode(self._encoding, "replace"))
+                piece = bytes(self._waiting[:PIECE])
+            taken = self._put(piece)
             with self._changed:
-                self._waiting.popleft()
-                self._size -= len(text)
+                del self._waiting[:taken]
                 self._changed.notify_all()
 
-    def _put(self, data: bytes) -> None:
-        """All of it, or nothing more if its reader is gone: a run does not depend on being watched."""
-        while data:
-            try:
-                data = data[os.write(self._fd, data[:PIECE]) :]
-                self._moved = time.monotonic()
-            except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
-                poller = select.poll()
-                poller.register(self._fd, select.POLLOUT)
-                poller.poll()
-            except OSError as problem:
-                if problem.errno != errno.ENOSPC:  # a file may have room again
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
-                return
+    def _put(self, data: bytes) -> int:
+        """How much of it is done with: all, if its reader is gone, as a run does not depend on being watched."""
+        try:
+            taken = os.write(self._fd, data)
+            self._moved = time.monotonic()
+            return taken
+        except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+            poller = select.poll()
+            poller.register(self._fd, select.POLLOUT)
+            poller.poll()
+            return 0
+        except OSError as problem:
+            if problem.errno != errno.ENOSPC:  # a file may have room again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._fd)
+            return len(data)
 
 
 class Display:

@@ -54,12 +54,12 @@ class PutBack:
             f"{self.again} training and {self.validation} validation samples that were in no slot are generated again; "
             f"{self.trained} were trained already"
         )
-        return text + (
-            f"; fates.bin calls {self.unlogged} others trained that neither checkpoint nor log holds: it is that of "
-            "another run, or the end of the log is lost. They are not trained again, and `busrl audit` names them. If "
-            "fates.bin is not this run's, stop, and restore or remove it"
-            if self.unlogged
-            else ""
+        if not self.unlogged:
+            return text
+        return (
+            f"{text}; fates.bin calls {self.unlogged} others trained that neither checkpoint nor log holds: it is that "
+            "of another run, or the end of the log is lost. They are not trained again, and `busrl audit` names them. "
+            "If fates.bin is not this run's, stop, and restore or remove it"
         )
 
 
@@ -69,7 +69,9 @@ def put_back(paths: RunPaths) -> PutBack:
     validation = _dispatched(paths.validate_fates, Fate.TRAINED)
     settled = PutBack(validation=int(validation.size))
     if dispatched.size:
-        history = trained_uids(paths)
+        newest = newest_checkpoint(paths)
+        history = TrainedSet() if newest is None else TrainedSet.load(newest / "trained.bin")
+        add_logged(history, paths.wal, superseded=-1 if newest is None else step_of(newest))
         known = history.contains_all(dispatched.astype(np.uint64))
         trained, again = dispatched[known], dispatched[~known]
         openbin.record_put_back(paths.draws, again.tolist(), "the run was started without a ring")
@@ -80,14 +82,6 @@ def put_back(paths: RunPaths) -> PutBack:
         settled = replace(settled, trained=int(trained.size), again=int(again.size), unlogged=unlogged)
     _store(paths.validate_fates, validation, Fate.NONE)
     return settled
-
-
-def trained_uids(paths: RunPaths) -> TrainedSet:
-    """Everything trained in the history that survives: the newest checkpoint and the log."""
-    newest = newest_checkpoint(paths)
-    if newest is None:
-        return add_logged(TrainedSet(), paths.wal)
-    return add_logged(TrainedSet.load(newest / "trained.bin"), paths.wal, superseded=step_of(newest))
 
 
 def _dispatched(path: Path, never: Fate) -> npt.NDArray[np.int64]:

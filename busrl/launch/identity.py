@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import busrl
 from busrl.config import Topology
@@ -39,6 +39,7 @@ NOT_COMPARED = ("derived", "source", "overrides")
 SHOWN = 12  # differences that are printed; starts.jsonl has all
 BLOCK = 1 << 20
 DATA = ("metrics.jsonl", "train.jsonl", "fates.bin", "samples.jsonl", "open.bin", "draws.log", "groups.jsonl")
+OTHER_PROMPTS = "validation from here on is of other prompts than before"
 MISSING = object()
 
 
@@ -121,7 +122,8 @@ def _check_identity(
                 f"{paths.root} holds a run with {key} = {old!r}, the topology says {new!r}; this key says what a "
                 "sample of the run is, so it cannot change: choose another run directory"
             )
-    if (trained := _trained_shape(paths)) and (given := _shape(Path(now["model"]["path"]))) and given != trained:
+    trained = next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
+    if trained and (given := _shape(Path(now["model"]["path"]))) and given != trained:
         raise UserError(
             f"model.path = {now['model']['path']!r} has {given}, and the checkpoints in {paths.root} are of {trained}: "
             "another model lies there now; put back the one that the run began with, or choose another run directory"
@@ -142,12 +144,8 @@ def _check_identity(
         )
 
 
-def _trained_shape(paths: RunPaths) -> str:
-    """Sizes of the model that the newest checkpoint holds, in words; "" where they are not known."""
-    return next((shape for one in checkpoints_of(paths.checkpoints) if (shape := _shape(one / "model"))), "")
-
-
 def _shape(folder: Path) -> str:
+    """Sizes of the model in a folder, in words; "" where they are not known."""
     facts = model_facts(folder)
     sizes = {"layers": facts.layers, "channels": facts.hidden, "token ids": facts.vocabulary}
     return ", ".join(f"{size} {name}" for name, size in sizes.items()) if all(sizes.values()) else ""
@@ -209,33 +207,20 @@ def _change_lines(changes: dict[str, tuple[Any, Any]]) -> Iterator[str]:
 
 def _file_lines(now: dict[str, str], known: dict[str, Any], topology: Topology) -> Iterator[str]:
     """Files that may change, and what their change means."""
-    def differs(name: str) -> bool:
-        return known.get(name, now.get(name)) != now.get(name) and name in now
-
-    sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
-    for key, path in {"validation.data": topology.validation.data, **sets}.items():
-        if differs(key):
-            yield f"{path} is not what it was: validation from here on is of other prompts than before"
-    for name, (function, made) in _functions(topology).items():
-        if differs(name):
-            yield f"{_function_file(function)} is not what it was: {made} from here on are those of the new code"
-    for name, (folder, made) in _models(topology).items():
-        if differs(name):
-            yield f"{folder} is not what it was: {made} from here on are those of the new model"
+    for key, file in _named_files(topology).items():
+        if key in now and known.get(key, now[key]) != now[key] and key != "data.train":
+            yield f"{file.path} is not what it was: {file.means}"
 
 
 def digests(topology: Topology, made: Mapping[str, Path] | None = None) -> dict[str, str]:
     """SHA-256 of each file that a run's meaning is in, as far as they are files that can be read; `made`: the prompts
     that were made of others."""
-    sets = {f"validation.set {one.name}": one.data for one in topology.validation.set}
-    data = {"data.train": topology.data.train, "validation.data": topology.validation.data, **sets}
-    named = {name: None if path.startswith(TINY) or not path else Path(path) for name, path in data.items()}
-    named |= {name: _function_file(function) for name, (function, _) in _functions(topology).items()}
-    named["data.train"] = made_prompts(topology) or named["data.train"]
-    named |= made or {}
-    found = {name: _digest(path) for name, path in named.items() if path is not None}
-    found |= {name: _digest_of_model(folder) for name, (folder, _) in _models(topology).items()}
-    return {name: digest for name, digest in found.items() if digest}
+    named = _named_files(topology)
+    found = {key: _digest_of_model(file.path) if file.model else _digest(file.path) for key, file in named.items()}
+    if (tiny := made_prompts(topology)) is not None:
+        found["data.train"] = _digest(tiny)
+    found |= {key: _digest(path) for key, path in (made or {}).items()}
+    return {key: digest for key, digest in found.items() if digest}
 
 
 def made_prompts(topology: Topology) -> Path | None:
@@ -248,30 +233,36 @@ def made_prompts(topology: Topology) -> Path | None:
     return made.train if made else None
 
 
-def _functions(topology: Topology) -> dict[str, tuple[str, str]]:
-    """The user's functions by the key that names them, and what they make."""
-    learner = topology.learner
-    return {
+class NamedFile(NamedTuple):
+    """A file that the topology names, and what it means that it is another one by now."""
+
+    path: Path
+    means: str
+    model: bool = False  # the folder of one that a run only asks
+
+
+def _named_files(topology: Topology) -> dict[str, NamedFile]:
+    """Prompts, the user's functions and models, by the key that names them."""
+    learner, own, parts = topology.learner, topology.model, topology.reward.part
+    data = {"data.train": topology.data.train, "validation.data": topology.validation.data}
+    data |= {f"validation.set {one.name}": one.data for one in topology.validation.set}
+    functions = {
         "reward.function": (topology.reward.function, "rewards"), "learner.loss": (learner.loss, "losses"),
         "learner.advantage": (learner.advantage, "advantages"), "learner.optimizer": (learner.optimizer, "updates"),
         "agents.tools": (topology.agents.tools, "calls of tools"),
-        **{f"reward.part.{n}.function": (part.function, "rewards") for n, part in enumerate(topology.reward.part)},
+        **{f"reward.part.{n}.function": (part.function, "rewards") for n, part in enumerate(parts)},
         **{f"learner.metrics.{n}": (path, "metrics") for n, path in enumerate(learner.metrics)},
         **{f"process.{n}.function": (entry.function, "episodes") for n, entry in enumerate(topology.process)},
     }
-
-
-def _models(topology: Topology) -> dict[str, tuple[Path, str]]:
-    """Folders of models that a run only asks, by the key that names them, and what they make."""
-    parts = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(topology.reward.part)}
-    own = topology.model
-    named = {**parts, "model.reference": (own.reference, "KL terms"), "model.teacher": (own.teacher, "its targets")}
-    return {name: (Path(path), made) for name, (path, made) in named.items() if path}
-
-
-def _function_file(function: str) -> Path | None:
-    file = function.rpartition(":")[0]
-    return Path(file) if file.endswith(".py") else None
+    models = {f"reward.part.{n}.path": (part.path, "rewards") for n, part in enumerate(parts)}
+    models |= {"model.reference": (own.reference, "KL terms"), "model.teacher": (own.teacher, "its targets")}
+    named = {key: (path, OTHER_PROMPTS, False) for key, path in data.items() if not path.startswith(TINY)}
+    for key, (function, made) in functions.items():
+        if (file := function.rpartition(":")[0]).endswith(".py"):
+            named[key] = (file, f"{made} from here on are those of the new code", False)
+    for key, (folder, made) in models.items():
+        named[key] = (folder, f"{made} from here on are those of the new model", True)
+    return {key: NamedFile(Path(path), means, model) for key, (path, means, model) in named.items() if path}
 
 
 def _digest(path: Path) -> str:

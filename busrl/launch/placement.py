@@ -22,26 +22,17 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from busrl.config import Topology
 from busrl.config.hosts import Invitation
 from busrl.errors import NEEDS_FIX, BadKeys
-from busrl.launch.children import RunningChild, last_words, spawn
+from busrl.launch.children import RunningChild, Signals, last_words, spawn
+from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 UNHEARD_S = 60.0
 ENDING_S = 5.0  # after SIGTERM
-
-
-class Caught(Protocol):
-    """The signals that launch got; readable when there is another one."""
-
-    count: int
-
-    def fileno(self) -> int: ...
-    def clear(self) -> None: ...
 
 
 @dataclass
@@ -56,6 +47,14 @@ class Placed:
     ended_at: float = 0.0  # when its command was told to end, for silence
     running: RunningChild | None = None
     over: bool = False
+
+    def ended(self) -> Exit | None:
+        """How its command has ended, once it has."""
+        how = self.running.ended() if self.running is not None else None
+        if how is not None and self.running is not None:
+            self.running.close()
+            self.running = None
+        return how
 
 
 class Placement:
@@ -73,7 +72,7 @@ class Placement:
         for host in self._hosts:
             if host.running is not None:
                 host.heard = now if host.name in heard else host.heard
-                self._see(host, now, run_is_over)
+                self._see(host, host.running, now, run_is_over)
             elif not host.over and now >= host.due:
                 self._start(host, now)
 
@@ -88,14 +87,11 @@ class Placement:
         host.begun, host.heard, host.ended_at = now, 0.0, 0.0
         self._say(f"host {host.name}: started (pid {host.running.pid}): {' '.join(command)}")
 
-    def _see(self, host: Placed, now: float, run_is_over: bool) -> None:
-        assert host.running is not None
-        how = host.running.ended()
+    def _see(self, host: Placed, command: RunningChild, now: float, run_is_over: bool) -> None:
+        how = host.ended()
         if how is None:
-            self._end_silent(host, host.running, now)
+            self._end_silent(host, command, now)
             return
-        host.running.close()
-        host.running = None
         if now - host.begun > LONGEST_PAUSE_S:
             host.pause_s = FIRST_PAUSE_S
         words = last_words(self._log(host))
@@ -124,46 +120,42 @@ class Placement:
     def _log(self, host: Placed) -> Path:
         return self._paths.log(f"host-{host.name}")
 
-    def end(self, patience_s: float, signals: Caught) -> None:
+    def end(self, patience_s: float, signals: Signals) -> None:
         """Wait until all have ended by themselves, then end them; none is left. A second signal ends the patience."""
-        left = [host for host in self._hosts if host.running is not None]
-        for number, wait_s in ((0, patience_s), (signal.SIGTERM, ENDING_S), (signal.SIGKILL, ENDING_S)):
-            if number == signal.SIGKILL or signals.count < 2:
-                left = self._wait(left, number, wait_s, None if number == signal.SIGKILL else signals)
-        for host in left:
-            self._say(f"host {host.name}: its command (pid {host.running and host.running.pid}) does not end")
+        for number, wait_s in ((0, patience_s), (signal.SIGTERM, ENDING_S)):
+            if signals.count < 2:
+                self._wait(number, wait_s, signals)
+        self._wait(signal.SIGKILL, ENDING_S)
+        for name, command in self._commands().items():
+            self._say(f"host {name}: its command (pid {command.pid}) does not end")
 
-    def _wait(self, left: list[Placed], number: int, wait_s: float, signals: Caught | None) -> list[Placed]:
-        """Those that have not ended after this signal, or before a second one of `signals`."""
-        for host in left:
-            if number and host.running is not None:
-                self._say(f"host {host.name}: its command is ended by {signal.Signals(number).name}")
-                host.running.signal(number)
+    def _commands(self) -> dict[str, RunningChild]:
+        """By host, those that run."""
+        return {host.name: host.running for host in self._hosts if host.running is not None}
+
+    def _wait(self, number: int, wait_s: float, signals: Signals | None = None) -> None:
+        """Until all have ended after this signal (0: none), or a second one of `signals` has come."""
+        for name, command in self._commands().items() if number else ():
+            self._say(f"host {name}: its command is ended by {signal.Signals(number).name}")
+            command.signal(number)
         end = time.monotonic() + wait_s
-        while left:
-            for host in left:
-                self._see_at_end(host)
-            left = [host for host in left if host.running is not None]
-            fds = [host.running.pidfd for host in left if host.running is not None]
-            if not fds or not (seconds := max(0.0, end - time.monotonic())) or (signals and signals.count > 1):
-                break
-            select.select([*fds, *([] if signals is None else [signals.fileno()])], [], [], seconds)
+        while True:
+            for host in self._hosts:
+                if (how := host.ended()) is not None:
+                    self._say(f"host {host.name}: ended ({how})")
+            left, seconds = self._commands().values(), max(0.0, end - time.monotonic())
+            if not left or not seconds or (signals and signals.count > 1):
+                return
+            fds = [command.pidfd for command in left] + ([signals.fileno()] if signals else [])
+            select.select(fds, [], [], seconds)
             if signals is not None:
                 signals.clear()
-        return left
-
-    def _see_at_end(self, host: Placed) -> None:
-        if host.running is not None and (how := host.running.ended()) is not None:
-            host.running.close()
-            host.running = None
-            self._say(f"host {host.name}: ended ({how})")
 
     def kill(self) -> None:
         """Way out of an error of launch itself: nobody outlives it here; hosts find out by its silence."""
-        for host in self._hosts:
-            if host.running is not None:
-                host.running.kill()
-        self._wait([host for host in self._hosts if host.running is not None], 0, ENDING_S, None)
+        for command in self._commands().values():
+            command.kill()
+        self._wait(0, ENDING_S)
 
 
 def _pipe_of(data: bytes) -> int:

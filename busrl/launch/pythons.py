@@ -37,7 +37,8 @@ except ImportError as problem:
 print(json.dumps(found))
 """
 PROBE_S = 60.0
-NEEDED_BY_ROLE = {"learner": ("torch", "transformers")}
+MODEL = ("torch", "transformers")
+NEEDED = {"learner": MODEL, "torch": MODEL, "vllm": MODEL, "openai": ("aiohttp",)}  # by role; of a rollout by engine
 
 
 def pythons(t: Topology) -> dict[int, dict[str, str]]:
@@ -48,8 +49,8 @@ def pythons(t: Topology) -> dict[int, dict[str, str]]:
 
 
 def _probed(index: int, entry: Process) -> dict[str, str]:
-    vllm = entry.role == "rollout" and entry.engine == "vllm"
-    names = ("busrl", "msgspec", "numpy", "pyzmq", *_needed(entry), *(PACKAGES if vllm else ()))
+    what = entry.engine if entry.role == "rollout" else entry.role
+    names = ("busrl", "msgspec", "numpy", "pyzmq", *NEEDED.get(what, ()), *(PACKAGES if what == "vllm" else ()))
     try:
         done = subprocess.run(
             [entry.python, "-c", PROBE, *names], capture_output=True, timeout=PROBE_S, env={**os.environ, **entry.env},
@@ -60,11 +61,6 @@ def _probed(index: int, entry: Process) -> dict[str, str]:
         at = f"process.{index}.python = {entry.python!r}"
         remedy = "give a Python or a virtual environment"
         raise UserError(f"{at}: cannot be asked for its busrl: {problem}; {remedy}") from None
-
-
-def _needed(entry: Process) -> tuple[str, ...]:
-    generates = {"torch": ("torch", "transformers"), "vllm": ("torch", "transformers"), "openai": ("aiohttp",)}
-    return generates.get(entry.engine, ()) if entry.role == "rollout" else NEEDED_BY_ROLE.get(entry.role, ())
 
 
 def require(t: Topology, asked: dict[int, dict[str, str]] | None = None) -> None:
@@ -89,6 +85,8 @@ def require(t: Topology, asked: dict[int, dict[str, str]] | None = None) -> None
 
 def lines(t: Topology, asked: dict[int, dict[str, str]]) -> list[str]:
     """What a check says of what `pythons` has found."""
-    texts = {index: ", ".join(f"{name} {version}" for name, version in one.items() if version)
-             for index, one in asked.items()}
-    return [f"process.{index}.python = {t.process[index].python}: {text}" for index, text in texts.items()]
+    said = []
+    for index, found in asked.items():
+        text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+        said.append(f"process.{index}.python = {t.process[index].python}: {text}")
+    return said

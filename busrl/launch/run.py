@@ -23,7 +23,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from types import FrameType
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, TEAM_ENDED, FateRefuse
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.files import bound
 from busrl.guardian import Guardian, mark
-from busrl.launch.children import RunningChild, last_lines, last_words, start
+from busrl.launch.children import RunningChild, Signals, last_lines, last_words, start
 from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
@@ -55,65 +54,6 @@ from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
 from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES, HeaderWord, RunPhase
 from busrl.watching import FairClock
-
-# -- signals -----------------------------------------------------------------------------------------------------------
-
-ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
-
-
-class Interrupted(Exception):
-    """A signal came while nothing was at stake any more (`Signals.interrupting`); its name is the text."""
-
-
-class Signals:
-    """Installed with `with`, in the main thread; what was there before is put back."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        self.count = 0
-        self._raises = False
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def clear(self) -> None:
-        """Make the descriptor quiet again."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises `Interrupted`: for work that only reads and that nobody has to wait for."""
-        self._raises = True
-        try:
-            yield
-        finally:
-            self._raises = False
-
-    def _received(self, number: int, _frame: FrameType | None) -> None:
-        self.first = self.first or number
-        self.count += 1
-        if self._raises:
-            self._raises = False
-            raise Interrupted(signal.Signals(number).name)
-
-    def __enter__(self) -> Signals:
-        caught = [one for one in ORDERLY if one not in LEFT_IGNORED or signal.getsignal(one) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._received) for number in caught}
-        self._before[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._reader)
-        os.close(self._writer)
-
 
 # -- closing -----------------------------------------------------------------------------------------------------------
 
@@ -176,11 +116,8 @@ class Launch:
         self.topology, self._paths, topology = opened.topology, opened.paths, opened.topology
         self._processes: dict[str, ProcessName] = {one.name: one for one in topology.processes()}
         self.children = [Child(name, topology.limits) for name in self._processes]
-        self._by_address = {address(child.name): child for child in self.children}
         self._running: dict[str, RunningChild] = {}
-        self._unlogged: dict[str, str] = {}  # children whose words are lost, and why
         # The processes that have to end in order, after the last step, for the goal to be reached.
-        self._leaving: dict[str, float] = {}  # children that the run does not need any more: when they are killed
         self._goal = {"learner", "validator", "satellite"} & self._processes.keys()
         ranks = {name for name, one in self._processes.items() if one.role == RANK}
         self._team = ranks | {"learner"} if ranks else ranks  # one of them ends: all start again
@@ -289,10 +226,9 @@ class Launch:
             return self._died(child, Exit(NOT_STARTED, f"it could not be started: {error}"))
         running.on_end = self._guardian.let_go
         self._guardian.hold(running.pid)
-        self._unlogged.pop(child.name, None)
-        if running.unlogged:
-            self._unlogged[child.name] = running.unlogged
-            self._say(f"{child.name} (pid {running.pid}) has no log: {running.unlogged}")
+        child.unlogged = running.unlogged
+        if child.unlogged:
+            self._say(f"{child.name} (pid {running.pid}) has no log: {child.unlogged}")
         self._running[child.name] = running
         self._selector.register(running, selectors.EVENT_READ)
         child.started(running.pid, time.monotonic())
@@ -300,10 +236,10 @@ class Launch:
         return None
 
     def _handle_deaths(self) -> RunOutcome | None:
-        """Handle each child that has ended. The learner's end may be the run's."""
+        """The learner's end may be the run's."""
         for child, how in self._ended():
             finishing = self._finishing
-            if child.name in self._leaving:
+            if child.leaves_by is not None:
                 self._left(child, how)
                 continue
             if child.name in self._goal and how.code == 0 and finishing:
@@ -335,12 +271,11 @@ class Launch:
             if name not in self._processes:
                 self._processes[name] = process
                 self.children.append(Child(name, topology.limits))
-                self._by_address[address(name)] = self.children[-1]
                 if not process.spec.command:
                     self._events.has(name)
         for child in reversed(self.children):
-            if child.name not in wanted and child.name not in self._leaving:
-                self._leaving[child.name] = time.monotonic() + topology.limits.stop_s
+            if child.name not in wanted and child.leaves_by is None:
+                child.leaves_by = time.monotonic() + topology.limits.stop_s
                 child.stop()
                 if child.name in self._running:
                     self._running[child.name].signal(signal.SIGTERM)
@@ -360,9 +295,7 @@ class Launch:
 
     def _forget(self, child: Child) -> None:
         self.children.remove(child)
-        for known in (self._processes, self._leaving):
-            known.pop(child.name, None)
-        self._by_address.pop(address(child.name), None)
+        del self._processes[child.name]
 
     def _end_team(self, dead: Child) -> None:
         """A rank alone can do nothing, and what the others wait for does not come."""
@@ -430,7 +363,7 @@ class Launch:
         self._say(death.text)
         self._events.died(child, death.text, gives_up=death.gives_up)
         log = self._paths.log(child.name)
-        words = "" if child.name in self._unlogged else last_words(log)
+        words = "" if child.unlogged else last_words(log)
         if words:
             self._say(f"  {log} ends: {words}")
         if not death.gives_up:
@@ -439,8 +372,8 @@ class Launch:
             self._say(f"last lines of {log}:")
             for line in last_lines(log):
                 self._say(f"  | {line}")
-        elif child.name in self._unlogged:
-            words = f"it had no log: {self._unlogged[child.name]}"
+        elif child.unlogged:
+            words = f"it had no log: {child.unlogged}"
         what = "cannot do what was asked" if hopeless else death.why.removeprefix("it ")
         return RunOutcome("failed", f"{child.name} {what}: {how}{f': {words}' if words else ''}", 1)
 
@@ -520,9 +453,11 @@ class Launch:
 
     def _greeted(self, hello: m.Hello) -> None:
         """A process that does not map the ring has no other way to show that it is ready."""
-        child = self._by_address.get(hello.sender.replace("/", "-"))
-        if child is not None and self._processes[child.name].spec.command and child.became_ready():
-            self._note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
+        sender = hello.sender.replace("/", "-")
+        for child in self.children:
+            foreign = address(child.name) == sender and self._processes[child.name].spec.command
+            if foreign and child.became_ready():
+                self._note(f"{child.name} (pid {child.pid}) is ready: it sent HELLO")
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -538,10 +473,11 @@ class Launch:
             if why := child.looked(self._entries.get(child.pid), passed):
                 self._say(why)
                 self._running[child.name].kill()
-        for name in [name for name, end in self._leaving.items() if now > end and name in self._running]:
-            self._say(f"{name} did not end within {self.topology.limits.stop_s:g} s of SIGTERM: killed")
-            self._leaving[name] = math.inf
-            self._running[name].kill()
+        for child in self.children:
+            if child.leaves_by is not None and now > child.leaves_by and child.name in self._running:
+                self._say(f"{child.name} did not end within {self.topology.limits.stop_s:g} s of SIGTERM: killed")
+                child.leaves_by = math.inf
+                self._running[child.name].kill()
         for pid, why in self._foreign.look(self._entries.values(), {one.pid for one in self._running.values()}, passed):
             self._warn(why)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -564,7 +500,6 @@ class Launch:
             bound(path, self.topology.log.keep)
 
     def _waits(self) -> list[Link]:
-        """Who waits for whom now."""
         run, now = self.progress.run, time.monotonic()
         run.restarts, run.deaths = {child.name: child.restarts for child in self.children}, dict(self._events.deaths)
         run.look(self._picture.look(), now)

@@ -26,7 +26,8 @@ import shutil
 import signal
 import time
 import uuid as uuids
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,7 @@ from busrl import files
 from busrl.bus.security import prepare as prepare_endpoint
 from busrl.config import HostSource, Topology, sources
 from busrl.config.hosts import CLAIMED_FROM
-from busrl.errors import (
-    LockTimeout,
-    MachineError,
-    RingError,
-    RingMismatch,
-    RingNotFound,
-    RunInUse,
-    UserError,
-)
+from busrl.errors import LockTimeout, MachineError, RingError, RingMismatch, RingNotFound, RunInUse, UserError
 from busrl.guardian import end_left_behind, stat_of
 from busrl.launch.fates import FateWatch, PutBack, put_back
 from busrl.launch.identity import BLOCK, Start, compare
@@ -164,8 +157,7 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
     if (whose := belongs_to_another(paths.root)) and not os.access(paths.root, os.W_OK | os.X_OK):
         raise UserError(f"--run-dir {paths.root}: {whose}; give a directory of your own, or have them start it again")
     _make_directories("--run-dir", paths.root, paths.logs, paths.checkpoints)
-    lock = take_lock(paths)
-    try:
+    with _locked(paths) as lock:
         made = sources.made_files(topology)
         topology = sources.placed(topology, paths.data)
         start = compare(paths, topology, _read_json(paths.topology), resume, made)
@@ -174,10 +166,6 @@ def open_run(run_dir: str | os.PathLike[str], topology: Topology, *, resume: boo
         for file in made.values():
             _take_prompts(file, paths.data / file.name)
         return _opened(paths, topology, lock, start)
-    except BaseException:
-        remove_runtime_dir(paths)
-        lock.release()
-        raise
 
 
 def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int = 0) -> OpenRun:
@@ -187,8 +175,7 @@ def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int 
     paths = RunPaths.of(scratch)
     _make_directories("--scratch", paths.root, paths.logs)
     _end_earlier(paths, f"host {source.name}")
-    lock = take_lock(paths)
-    try:
+    with _locked(paths) as lock:
         before = files.read_map(paths.host_source)
         same = paths.topology.is_file() and paths.topology.read_text() == topology.to_json()
         same = same and before.get("ring_hex") == source.ring_hex and holds in (0, before.get("life"))
@@ -201,6 +188,14 @@ def open_host(scratch: Path, topology: Topology, source: HostSource, holds: int 
         for endpoint in (paths.frontend, paths.backend):
             prepare_endpoint(endpoint)
         return _opened(paths, topology, lock, Start())
+
+
+@contextmanager
+def _locked(paths: RunPaths) -> Iterator[OfdLock]:
+    """run.lock, which stays held unless what follows raises."""
+    lock = take_lock(paths)
+    try:
+        yield lock
     except BaseException:
         remove_runtime_dir(paths)
         lock.release()

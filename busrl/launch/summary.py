@@ -221,7 +221,6 @@ class EventLog:
         self._own.add(address(name))
 
     def died(self, child: Child, text: str, *, gives_up: bool = False) -> None:
-        """A child ended that should not have."""
         self.warn(text, "critical" if gives_up else "warning")
         self.deaths[child.name] = text
         self._changed = True

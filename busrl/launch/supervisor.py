@@ -3,21 +3,18 @@
 Talks to nothing but, for foreign processes, /proc; `run.py` does what it answers. It is fed with entries of the process
 table, deaths and a clock. It starts no process and sends no signal, so every rule here is tested without either.
 
-- A child that had become ready is started again at once, and as often as it dies, as long as it does some of its work
-  in between. Deaths before ready, in a row, count towards giving up, and so do deaths after it with no work done since
-  the last one; a growing pause comes between them. Only its own work counts; a process that serves by being there (bus,
-  keeper) has done some once it was there for `SERVED_S`.
+- A child that had become ready is started again at once, and as often as it dies, as long as it does some of its own
+  work in between; one that serves by being there (bus, keeper) has done some after `SERVED_S`. Deaths before ready, in
+  a row, count towards giving up, and so do deaths after it with no work in between; a growing pause follows each.
 - A death before ready by SIGKILL that launch did not send says less than an exit code: somebody may kill at random, or
   the machine be short of memory for a moment. It takes `KILLS_FOR_ONE` of them to count as one.
 - The ranks of a learner live and die together: with one the others are ended, which is no death of their own and ends
   nobody, and all start again as soon as the last of them is gone.
-- A child that ends for want of space in a run that had some is started again until there is; that counts for nothing.
-- A child whose exit code says that another try is of no use (`hopeless`) is not started again.
 - Silence on the bus kills nobody. What counts is the progress counter in the ring, timed on the caller's own clock
   from the last change that it saw, without the time for which the caller itself was late.
 - The limit is that of the declared activity if there is one, else the usual one; an activity declared to be endless
-  (waiting for another's lock, for disk space) has none. A child that does not map the ring has no such counter and no
-  such limit; it only has to become ready in time.
+  (waiting for another's lock, for disk space) has none. A child that does not map the ring only has to become ready in
+  time.
 - At a stop producers end before consumers, so that nothing new arrives at a process that is ending; the bus is last. A
   process is asked once (SIGTERM, beside STOP on the bus) and killed by name after its time.
 - A foreign process (started by hand, or left by an earlier launch) may hold the place and the lock of a child that
@@ -155,6 +152,8 @@ class Child:
     early_deaths: float = 0.0  # before ready, in a row
     idle_deaths: int = 0  # after it, in a row, with no work done since the last one
     was_ready: bool = False  # in any of its lives
+    unlogged: str = ""  # why what it says in this life is lost
+    leaves_by: float | None = None  # of one that the run does not need any more: when it is killed
     waits_for_space: bool = False
     due: float = 0.0
     entry: Process | None = None  # of the process table, as it was last seen

@@ -10,9 +10,8 @@ of the bus, of topologies or of what a verb does.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -54,15 +53,11 @@ class Controls:
     checkpoint: int = 0  # the newest one that was asked for is to be of this step or a later one
 
     @classmethod
-    def of(cls, lines: Iterable[ControlLine]) -> Controls:
+    def read(cls, paths: RunPaths) -> Controls:
         found = cls()
-        for line in lines:
+        for line in read_lines(paths):
             found.add(line)
         return found
-
-    @classmethod
-    def read(cls, paths: RunPaths) -> Controls:
-        return cls.of(read_lines(paths))
 
     def add(self, line: ControlLine) -> None:
         """The next line: refusals change nothing."""
@@ -103,7 +98,3 @@ def size(paths: RunPaths) -> int:
         return paths.control.stat().st_size
     except OSError:
         return 0
-
-
-def encoded(line: ControlLine) -> bytes:
-    return json.dumps(msgspec.to_builtins(line), ensure_ascii=False).encode()

@@ -41,8 +41,5 @@ def skip_lines(path: Path, tail: int = 0) -> Iterator[SkipLine]:
 
 
 def newest_skips(path: Path) -> SkipLine | None:
-    """The last line."""
-    last = None
-    for last in skip_lines(path, TAIL_BYTES):  # noqa: B007
-        pass
-    return last
+    lines = list(skip_lines(path, TAIL_BYTES))
+    return lines[-1] if lines else None

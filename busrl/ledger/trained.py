@@ -1,8 +1,12 @@
-"""The set of trained uids that every checkpoint keeps, and the mending of a damaged one or of a damaged train log.
+"""What was trained: the train log, the set of uids that every checkpoint keeps, and the mending of either.
 
-Talks to `trained.bin` in the checkpoints, `train.jsonl` and `wal/`. `launch` mends before any role runs, and so does a
-learner that starts. Knows nothing of groups or models: what else a checkpoint holds is looked at where it is loaded.
+Talks to `train.jsonl`, `trained.bin` in the checkpoints and `wal/`. The learner writes a line of the log after a step,
+for people and for the audit. `launch` mends before any role runs, and so does a learner that starts. Knows nothing of
+groups, models or the ring: what else a checkpoint holds is looked at where it is loaded.
 
+- A line with step s takes the place of all earlier lines with a step >= s: that is how a replay after a restart, or a
+  return to a checkpoint with `wal = "off"`, shows. But for mending nothing in the file is ever changed.
+- `crc` is the crc32 of the prompt line, so the file proves which prompt each uid was trained on.
 - `trained.bin`, little endian: "BUSRLTRD", u32 layout 1, u32 crc32 of the packed bytes, u64 uids in the set, u64 bytes
   of the bitmap; then the bitmap, zlib-packed. Bit uid % 8 (from the lowest) of byte uid // 8.
 - A file is the old one or the new one, and a damaged one is refused, never half used.
@@ -11,7 +15,7 @@ learner that starts. Knows nothing of groups or models: what else a checkpoint h
   if it has as many as meta.json says.
 - A line of the train log with an impossible uid counts as damaged; the file is read a line at a time.
 - A checkpoint whose writer died while it took another's place has its name again before anybody looks for it.
-- A set that cannot be made again is refused with what to do: to pass over it silently would forget what was trained.
+- A set that cannot be made again is refused with what to do; else what was trained would be forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -34,10 +38,54 @@ import numpy.typing as npt
 
 from busrl import files
 from busrl.errors import FileCorrupt, LedgerError
-from busrl.files import finish_replacements
-from busrl.ledger.trainlog import UID_LIMIT, TrainLine
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
+
+# -- the train log -----
+
+TRAIN_TAIL_BYTES = 1 << 20  # of lines of thousands of samples
+UID_LIMIT = 1 << 34  # 2 GiB of bitmap: far above any fate table, below what a wild uid would ask for
+RESTORED = "restored"  # the cause of a line that stands for steps whose own lines are gone
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Uid = Annotated[int, msgspec.Meta(ge=0, lt=UID_LIMIT)]
+
+
+class TrainLine(msgspec.Struct, kw_only=True):
+    """One step; each sample is [uid, attempt, crc]."""
+
+    step: _Natural
+    version: int = 0
+    cause: str = RESTORED
+    samples: list[tuple[_Uid, int, int]]
+
+    @classmethod
+    def of(cls, record: Record) -> TrainLine:
+        """The line of a record that was trained, also when it was replayed."""
+        samples = [(sample.uid, sample.attempt, sample.prompt_crc) for sample in record.samples]
+        return cls(step=record.step, version=record.version, cause=record.cause, samples=samples)
+
+
+def of_step(row: Mapping[str, Any]) -> bool:
+    """Whether a line of train.jsonl or metrics.jsonl is a step's. A line with a `kind` reports groups that ended
+    without a step, under the number of the step before them."""
+    return "kind" not in row
+
+
+def step_lines(path: Path, tail: int = 0) -> list[dict[str, Any]]:
+    """The lines of steps, in order; none where there is no file. `tail`: only of its last bytes."""
+    return [row for row in files.json_lines(path, tail) if of_step(row)]
+
+
+def last_step(path: Path) -> int:
+    """The newest step that has a line, by the end of the file; 0 if none has."""
+    for tail in (TRAIN_TAIL_BYTES, 0):  # the whole file only where its end is damaged
+        steps = [int(row["step"]) for row in step_lines(path, tail) if isinstance(row.get("step"), int)]
+        if steps:
+            return steps[-1]
+    return 0
+
+
+# -- the trained set -----
 
 MAGIC = b"BUSRLTRD"
 LAYOUT = 1
@@ -90,7 +138,6 @@ class TrainedSet:
         return self._count
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole and durably."""
         used = np.flatnonzero(self._bits)
         raw = self._bits[: int(used[-1]) + 1 if used.size else 0].tobytes()
         body = zlib.compress(raw, 1)
@@ -151,12 +198,10 @@ def checkpoints_of(root: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it has a checkpoint's name."""
     return re.fullmatch(CHECKPOINT + "[0-9]+", path.name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
     return int(checkpoint.name.rpartition("_")[2])
 
 
@@ -165,7 +210,7 @@ def mend_trained_set(paths: RunPaths) -> str | None:
 
     `FileCorrupt` with the remedy if it cannot be made again.
     """
-    finish_replacements(paths.checkpoints)
+    files.finish_replacements(paths.checkpoints)
     folder = newest_checkpoint(paths)
     fault = _fault_of(folder / NAME) if folder else None
     if folder is None or fault is None:
@@ -237,7 +282,6 @@ class _Standing:
 
     @property
     def damage(self) -> str:
-        """The damaged lines in words; empty if there are none."""
         return f" ({self._damaged} of its lines cannot be read, {self._first})" if self._damaged else ""
 
     def lines(self, until: int) -> Iterator[TrainLine]:
@@ -257,12 +301,9 @@ def train_log_is_whole(path: Path, least: int) -> bool:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL))
             last = file.read().split(b"\n")[1 if size > TAIL else 0 :]
-    except OSError:
-        return False
-    try:
         for text in last[:-1]:
             msgspec.json.decode(text, type=TrainLine)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return size >= least and last[-1:] == [b""]
 

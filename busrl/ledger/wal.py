@@ -108,7 +108,6 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return np.array([[0, begin, begin + self.tokens, 1]])
 
     def turn_lengths(self) -> npt.NDArray[np.int64]:
-        """Sampled tokens of each turn."""
         turns = self.turn_array()
         return turns[:, 2] - turns[:, 1]
 
@@ -221,7 +220,6 @@ class Wal:
         self._superseded = superseded
         self._looks = 0
         self._doubts: list[str] = []  # damage whose extent only the next whole record shows
-        self._encoder = msgspec.msgpack.Encoder()
         self._segments: list[_Segment] = []
         self._number = 0
         self._fd = -1
@@ -231,10 +229,6 @@ class Wal:
             files.sync(self.directory.parent)
         self._open()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.size for segment in self._segments)
-
     def append(self, record: Record) -> None:
         """Commit a record: once this returns its samples are trained; if it raises they are not."""
         if self._broken:
@@ -243,7 +237,7 @@ class Wal:
             raise LedgerError(
                 f"{self.directory}: a record of step {record.step} after step {self.last_step}: steps must grow"
             )
-        payload = self._encoder.encode(record)
+        payload = msgspec.msgpack.encode(record)
         length = _LENGTH.pack(len(payload))
         head = MARK + length + _LENGTH.pack(zlib.crc32(payload, zlib.crc32(length)))
         full = bool(self._segments) and self._segments[-1].size + len(head) + len(payload) > self.segment_bytes
@@ -285,10 +279,8 @@ class Wal:
         """What was done to the files from outside, so that a restart would not find all records; empty if nothing.
         Each call looks at the newest segment and, in turn, at one of all."""
         self._looks += 1
-        one_of_all = self._segments[self._looks % len(self._segments)] if self._segments else None
-        for segment in [*self._segments[-1:], one_of_all]:
-            if segment is None:
-                continue
+        one_of_all = self._looks % max(1, len(self._segments))
+        for segment in [*self._segments[-1:], *self._segments[one_of_all : one_of_all + 1]]:
             try:
                 now = os.stat(segment.path)
             except OSError as exc:
@@ -377,10 +369,7 @@ class Wal:
             self.cut_bytes += len(data)
             return
         if data[: len(HEAD)] not in HEADS:
-            text = (
-                f"{path}: does not begin with {MAGIC!r}, layout 1 to {LAYOUT}; it is no log of this busrl. "
-                f"{REMEDY}"
-            )
+            text = f"{path}: does not begin with {MAGIC!r}, layout 1 to {LAYOUT}; it is no log of this busrl. {REMEDY}"
             if newest:
                 raise FileCorrupt(text)
             self._doubts.append(text)
@@ -420,7 +409,6 @@ class Wal:
         )
 
     def _cut(self, segment: _Segment, data: bytes) -> None:
-        """Cut half a record off the newest segment."""
         with open(segment.path, "rb+", buffering=0) as file:
             file.truncate(segment.size)
             os.fsync(file.fileno())

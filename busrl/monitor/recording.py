@@ -40,9 +40,8 @@ import zmq
 import busrl
 from busrl.bus import StopRequest
 from busrl.bus.broker import EVERYTHING
-from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, configure
+from busrl.bus.endpoint import DEFAULT_HWM, DEFAULT_MAX_BYTES, Tap, configure
 from busrl.bus.security import check_endpoint, private_directory, private_umask
-from busrl.bus.tap import Tap
 from busrl.errors import BadEndpoint, DiskFull, FileCorrupt, NoSuchRun, PeerTimeout, RunInUse, UserError
 from busrl.monitor.runfiles import RunFiles
 from busrl.monitor.sources import ReplayMark, RingLook, holder_of, require_ipc

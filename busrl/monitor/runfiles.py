@@ -26,7 +26,7 @@ from busrl.errors import NoSuchRun
 from busrl.files import PART_BYTES, LineFollower, as_map, json_lines, last_change, read_map
 from busrl.ledger import controls
 from busrl.ledger.controls import Controls
-from busrl.ledger.trainlog import of_step
+from busrl.ledger.trained import of_step
 from busrl.monitor.state import ErrorRecord, Facts, MetricsLine, RoundRecord, RunState
 from busrl.monitor.text import safe
 from busrl.paths import RunPaths

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from busrl.bus.tap import Tap, TapMessage
+from busrl.bus.endpoint import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.files import as_map, read_map
 from busrl.monitor.runfiles import RunFiles, whole

@@ -13,11 +13,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Message, Name, Text
+from busrl.protocol.messages import MAX_MAP, MAX_NAME, MAX_TEXT, Count, Counts, Message, Name, Text
 
 TaskId = Annotated[str, Meta(max_length=MAX_NAME)]
 TaskIds = Annotated[list[TaskId], Meta(max_length=MAX_MAP)]
-Counts = Annotated[list[Count], Meta(max_length=MAX_MAP)]
 DIGESTS = 1 << 64
 Parts = Annotated[dict[Name, float], Meta(max_length=64)]
 MOST_PIECES = 16  # tensors of an episode; those that there are have names in docs/ring-layout.md

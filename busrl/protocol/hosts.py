@@ -10,7 +10,7 @@ number, each answer repeats it, and whoever hears nothing asks again. A piece of
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -163,26 +163,20 @@ class Waiting(Reply, tag="WAITING"):
 
 AnyQuestion = HostJoin | HostLook | WeightsHead | WeightsPiece | RanksMeet
 AnyReply = Refused | Welcome | State | Version | Piece | RanksPlace | Waiting
-_encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyQuestion)
-_replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyReply)
-
-
-def encode(message: Question | Reply) -> bytes:
-    return _encoder.encode(message)
+encode = msgspec.msgpack.encode  # of a question or a reply
+_questions: msgspec.msgpack.Decoder[AnyQuestion] = msgspec.msgpack.Decoder(AnyQuestion)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 def question(data: bytes) -> AnyQuestion | None:
     """None for bytes that are no question."""
     with contextlib.suppress(msgspec.MsgspecError):
-        found: AnyQuestion = _questions.decode(data)
-        return found
+        return _questions.decode(data)
     return None
 
 
 def reply(data: bytes) -> AnyReply | None:
     """None for bytes that are no answer."""
     with contextlib.suppress(msgspec.MsgspecError):
-        found: AnyReply = _replies.decode(data)
-        return found
+        return _replies.decode(data)
     return None

@@ -306,13 +306,8 @@ def name_of(kind: type[Message]) -> str:
 
 # Messages that only one process of a run sends. Names are not proved: this stops mistakes, not malice.
 ONLY_FROM: dict[type[Message], str] = {
-    LearnerStateUpdate: "learner",
-    SchedulerState: "scheduler",
-    ValidationStarted: "validator",
-    ValidationDone: "validator",
-    ValidationSetDone: "validator",
-    Stop: "launch",
-    ControlDone: "launch",
+    LearnerStateUpdate: "learner", SchedulerState: "scheduler", Stop: "launch", ControlDone: "launch",
+    **dict.fromkeys((ValidationStarted, ValidationDone, ValidationSetDone), "validator"),
 }
 
 

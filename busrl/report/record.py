@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from busrl.errors import NoSuchRun
 from busrl.files import as_map, dropped, read_map, whole_file
-from busrl.ledger.trainlog import of_step
+from busrl.ledger.trained import of_step
 from busrl.monitor.runfiles import number
 from busrl.monitor.sources import holder_of
 from busrl.paths import RunPaths

@@ -26,16 +26,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl._ring import Ring
 from busrl.errors import BadTensor, BugError, CallUnanswered, NoSuchTensor, RingError, SlotTooSmall
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
+from busrl.ring import Process, Ring, owner_of, seq_of
 from busrl.states import POISON_DEATHS, State
 
 Ids = npt.NDArray[np.int32]
 Lines = npt.NDArray[np.void]
 Send = Callable[[m.Message, str], None]
-OWNER, SEQ = 0x3FFF, (1 << 36) - 1
 AFFINITY_S = 0.02
 REFUSAL_BYTES = 1000
 WAIT_S, LOOK_S = 0.5, 0.05
@@ -225,8 +224,8 @@ class Caller:
             return
         pending.cancelled = True
         word = int(self.ring.line(pending.slot)["word"])
-        if word >> 58 == State.GENERATING and (owner := self._label(word)):
-            self._send(m.CallCancel(slot_id=pending.slot, seq=word & SEQ), owner)
+        if word >> 58 == State.GENERATING and (engine := self._engine(word)) is not None:
+            self._send(m.CallCancel(slot_id=pending.slot, seq=seq_of(word)), address(engine.label))
         self._look(pending, word)
 
     def tokens(self, message: m.CallTokens) -> PendingCall | None:
@@ -236,7 +235,7 @@ class Caller:
         if pending is None or pending.done or pending.cancelled:
             return None
         word = int(self.ring.line(pending.slot)["word"])
-        if word & SEQ != message.seq or word >> 58 not in (State.GENERATING, State.GENERATED):
+        if seq_of(word) != message.seq or word >> 58 not in (State.GENERATING, State.GENERATED):
             return None
         if pending._seq != message.seq:  # another engine begins again, with the same random numbers
             if pending._seq and message.at == 0 and message.ids[: len(pending.drawn)] != pending.drawn:
@@ -249,16 +248,14 @@ class Caller:
     def whose(self, pending: PendingCall) -> str:
         """Who has the call now, for whoever waited in vain."""
         word = int(self.ring.line(pending.slot)["word"])
-        processes = self.ring.processes()
         if word >> 58 == State.QUEUED:
-            engines = [one.label for one in processes if one.role == "rollout"]
             queued = self.ring.stats().occupancy["QUEUED"]
-            there = ", ".join(engines) or "none"
+            there = ", ".join(one.label for one in self.ring.processes() if one.role == "rollout") or "none"
             return f"slot {pending.slot} is one of {queued} that wait for an engine; there is {there}"
         if word >> 58 == State.GENERATING:
-            owner = (word >> 44) & OWNER
-            names = [f"{one.label} (pid {one.pid})" for one in processes if one.index == owner]
-            return f"slot {pending.slot} is in the hands of {names[0] if names else f'process {owner}'}"
+            engine = self._engine(word)
+            whose = f"{engine.label} (pid {engine.pid})" if engine else f"process {owner_of(word)}"
+            return f"slot {pending.slot} is in the hands of {whose}"
         return f"slot {pending.slot} is {State(word >> 58).name}"
 
     def close(self) -> None:
@@ -294,9 +291,9 @@ class Caller:
     def _is_poison(self, pending: PendingCall) -> bool:
         return int(self.ring.line(pending.slot)["alone_deaths"]) >= POISON_DEATHS
 
-    def _label(self, word: int) -> str:
-        owner = (word >> 44) & OWNER
-        return next((address(one.label) for one in self.ring.processes() if one.index == owner), "")
+    def _engine(self, word: int) -> Process | None:
+        """Who holds a slot, while it is there."""
+        return next((one for one in self.ring.processes() if one.index == owner_of(word)), None)
 
     def _take(self, pending: PendingCall, word: int) -> bool:
         slot = pending.slot
@@ -305,16 +302,14 @@ class Caller:
                 self.ring.free_call(slot, word)
             return self._end(pending, CallUnanswered("cancelled", "the call was cancelled"))
         error: CallUnanswered | None = None
-        answer: CallAnswer | None = None
         try:
-            answer = self._read(pending)
+            pending.answer = self._read(pending)
         except CallUnanswered as problem:
             error = problem
         except (BadTensor, NoSuchTensor) as problem:
             error = CallUnanswered("malformed", f"the answer in slot {slot} cannot be read: {problem}")
         if not self.ring.free_call(slot, word):
             raise BugError(f"slot {slot} went from under the caller of its call")
-        pending.answer = answer
         return self._end(pending, error)
 
     def _read(self, pending: PendingCall) -> CallAnswer:
@@ -359,7 +354,6 @@ class _Asked:
         self.given_up = False
 
     async def look_later(self, timeout_s: float | None = None) -> None:
-        """Wait for news since the last look."""
         self.news.clear()
         await asyncio.wait_for(self.news.wait(), timeout_s)
 

@@ -15,6 +15,7 @@ a member that ended by accident. Knows nothing of policies, triggers or how the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import groupby
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from busrl.scheduling.limits import least_survivors
 from busrl.states import ACCIDENTS, VALIDATE_BIT, Fate, SampleClass, State, uid_of
 
 Lines = npt.NDArray[Any]
@@ -43,6 +43,11 @@ _IS_ACCIDENT = np.zeros(256, np.bool_)
 _IS_ACCIDENT[list(ACCIDENTS)] = True
 _CLOSES = np.ones(256, np.bool_)  # trained, or set aside by a rule: the group takes no new member
 _CLOSES[[NONE, DISPATCHED, *ACCIDENTS]] = False
+
+
+def least_survivors(group_size: int) -> int:
+    """g_min: members that must have survived for a group to be trained; at least 2 of several are compared."""
+    return min(group_size, max(2, math.ceil(0.75 * group_size)))
 
 
 class Todo(NamedTuple):
@@ -136,11 +141,11 @@ class GroupView:
 
 
 class GroupScanner:
-    """Makes views of one class of one ring. `fates` is the live byte array of all samples, indexed by uid."""
+    """Makes views of the training samples of one ring. `fates` is the live byte array of all samples, by uid."""
 
-    def __init__(self, fates: Bytes, group_size: int, *, cls: int = SampleClass.TRAIN, horizon: int = 64) -> None:
+    def __init__(self, fates: Bytes, group_size: int, *, horizon: int = 64) -> None:
         self.fates = fates.view(np.ndarray)  # a memmap would make every slice slow
-        self.group_size, self.cls = group_size, cls
+        self.group_size = group_size
         self.g_min = least_survivors(group_size)
         self._width = 2 * group_size
         self._low = self._high = 0
@@ -169,7 +174,7 @@ class GroupScanner:
         # A RESERVED line may still show its last tenant; what counts of it, the fate, is read from the fates.
         # No sample has a uid beyond the fates: a line that says so is none of ours, and must not size our arrays.
         possible = lines["uid"] < min(VALIDATE_BIT, len(self.fates))
-        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == self.cls) & possible)
+        picked = np.flatnonzero((state > RESERVED) & (lines["cls"] == SampleClass.TRAIN) & possible)
         # Field by field: indexing whole structured lines costs as much as all the rest together.
         own = {name: lines[name][picked] for name in FIELDS}
         uids = own["uid"].astype(np.int64)
@@ -202,13 +207,12 @@ class GroupScanner:
 
     def _admission_of(self, draws: Ints, seen: Ints) -> Ints:
         """Indices read from lines; for a group without lines the one it was last seen with."""
-        if UNKNOWN not in seen:
-            self._admissions = draws, seen
-            return seen
-        before = dict(zip(*(a.tolist() for a in self._admissions)))
-        filled = [a if a != UNKNOWN else before.get(d, UNKNOWN) for d, a in zip(draws.tolist(), seen.tolist())]
-        self._admissions = draws, np.array(filled, np.int64)
-        return self._admissions[1]
+        if UNKNOWN in seen:
+            before = dict(zip(*(a.tolist() for a in self._admissions)))
+            filled = [a if a != UNKNOWN else before.get(d, UNKNOWN) for d, a in zip(draws.tolist(), seen.tolist())]
+            seen = np.array(filled, np.int64)
+        self._admissions = draws, seen
+        return seen
 
 
 class _Cells:
@@ -256,7 +260,11 @@ class _Cells:
         self.survivors = self.rewarded.sum(1)
         self.training = (self.rewarded & (now == TRAINING)).sum(1)
         self.rerolled = rerolled
-        self._per_group()
+        lines = self.own["state"]
+        held = (lines >= QUEUED) & (lines <= TRAINING)  # age counts from admission, so a queued member counts too
+        self.oldest_step = self._least(self.groups[held], self.own["step"][held])
+        self.admission = self._least(self.groups, self.own["admission"])
+        self.admission[self.admission == NOT_STARTED] = UNKNOWN
 
     def _spread(self, values: npt.NDArray[Any], fill: float, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A value per line, laid out by (group, try, member)."""
@@ -264,15 +272,11 @@ class _Cells:
         out.reshape(-1)[self.at] = values
         return out
 
-    def _per_group(self) -> None:
-        """Smallest admission index and smallest step over the lines of a group."""
-        groups, state = self.groups, self.own["state"]
-        self.admission = np.full(self.shape[0], NOT_STARTED, np.int64)
-        np.minimum.at(self.admission, groups, self.own["admission"].astype(np.int64))
-        self.admission[self.admission == NOT_STARTED] = UNKNOWN
-        held = (state >= QUEUED) & (state <= TRAINING)  # age counts from admission, so a queued member counts too
-        self.oldest_step = np.full(self.shape[0], NOT_STARTED, np.int64)
-        np.minimum.at(self.oldest_step, groups[held], self.own["step"][held].astype(np.int64))
+    def _least(self, groups: Ints, values: npt.NDArray[Any]) -> Ints:
+        """The smallest value over the lines of each group, NOT_STARTED where it has none."""
+        least = np.full(self.shape[0], NOT_STARTED, np.int64)
+        np.minimum.at(least, groups, values.astype(np.int64))
+        return least
 
     def flat(self) -> Bools:
         both = self._spread(self.own["reward"], 0.0, np.float64)

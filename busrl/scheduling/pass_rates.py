@@ -41,7 +41,6 @@ class Band:
     rest: int
 
     def holds(self, right: int, answers: int) -> bool:
-        """Whether so many right ones of so many answers lie within."""
         rate = right / answers
         return rate >= self.least and not 0 < self.most <= rate
 
@@ -83,7 +82,6 @@ class PassRates:
         prompt.until = until
 
     def rests(self, place: Place) -> bool:
-        """Whether the prompt at a place is left out."""
         prompt = self._prompts.get(place.line)
         return prompt is not None and place.epoch < prompt.until
 
@@ -109,7 +107,6 @@ class PromptFilter:
         self.given_up = 0
 
     def leaves_out(self, draw: int) -> bool:
-        """Whether this draw is not opened."""
         if draw < self.given_up or not self.rates.rests(self._place(draw)):
             return False
         epochs = self._epochs(draw)

@@ -20,9 +20,8 @@ from enum import Enum
 
 import numpy as np
 
-from busrl.scheduling.admission import Staleness
+from busrl.scheduling.admission import AdmissionLimits, Staleness
 from busrl.scheduling.groups import UNKNOWN, Bools, GroupView, Ints
-from busrl.scheduling.limits import AdmissionLimits
 from busrl.states import RULES, Fate
 
 # -- the anchored window -------------------------------------------------------------------------------------
@@ -84,16 +83,12 @@ class Trigger:
     def __init__(
         self, n_min: int, n_floor: int = 1, t_max_s: float = math.inf, *, sync: bool = False, count_ended: bool = False
     ) -> None:
-        if n_min < 1 or n_floor < 1 or t_max_s <= 0:
-            raise ValueError(f"n_min = {n_min}, n_floor = {n_floor}, t_max_s = {t_max_s}: must be >= 1, >= 1 and > 0")
         self.n_min, self.n_floor, self.t_max_s, self.sync = n_min, n_floor, t_max_s, sync
         self.count_ended = count_ended
         self._since: float | None = None
 
     def set(self, n_min: int, t_max_s: float) -> None:
         """New thresholds, between two steps."""
-        if n_min < 1 or t_max_s <= 0:
-            raise ValueError(f"n_min = {n_min}, t_max_s = {t_max_s}: must be >= 1 and > 0")
         self.n_min, self.t_max_s = n_min, t_max_s
 
     def follow(self, before: Trigger) -> None:

@@ -34,7 +34,7 @@ from busrl.data.prompts import JsonlStream, plain_text, training_stream
 from busrl.data.trace import TracedPrompt
 from busrl.errors import DataError, NoSuchRun, UserError
 from busrl.files import as_map, whole_file
-from busrl.ledger.trainlog import of_step
+from busrl.ledger.trained import of_step
 from busrl.paths import RunPaths
 from busrl.simulate.actors import PACE_S, STATED, TIMES, Times, reward_workers
 from busrl.simulate.answers import Recorded, RecordedAnswers, chance

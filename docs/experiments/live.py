@@ -25,7 +25,7 @@ import report  # noqa: E402
 import runs  # noqa: E402
 
 from busrl.data import trace  # noqa: E402
-from busrl.ledger.trainlog import step_lines  # noqa: E402
+from busrl.ledger.trained import step_lines  # noqa: E402
 from busrl.ring import State  # noqa: E402
 
 SCRIPTED = ROOT / "configs" / "scripted.toml"

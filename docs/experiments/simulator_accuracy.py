@@ -26,7 +26,7 @@ from runs import run  # noqa: E402
 
 from busrl.config import Topology  # noqa: E402
 from busrl.config.schema import Process  # noqa: E402
-from busrl.ledger.trainlog import step_lines  # noqa: E402
+from busrl.ledger.trained import step_lines  # noqa: E402
 from busrl.simulate.fit import Fitted, fit  # noqa: E402
 from busrl.simulate.settings import make  # noqa: E402
 from busrl.simulate.world import World  # noqa: E402

@@ -37,7 +37,7 @@ import numpy as np
 
 from busrl.errors import RingError
 from busrl.launch.summary import cpu_of
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 from busrl.paths import SHM, RunPaths
 from busrl.ring import Ring
 

@@ -37,8 +37,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "terms": "catalog losses", "diagnostics": "losses terms",
     },
     "bus": {
-        "security": "", "endpoint": "security", "broker": "endpoint security", "tap": "endpoint security",
-        "link": "broker endpoint security",
+        "security": "", "endpoint": "security", "broker": "endpoint security", "link": "broker endpoint security",
     },
     "cli": {
         "command": "", "doctor": "", "init": "", "keys": "", "rings": "", "run": "", "watch": "",
@@ -72,19 +71,14 @@ INSIDE: dict[str, dict[str, str]] = {
         "cpu_patches": "", "process": "", "weights": "process", "engine": "process weights",
         "worker": "cpu_patches weights",
     },
-    "faults": {
-        "plan": "", "messages": "plan",
-    },
     "launch": {
         "fates": "", "identity": "", "clusters": "", "pythons": "", "supervisor": "", "children": "supervisor",
         "rundir": "fates identity supervisor", "summary": "supervisor", "display": "summary",
-        "placement": "children", "control": "rundir summary",
+        "placement": "children supervisor", "control": "rundir summary",
         "run": "children control display fates placement rundir summary supervisor",
-        "host": "display run rundir",
     },
     "ledger": {
-        "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trainlog": "wal",
-        "trained": "trainlog wal",
+        "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trained": "wal",
     },
     "ledger.audit": {
         "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
@@ -116,9 +110,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "loop": "alarms control groups history metrics parity publish step",
     },
     "scheduling": {
-        "controller": "", "lengths": "", "limits": "", "segments": "", "groups": "limits", "admission": "groups limits",
-        "pass_rates": "", "pool": "groups lengths", "dispatch": "groups lengths pool",
-        "trigger": "admission groups limits",
+        "controller": "", "lengths": "", "segments": "", "groups": "", "admission": "groups", "pass_rates": "",
+        "dispatch": "groups lengths", "trigger": "admission groups",
     },
     "scheduling.lengths": {
         "base": "", "learned": "base", "rules": "base", "guard": "base rules", "history": "base learned rules",

@@ -17,7 +17,7 @@ import pytest
 
 from busrl.cli.command import main
 from busrl.files import read_map
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 from busrl.paths import SHM, RunPaths
 
 pytestmark = pytest.mark.long  # a whole run

@@ -11,8 +11,7 @@ from busrl.config import Topology, load
 from busrl.config.explain import process_configs, report
 from busrl.config.schema import CrashFault, Faults
 from busrl.errors import TopologyError
-from busrl.faults import CrashWatch, crash_environment
-from busrl.faults.plan import PASSED_BY
+from busrl.faults import PASSED_BY, CrashWatch, crash_environment
 from busrl.states import CRASH_POINTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from busrl.config.schema import BusFault, CrashFault, Faults
-from busrl.faults import describe, message_faults
-from busrl.faults.messages import MAX_HELD, OVERTAKEN_S, MessageFaults
+from busrl.faults import MAX_HELD, OVERTAKEN_S, MessageFaults, describe, message_faults
 
 
 @dataclass

@@ -27,7 +27,7 @@ DRIVER = """
 import dataclasses, json, sys
 from busrl.launch import launch
 from busrl.config.schema import *
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import derive
 root, modes, limits, child = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 
 class Scripted(Topology):

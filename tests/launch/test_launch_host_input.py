@@ -10,7 +10,7 @@ import pytest
 from busrl import keys
 from busrl.config.hosts import Invitation
 from busrl.errors import UserError
-from busrl.launch.host import from_input
+from busrl.launch import from_input
 
 
 def said(data: bytes, wait_s: float = 5.0) -> tuple[str, Path, str]:

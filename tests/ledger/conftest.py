@@ -18,8 +18,7 @@ from busrl.files import LineFile
 from busrl.ledger.audit import AuditReport, audit
 from busrl.ledger.audit.snapshot import BOOT_ID, crc32c
 from busrl.ledger.openbin import OpenSlot, write_open
-from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLine
+from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Record, SampleRecord, Wal
 
 LINE_OFF = 0x4000

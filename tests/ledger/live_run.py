@@ -20,8 +20,7 @@ import numpy as np
 from conftest import LINE_OFF, STATES, FakeRun
 
 from busrl.files import LineFile
-from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLine
+from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Wal
 
 LINE = np.dtype(

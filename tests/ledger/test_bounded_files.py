@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from busrl import files
 from busrl.errors import DiskFull
-from busrl.files import PARTS, LineFile, LineFollower, bound, dropped, json_lines, parts, tail, whole_file
+from busrl.files import PARTS, TAIL_BYTES, LineFile, LineFollower, bound, dropped, json_lines, parts, whole_file
 from busrl.monitor.runfiles import RunFiles
 from busrl.paths import RunPaths
 from busrl.report.record import read
@@ -53,7 +53,7 @@ def test_the_end_is_read_over_the_parts(tmp_path: Path) -> None:
         writer.append(b'{"n": %d}' % n)
     rows = [row["n"] for row in json_lines(tmp_path / "lines", tail=200)]
     assert rows == list(range(rows[0], 100)) and len(rows) == 200 // len('{"n": 99}\n') - 1
-    assert tail(tmp_path / "lines")[-1] == b'{"n": 99}'
+    assert list(whole_file(tmp_path / "lines", TAIL_BYTES))[-1] == b'{"n": 99}\n'
     writer.close()
 
 

@@ -20,7 +20,7 @@ import sys
 import msgspec
 from busrl.files import LineFile
 from busrl.ledger.wal import Wal
-from busrl.ledger.trainlog import TrainLine
+from busrl.ledger.trained import TrainLine
 from busrl.ring import Fates, Ring, State
 from conftest import FakeRun
 from pathlib import Path

@@ -17,8 +17,7 @@ from busrl.errors import DiskFull, FileCorrupt, LedgerError, UserError
 from busrl.files import LineFile, json_lines
 from busrl.ledger.audit import histogram
 from busrl.ledger.openbin import OpenSlot, read_draws, read_open, record_put_back, remove_open, write_open
-from busrl.ledger.trained import UID_LIMIT, TrainedSet
-from busrl.ledger.trainlog import TrainLine, last_step, step_lines
+from busrl.ledger.trained import UID_LIMIT, TrainedSet, TrainLine, last_step, step_lines
 from busrl.ledger.wal import Record
 from busrl.states import ACCIDENTS, FATE_NAMES, RULES, Fate, fate_name
 

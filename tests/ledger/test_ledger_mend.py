@@ -13,8 +13,7 @@ import pytest
 
 from busrl import files
 from busrl.errors import FileCorrupt
-from busrl.ledger.trained import TrainedSet, mend_train_log, mend_trained_set, train_log_is_whole
-from busrl.ledger.trainlog import RESTORED, TrainLine
+from busrl.ledger.trained import RESTORED, TrainedSet, TrainLine, mend_train_log, mend_trained_set, train_log_is_whole
 from busrl.paths import RunPaths
 
 STEPS = {step: list(range(step * 8, step * 8 + 8)) for step in range(1, 6)}

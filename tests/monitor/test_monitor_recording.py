@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from monitor_scene import PATIENCE_S, Scene, entries, finished, until
 
-from busrl.bus.tap import Tap
+from busrl.bus.endpoint import Tap
 from busrl.cli import main
 from busrl.errors import DiskFull, UserError
 from busrl.monitor.recording import Drops, End, Header, Kind, RecordedFrame, Recording, Writer

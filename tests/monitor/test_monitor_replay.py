@@ -18,7 +18,7 @@ import zmq
 from monitor_scene import PATIENCE_S, TOPOLOGY, Scene, finished
 
 from busrl.bus import Endpoint
-from busrl.bus.tap import Tap
+from busrl.bus.endpoint import Tap
 from busrl.cli import main
 from busrl.errors import BadEndpoint, PeerTimeout, RunInUse
 from busrl.monitor.recording import Drops, End, Header, Kind, Recording, Replayer, Writer, summary

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from busrl.roles.learner.loop import Learner
 from busrl.roles.learner.metrics import joined
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import derive
 
 
 @pytest.mark.parametrize("deadline_s, waits_s", [(float("inf"), 0.02), (0.5, 0.02), (0.005, 0.005), (0.0, 0.02)])

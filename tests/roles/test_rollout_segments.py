@@ -25,7 +25,7 @@ from busrl.roles.intake import SampleIntake
 from busrl.roles.learner.groups import claim_groups
 from busrl.roles.probes import Prober
 from busrl.roles.rollout import Pace, Rollout
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import derive
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12

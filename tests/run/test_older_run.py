@@ -16,7 +16,7 @@ import pytest
 
 from busrl.ledger.audit import audit
 from busrl.ledger.audit.report import render
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 from busrl.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]

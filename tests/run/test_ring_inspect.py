@@ -25,8 +25,7 @@ from busrl.data import JsonlStream
 from busrl.files import LineFile
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, record_put_back, write_open
-from busrl.ledger.trained import TrainedSet
-from busrl.ledger.trainlog import TrainLine
+from busrl.ledger.trained import TrainedSet, TrainLine
 from busrl.ledger.wal import Record, SampleRecord, Wal, frames
 from busrl.paths import RunPaths
 from busrl.ring import Fates, Ring, State

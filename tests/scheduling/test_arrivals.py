@@ -31,12 +31,6 @@ def test_a_successor_goes_on_where_its_predecessor_was() -> None:
     assert stream.count(1010.0) == 4
 
 
-@pytest.mark.parametrize("times", [[], [2.0, 1.0], [-1.0, 0.0]])
-def test_times_that_make_no_stream_are_refused(times: list[float]) -> None:
-    with pytest.raises(ValueError, match="arrival times"):
-        Arrivals(times)
-
-
 @given(groups=st.integers(1, 50), ahead=st.integers(1, 64), waiting=st.integers(0, 200), size=st.integers(2, 16))
 def test_late_dispatch_never_leaves_engines_without_work(groups: int, ahead: int, waiting: int, size: int) -> None:
     room = not_ahead(Room(groups), ahead, waiting, size)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from busrl.scheduling.admission import oldest_age, window_of
 from busrl.scheduling.dispatch import POLICIES
-from busrl.scheduling.limits import oldest_age, window_of
 from busrl.scheduling.trigger import window_of_ready
 
 LOOPS = settings(max_examples=15)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner
-from busrl.scheduling.limits import least_survivors
+from busrl.scheduling.groups import NOT_STARTED, UNKNOWN, GroupScanner, least_survivors
 from busrl.states import uid_of
 
 FREE, RESERVED, QUEUED, GENERATING, GENERATED, REWARDING, REWARDED, TRAINING, DROPPED = range(9)

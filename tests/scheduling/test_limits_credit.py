@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl.scheduling.admission import Admission, Room
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import Admission, Room, derive
 
 G = 4
 
@@ -33,11 +31,6 @@ def test_sync_and_fully_async_have_their_own_numbers() -> None:
     assert (sync.B, sync.W, sync.max_age, sync.sync) == (32, 32, 0, True)
     assert (free.B, free.W, free.max_age, free.max_staleness) == (128, 38, None, None)
     assert free.warnings()
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="mode = 'async': must be one of sync, batch-async, fully-async"):
-        derive("async", 32, 2, 8)
 
 
 @given(n_min=st.integers(1, 300), staleness=st.integers(0, 12), size=st.integers(2, 16))

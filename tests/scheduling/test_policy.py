@@ -151,12 +151,6 @@ def test_slots_of_older_groups_go_first_and_validation_may_go_before_all() -> No
     assert 0 >= slot_priority(0) > slot_priority(1) > slot_priority(10**6) >= -(2**31)
 
 
-@pytest.mark.parametrize("bad", [("lifo", 4), ("fifo", 0)])
-def test_an_unknown_policy_and_an_empty_horizon_are_refused(bad: tuple[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"policy = 'lifo'|horizon = 0"):
-        make_policy(*bad)
-
-
 @given(st.lists(st.tuples(st.text(max_size=80), st.integers(1, 5000)), max_size=20))
 def test_predictions_are_finite_within_the_limit_and_independent_of_the_batch(tasks: list[tuple[str, int]]) -> None:
     rules = RulesPredictor()

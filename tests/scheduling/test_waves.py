@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from busrl.scheduling.admission import Admission, Staleness, Waves
-from busrl.scheduling.limits import derive
+from busrl.scheduling.admission import Admission, Staleness, Waves, derive
 from busrl.scheduling.trigger import LearnerPlan
 
 QUEUED, GENERATING, REWARDED = 2, 3, 6

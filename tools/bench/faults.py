@@ -22,7 +22,7 @@ from typing import Any
 import report
 from runs import BenchRun, quantiles, run
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 
 SHARES = (0.0, 0.3, 1.0)
 MEASURED = Path(__file__).with_name("measured_role.py")

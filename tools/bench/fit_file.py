@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
-from busrl.data.prompts import training_stream
+from busrl.data.prompts import plain_text, training_stream
 from busrl.paths import RunPaths
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "quickstart.fit.jsonl"
@@ -45,7 +45,8 @@ def groups_of(run: Path) -> list[tuple[int, str, list[int], str]]:
         row = msgspec.json.decode(line)
         for draw, step, lengths, rewards in zip(row["draws"], row["born"], row["lengths"], row["rewards"]):
             text = "".join("1" if reward >= 0.5 else "0" for reward in rewards)
-            by_step.setdefault(step, []).append((step, stream.prompt(stream.item(draw)), lengths, text))
+            prompt = plain_text(stream.record(stream.item(draw))[stream.prompt_key])
+            by_step.setdefault(step, []).append((step, prompt, lengths, text))
     return [one for step in sorted(by_step) if step % STRIDE == 0 for one in typical(by_step[step])]
 
 

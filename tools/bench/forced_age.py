@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean, median
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSSES = ("ppo_clip", "decoupled")

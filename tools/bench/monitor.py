@@ -41,7 +41,7 @@ import psutil
 import report
 import zmq
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = ROOT / "configs" / "quickstart.toml"

@@ -20,7 +20,7 @@ from typing import Any
 
 import report
 
-from busrl.ledger.trainlog import step_lines
+from busrl.ledger.trained import step_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = ("launch", "bus", "keeper", "scheduler", "reward/0")

@@ -164,7 +164,7 @@ class Watch:
             raise RunFailed(f"waited over {self.terms.limit_s:g} s for {what}")
 
     def _new_rows(self) -> None:
-        from busrl.ledger.trainlog import of_step
+        from busrl.ledger.trained import of_step
 
         path = self.run_dir / "metrics.jsonl"
         if not path.is_file():

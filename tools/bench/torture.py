@@ -430,9 +430,9 @@ def storm(seconds: float, seed: int, blows: Counter[str]) -> Callable[[World], t
                 blows[f"{side.name}: command"] += 1
                 side.child.kill()
                 side.child.wait()
-            for one in world.sides:  # what was killed, and what gave up
-                if one.child is not None and one.child.poll() is not None:
-                    one.start()
+            for side in world.sides:  # what was killed, and what gave up
+                if side.child is not None and side.child.poll() is not None:
+                    side.start()
         whole = time.monotonic()
         for name in NAMES:
             world.until_answer(name)

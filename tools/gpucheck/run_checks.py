@@ -49,7 +49,7 @@ def vllm(context: Context) -> None:
 
 def _run(context: Context, name: str, *settings: str) -> None:
     _need_packages()
-    from busrl.ledger.trainlog import step_lines
+    from busrl.ledger.trained import step_lines
 
     steps = 3 if context.small else 20
     directory = context.file.parent / "run"

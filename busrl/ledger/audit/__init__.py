@@ -29,11 +29,10 @@ def audit(run_dir: str | os.PathLike[str], *, prompts: str | os.PathLike[str] | 
     `NoSuchRun` if it is no run directory. A run that is going on is looked at again before anything is held against it.
     """
     root = Path(run_dir).resolve()
-    report = _report(root, take(root, Path(prompts) if prompts else None))
-    for _ in range(SECOND_OPINIONS):
+    for _ in range(1 + SECOND_OPINIONS):
+        report = _report(root, take(root, Path(prompts) if prompts else None))
         if report.state != "running" or not report.errors:
             break
-        report = _report(root, take(root, Path(prompts) if prompts else None))
     return report
 
 
@@ -56,15 +55,9 @@ def _report(root: Path, snapshot: Snapshot) -> AuditReport:
     )
     findings = tuple(finding for finding in checked if finding.count)
     samples = histogram(snapshot.last)
-    validation = histogram(snapshot.validate_last)
     return AuditReport(
-        run_dir=str(root),
-        state=snapshot.state,
-        counts=_counts(snapshot, history, where, findings),
-        histogram=samples,
-        validation=validation,
-        rules=_part(samples, RULES),
-        accidents=_part(samples, ACCIDENTS),
+        run_dir=str(root), state=snapshot.state, counts=_counts(snapshot, history, where, findings), histogram=samples,
+        validation=histogram(snapshot.validate_last), rules=_part(samples, RULES), accidents=_part(samples, ACCIDENTS),
         findings=findings,
     )
 

@@ -50,7 +50,6 @@ def distinct(values: Uids) -> Uids:
 
 
 def is_among(values: Uids, ascending: Uids) -> Mask:
-    """For each value whether it is among the others."""
     found = np.zeros(values.size, np.bool_)
     for part in blocks(values.size if ascending.size else 0):
         places = np.minimum(np.searchsorted(ascending, values[part]), ascending.size - 1)
@@ -79,7 +78,6 @@ def codes_at(codes: Codes, uids: Uids) -> Codes:
 
 
 def with_code(codes: Codes, code: int) -> Uids:
-    """The uids that have this fate, ascending."""
     return np.flatnonzero(codes == code).view(np.uint64)
 
 

@@ -88,7 +88,6 @@ class AuditReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if every promise holds, else 1."""
         return 1 if self.errors else 0
 
     def to_json(self) -> dict[str, object]:

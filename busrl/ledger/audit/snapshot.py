@@ -361,21 +361,9 @@ def _look(run_dir: Path, prompts: Path | None) -> Snapshot:
     open_uids = readers.read_open(run_dir / "open.bin", found)
     last, validate_last = (readers.read_fates(run_dir / name) for name in FATES)
     return Snapshot(
-        terms=terms,
-        state=_state(run_dir, slots, damaged, open_uids),
-        first=first,
-        last=last,
-        validate_first=validate_first,
-        validate_last=validate_last,
-        log=log,
-        checkpoints=checkpoints,
-        train_log=train_log,
-        train_log_known=known,
-        slots=slots,
-        open=open_uids,
-        put_back=readers.read_put_backs(run_dir / "draws.log"),
-        prompts=_prompts(run_dir, terms, prompts, found),
-        problems=found,
+        terms, _state(run_dir, slots, damaged, open_uids), first, last, validate_first, validate_last, log, checkpoints,
+        train_log, known, slots, open_uids, put_back=readers.read_put_backs(run_dir / "draws.log"),
+        prompts=_prompts(run_dir, terms, prompts, found), problems=found,
     )
 
 

@@ -26,6 +26,7 @@ from os import getuid
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from busrl.bus.security import tcp_table
 from busrl.errors import UserError
 from busrl.monitor.screen import DRAW_S, DRAW_SHARE, NICE, WAKE_S, catch_up, give_way
 from busrl.monitor.sources import Watcher
@@ -307,15 +308,8 @@ def _is_foreign(transport: asyncio.BaseTransport | None, port: int) -> bool:
     peer = transport.get_extra_info("peername") if transport is not None else None
     if peer is None:
         return True
-    rows = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path("/proc/net") / name)[1:]]
+    rows = tcp_table()
     host = "01000000" if ":" in peer[0] else socket.inet_aton(peer[0])[::-1].hex().upper()
     here, there = f"{host}:{peer[1]:04X}", f":{port:04X}"
     users = {int(row[7]) for row in rows if row[1].endswith(here) and row[2].endswith(there)}
     return bool(rows) and not users & {0, getuid()}
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -8,7 +8,6 @@ Knows nothing of the ring and of the bus: what it finds is a text for a warning,
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
-from busrl.files import json_lines, tail
+from busrl.files import TAIL_BYTES, json_lines
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
 from busrl.states import ACCIDENTS, Fate, Finish, fate_name
@@ -391,13 +390,10 @@ def cause_of(fates: npt.NDArray[np.uint8]) -> str:
 
 def last_error(paths: RunPaths, where: str) -> str:
     """The newest line of errors.jsonl that is about samples, of that role; of any with `where` empty. "" if none."""
-    for line in reversed(tail(paths.errors)):
-        try:
-            row = json.loads(line)
-            if row.get("uids") and where in ("", row["where"]):
+    with contextlib.suppress(OSError):
+        for row in reversed(list(json_lines(paths.errors, TAIL_BYTES))):
+            if row.get("uids") and "text" in row and where in ("", row.get("where")):
                 return _short(row["text"], quoted=False)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
     return ""
 
 

@@ -30,7 +30,7 @@ from busrl.data import training_stream
 from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
 from busrl.files import LineFile, json_lines, replace
 from busrl.ledger import trained
-from busrl.ledger.trainlog import TrainLine, last_step
+from busrl.ledger.trained import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
 from busrl.paths import CHECKPOINT, RunPaths
 from busrl.ring import Fates

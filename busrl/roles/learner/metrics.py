@@ -29,7 +29,7 @@ from busrl.data.figures import MOST_TAGS
 from busrl.errors import MachineError
 from busrl.files import LineFile, json_lines
 from busrl.ledger.skips import newest_skips
-from busrl.ledger.trainlog import last_step
+from busrl.ledger.trained import last_step
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
 from busrl.states import Fate, Finish

@@ -174,7 +174,6 @@ class PromptTable(Table):
         self.count, self.mean, self.old_count, self.old_mean = np.zeros((4, capacity))
 
     def row(self, key: int) -> int:
-        """The row of a key, a new one if there is none."""
         row = self._row.get(key, -1)
         if row < 0:
             row = self.new(key)
@@ -182,7 +181,6 @@ class PromptTable(Table):
         return row
 
     def add(self, row: int, draw: int, value: float) -> None:
-        """An answer."""
         if draw < self.draw[row]:  # a straggler of an earlier draw
             self._add_old(row, 1.0, value)
             return

@@ -78,7 +78,6 @@ class Guard(Predictor):
         return found
 
     def observe(self, finished: Sequence[Observation]) -> None:
-        """Finished answers: scored, then learned from."""
         if not finished:
             return
         for candidate, tokens in finished:

@@ -88,14 +88,10 @@ class HistoryPredictor(Learning):
 
     def __init__(self, prompts: int = PROMPTS, vectors: int = VECTORS) -> None:
         super().__init__()
-        self.bounds = prompts, min(prompts, vectors)
         self.table = PromptTable(prompts)
         self.evidence = Evidence(self.table)
-        self.neighbours = Neighbours(self.table, self.bounds[1])
+        self.neighbours = Neighbours(self.table, min(prompts, vectors))
         self.parts = {"evidence": self.evidence, "neighbours": self.neighbours}
-
-    def _empty(self) -> HistoryPredictor:
-        return HistoryPredictor(*self.bounds)
 
     def _expect(self, candidates: Sequence[Candidate]) -> Floats:
         keys, f = keyed(candidates)
@@ -190,9 +186,6 @@ class BlendPredictor(HistoryPredictor):
         self.rules = rules or RulesPredictor()
         self.ridge, self.stack = Ridge(), Stack(SOURCES)
         self.parts = {**self.parts, "ridge": self.ridge, "stack": self.stack}
-
-    def _empty(self) -> BlendPredictor:
-        return BlendPredictor(self.rules, *self.bounds)
 
     def _expect(self, candidates: Sequence[Candidate]) -> Floats:
         keys, f = keyed(candidates)

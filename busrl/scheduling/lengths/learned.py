@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -352,19 +353,15 @@ class Learning(Predictor, ABC):
         return {"level": self.level.state(), "prompts": self.prompts, "fresh": waiting, **parts}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        other = self._empty()  # filled first: a state that does not fit changes nothing
+        other = deepcopy(self)  # filled first: a state that does not fit changes nothing
         other.level.load(state["level"])
-        other.prompts = int(state["prompts"])
+        other.prompts, other._fresh = int(state["prompts"]), {}
         for one in state["fresh"]:
             fresh = Fresh(**{**one, "candidate": Candidate(**one["candidate"])})
             other._fresh[fresh.candidate.draw] = fresh
         for name, part in other.parts.items():
             part.load(state[name])
         self.__dict__.update(other.__dict__)
-
-    def _empty(self) -> Learning:
-        """One of the same kind that has learned nothing."""
-        return type(self)()
 
     @abstractmethod
     def _expect(self, candidates: Sequence[Candidate]) -> Floats:

@@ -95,10 +95,7 @@ def _fault(table: str, word: str, weight: Any, found: Mapping[str, float]) -> Fa
 def shipped() -> Keywords:
     """The table of busrl itself, Chinese and English."""
     text = resources.files(__package__).joinpath("keywords.toml").read_text("utf-8")
-    keywords, faults = check(tomllib.loads(text))
-    if faults:
-        raise AssertionError(f"keywords.toml: {faults[0]}")
-    return keywords
+    return check(tomllib.loads(text))[0]
 
 
 # -- the predictor -------------------------------------------------------------------------------------------
