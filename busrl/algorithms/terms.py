@@ -1,6 +1,9 @@
 """The whole objective of a token: the policy's loss with its correction, plus KL to a reference, less entropy, plus
 what separates it from a teacher.
 
+Called by the trainer for every micro-batch. Talks to `losses` alone; knows nothing of models or of where the reference
+log-probabilities come from.
+
 - rho = proximal / behaviour, what separates trainer and engine; a correction is a constant that multiplies the loss of
   the policy. It never changes a denominator: a token that it drops still counts.
 - KL and entropy are in nats per token and share the aggregation of the policy's loss: there is one denominator.

@@ -1,7 +1,8 @@
 """Checkpoints: `checkpoints/global_step_<n>/` with the model as a Hugging Face folder and the optimiser in a file, or
 both in shards; random state and meta; and directories that appear whole or not at all.
 
-Knows nothing of the log: the learner adds its files (the trained set) through `extras`.
+Written and read by the learner, and by transports that publish folders. Talks to the file system and to the model's own
+save function; knows nothing of the log: the learner adds its files (the trained set) through `extras`.
 
 - A checkpoint is there whole or not at all; `files.json` lists every file with size and CRC-32. One that does not match
   is torn: it is skipped with a warning and never removed, and an older one is used.

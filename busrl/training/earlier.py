@@ -1,6 +1,7 @@
 """A model with other weights for a moment: those of an earlier version, of a part of its layers, or fewer bits.
 
-For the parity gate, which scores the same tokens under what an engine may have had.
+Used by the parity gate, which scores the same tokens under what an engine may have had. Talks to a model's parameters
+and, for keys of an earlier version, to its cache. Knows nothing of engines or versions' meaning.
 
 - Parameters are pointed to other tensors and back: what was there is there again, bit for bit, also after an error.
 - The copy is of what is trained alone, in host memory; it is made once and written over.

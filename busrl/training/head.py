@@ -1,6 +1,7 @@
 """The output head in pieces: log-probability and entropy per row from hidden states, without ever holding all logits.
 
-Knows nothing of samples, losses or the decoder.
+Called by the forward passes, on the rows whose next token is wanted. Talks to the head's weight alone; knows nothing
+of samples, losses or the decoder.
 
 - At most `rows` rows of logits exist at a time, in float32, in forward and in backward alike: backward computes them
   again from the hidden states.

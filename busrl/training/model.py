@@ -1,6 +1,7 @@
 """A causal language model from a Hugging Face folder, ready to be trained: in few bits, with an adapter (LoRA) on it.
 
-Nothing is ever downloaded. Knows nothing of optimisers, versions or publication.
+Used by the learner, the engines' makers and the tests. Talks to the file system and, for an adapter, to `peft`: nothing
+is ever downloaded. Knows nothing of optimisers, versions or publication.
 
 - Parameters are float32 whatever the folder holds, unless the caller wants less: gradients and optimiser add small
   numbers to large ones.

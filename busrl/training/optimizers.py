@@ -1,6 +1,7 @@
 """The optimiser of [learner]: AdamW, AdamW with 8-bit states, Adafactor, or a class of the user's by import path.
 
-Knows nothing of models, losses, schedules or files.
+Used by the trainer; `busrl check` tries a class of the user's through `busrl.training.custom`. Talks to torch and, for
+8-bit states, to bitsandbytes. Knows nothing of models, losses, schedules or files.
 
 - The learning rate is set before every update, in every parameter group: an optimiser that moves at a rate of 0 is
   refused.

@@ -1,6 +1,6 @@
 """A trainer's state in shards: one file of tensors per rank, written by a thread while training goes on.
 
-Knows nothing of optimisers, plans or steps.
+Used by checkpoints and the ranks of a learner. Talks to files; knows nothing of optimisers, plans or steps.
 
 - A file is plain safetensors. Its header says of each tensor where its part begins in the whole, so any number of ranks
   reads what any number wrote, however either cuts it, each its own part alone. (The index of torch's own distributed

@@ -1,7 +1,8 @@
 """Tensors that are spread over ranks, as DTensor has them: the part of a rank, gathered ones, sums over ranks.
 
-A tensor that is not spread is its own part, so that one text serves a trainer alone and a team. A part is a box of the
-whole tensor; a cut whose parts are none is an error.
+Used by the trainer, its checkpoints and the ranks. Talks to torch.distributed; knows nothing of models, losses or
+processes. A tensor that is not spread is its own part, so that one text serves a trainer alone and a team. A part is a
+box of the whole tensor; a cut whose parts are none is an error.
 """
 
 from __future__ import annotations

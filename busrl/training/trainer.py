@@ -1,7 +1,7 @@
 """The trainer: streams samples through forward and backward as groups become ready, then divides, clips and updates.
 
-Driven by the learner: `accumulate` any number of times, then `step`. Knows nothing of rings, groups that are still
-missing or the clock of the run.
+Driven by the learner: `accumulate` any number of times, then `step`. Talks to the model, the loss and the optimiser;
+knows nothing of rings, groups that are still missing or the clock of the run.
 
 - The gradient is the weighted sum of the losses of all trained tokens; it is divided once, by a number of the whole
   step. So neither the cut into micro-batches nor the order of `accumulate` calls changes the step.

@@ -1,6 +1,7 @@
 """The value head of PPO: a line over the model's last hidden states, with an optimiser of its own.
 
-It is no part of the model: it is in no published weights and in no exported folder.
+Made and driven by the trainer. Talks to files of a checkpoint; knows nothing of advantages, losses or samples. It is no
+part of the model: it is in no published weights and in no exported folder.
 
 - Weight and bias begin at 0 and are float32 (float64 with a float64 model): every value of a new head is 0.
 - What the value loss does to the model itself is scaled by `coef`; the head gets its gradient whole.

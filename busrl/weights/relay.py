@@ -3,7 +3,7 @@
 `Snapshot` reads the segment of the run's host, `SegmentCopy` writes that of another, which engines there read as they
 would at home (`weights.shm`); `FolderSnapshot` and `FolderCopy` do the same with a directory of adapters or checkpoints
 (`weights.folders`). `Chain` says who fetches from whom, `Sources` when a host turns to another, `Pieces` what is still
-to come. Knows nothing of sockets, models, adapters or torch.
+to come. Talks to these files only; knows nothing of sockets, models, adapters or torch.
 
 - A snapshot is copied once, under the reader's lock: the learner is held no longer than by an engine. Sparse updates
   are applied to the copy, so that hosts need no version that they follow. The bytes of a folder are those of all files

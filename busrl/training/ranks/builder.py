@@ -1,6 +1,7 @@
 """What a rank of a learner is made of: the settings of the team, and the trainer of a model that is spread over it.
 
-Knows nothing of messages or processes.
+Used by `leader` and `follower`. Talks to the folder of the model through `loading`, and to the process group through
+`mesh`; knows nothing of messages or processes.
 
 - No rank ever holds the whole model: it is made without memory, cut, and then each rank reads its own rows.
 - The way the model computes is proved on its first layers before the rest is read.

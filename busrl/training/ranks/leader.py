@@ -1,6 +1,7 @@
 """Rank 0 of a learner: gathers the other ranks, plans what each of them computes, and tells them.
 
-`Leader` is a trainer whose calls run on all ranks. Knows nothing of rings, logs or groups.
+`Leader` is a trainer whose calls run on all ranks. Talks to each follower over a control stream (`wire`) and, inside of
+the trainer, over the process group of `mesh`. Knows nothing of rings, logs or groups.
 
 - Whoever runs a forward, a backward or an update runs it on all ranks: a round is one micro-batch on every rank, an
   empty one where there is no work. A sample is never cut over ranks.

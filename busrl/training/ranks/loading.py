@@ -1,6 +1,7 @@
 """Loading a model that no process has room for: each rank reads the rows of its shards from the files of the folder.
 
-Knows nothing of processes or messages.
+Used by the ranks of a learner. Talks to the weight files of a Hugging Face folder, to transformers' own table of their
+names and, in `fill`, to the parts of spread tensors. Knows nothing of processes or messages.
 
 - What is read at once is a part of one tensor; only one that transformers makes of several (the experts of a layer)
   may be there whole.

@@ -1,6 +1,7 @@
 """Where the ranks of a learner meet rank 0: a Unix socket for those of its host, a TCP port for those of others.
 
-A file says where the port is; home's relay reads it to the hosts that may know.
+Used by `leader` and `follower`. Talks to sockets, and to the file that says where the port is, which home's relay reads
+to the hosts that may know; knows nothing of messages, models or process groups.
 
 - Port and secret are new with every attempt: a rank of an earlier one finds nobody, or is refused.
 - Over TCP both sides prove that they know the secret before a message is read; it never travels here. What follows is

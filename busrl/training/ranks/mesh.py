@@ -1,6 +1,7 @@
 """The mesh of a learner's ranks, and a model spread over it: FSDP2 of torch, sums instead of means.
 
-Knows nothing of losses, plans of micro-batches or messages.
+Used by `leader`, `follower` and `builder`. Talks to torch.distributed; knows nothing of losses, plans of micro-batches,
+messages or processes.
 
 - A gradient is the *sum* over ranks: FSDP2's own division by their number is off in every module, and the sum is
   forced, for the setting of the factor alone becomes an operation that Gloo refuses.
