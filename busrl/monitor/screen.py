@@ -4,9 +4,6 @@ Draws a `RunState`; reads keys, never waits for Enter, and leaves the terminal a
 state comes from.
 
 - What is drawn fits the terminal, whatever the run is called and however much there is to show.
-- A busy bus costs a watcher no more wake-ups than a quiet one; only a full batch makes it read on at once.
-- After the first screen a watcher lowers its priority to the least, so it gets some 1.5 % of a core on a busy machine.
-- Drawing takes at most `DRAW_SHARE` of one core: the longer a screen takes to draw, the longer it stays.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
 from rich import box
@@ -28,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from busrl.monitor import text
-from busrl.monitor.sources import BATCH, Watcher
+from busrl.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
 from busrl.monitor.state import ProcessRow, RunState
 from busrl.monitor.text import chart, gauge, portions, safe, short
 
@@ -285,35 +282,7 @@ def _errors(run: RunState, wall: float, height: int) -> RenderableType:
 
 # -- the loops of `busrl monitor` --------------------------------------------------------------------------------------
 
-NICE: Final = 19
-WAKE_S: Final = 0.5
-DRAW_S: Final = 1.0
-DRAW_SHARE: Final = 0.01
 LINE_S: Final = 5.0
-
-
-def give_way(nice: int) -> None:
-    """The run goes first."""
-    with suppress(OSError):
-        os.nice(nice)
-
-
-def catch_up(watcher: Watcher) -> None:
-    """Read everything that is here; ring and files if it is time."""
-    while watcher.listen(time.monotonic()) >= BATCH:
-        pass
-    watcher.refresh(time.monotonic())
-
-
-def settle(watcher: Watcher, seconds: float) -> None:
-    """Look, listen for so long or until a replay is over, look again."""
-    end = time.monotonic() + seconds
-    watcher.refresh(time.monotonic(), force=True)
-    while not watcher.run.replay_over and (left := end - time.monotonic()) > 0:
-        watcher.tap.wait(min(WAKE_S, left))
-        catch_up(watcher)
-    watcher.listen(time.monotonic())
-    watcher.refresh(time.monotonic(), force=True)
 
 
 def as_text(watcher: Watcher) -> str:

@@ -28,8 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from busrl.bus.security import tcp_table
 from busrl.errors import UserError
-from busrl.monitor.screen import DRAW_S, DRAW_SHARE, NICE, WAKE_S, catch_up, give_way
-from busrl.monitor.sources import Watcher
+from busrl.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
 from busrl.monitor.status import to_json
 from busrl.monitor.web.picture import History, picture, steps_after
 from busrl.paths import RunPaths
