@@ -252,7 +252,8 @@ class Adapter:
             peft: Any = importlib.import_module("peft")  # only here: it takes seconds, and is an extra
         except ImportError as problem:
             raise ModelNotLoaded(f"lora.rank = {settings.rank}: {problem}; pip install 'busrl[lora]'") from problem
-        self.settings, alpha = settings, settings.scale * settings.rank
+        self.settings, self.model = settings, model
+        alpha = settings.scale * settings.rank
         self._config = peft.LoraConfig(
             r=settings.rank, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=settings.dropout,
             target_modules=sorted(_targets(model, settings.targets)), bias="none", task_type="CAUSAL_LM",
