@@ -1,7 +1,7 @@
 """The one module that knows the kinds of device: CPU, CUDA and NPU (Ascend, through torch_npu).
 
 Used by every process that loads a model, by the weight transports for their group backend, and by launch for the
-variables that say which devices a process sees. Knows nothing of models, weights or topologies.
+variables that say which devices a process sees.
 
 - No other module of busrl names `torch.cuda` or `torch.npu` (a test checks that), and only this one imports torch_npu.
 - Importing this module imports no torch: launch uses it too.

@@ -1,7 +1,6 @@
 """`busrl init CASE --model DIR`: a folder with prompts, a reward and a topology, ready for `busrl check` and `launch`.
 
-Talks to the converter of sources (`busrl.data.convert`), in a process of its own, and to the loader, which tries what
-was written. Knows nothing of runs.
+Talks to the converter of sources, in a process of its own, and to the loader, which tries what was written.
 
 - Nothing that is there is overwritten; what could not be made leaves no half of a folder's files behind.
 """

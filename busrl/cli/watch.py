@@ -1,7 +1,6 @@
 """`busrl status`, `monitor`, `logs`, `record`, `replay`, `report`, `trace`: a run, from outside. Changes nothing.
 
-Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed. Knows
-nothing of how any of that is done.
+Chooses how to show a run, and an endpoint where none is named; says what was recorded, and what was missed.
 """
 
 from __future__ import annotations

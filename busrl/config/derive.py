@@ -1,8 +1,7 @@
 """What follows from several keys: limits on groups in flight, slots and their bytes, when a checkpoint is due.
 
-`resolve` computes everything that a Topology holds as `derived`, and its sums as text; the other functions give the
-roles, and the simulator in their place, the objects that `scheduling` decides with. Pure: what the files say is passed
-in. Uses the formulas of `scheduling.limits` and the sizes of the ring's layout.
+`resolve` computes what a Topology holds as `derived`, and its sums as text; the other functions give the roles, and the
+simulator in their place, what `scheduling` decides with. Pure: what the files say is passed in.
 
 - Explicit values are checked against the same sums that `auto` uses, and a refusal shows the sum.
 - slots = G x B + the validation reserve: a dispatched sample always finds its slot free in time.

@@ -1,10 +1,8 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads and types (`reader`), looks at files (`named_files`), computes (`derive`) and compares keys (`rules`). Nothing
-else is created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which
-asks for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces
-`tiny:` names by the paths of what they stand for, made on first use. Sources of prompts are made into one file
-(`sources`), in a temporary folder until a run takes it.
+Reads and types (`reader`), makes prompts of sources (`sources`), looks at files (`named_files`), computes (`derive`),
+compares keys (`rules`). `load_for_simulation` asks for nothing that a simulation does without: no model, engine,
+reward, prompts or devices. `materialise` replaces `tiny:` names by the paths of what they stand for.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.

@@ -1,9 +1,8 @@
 """[[data.source]], and sets of validation, before a run: what is wrong with the keys, and the files of prompt lines
 that they are made into, one of all sources and one of each set.
 
-Starts `busrl.data.convert` in a process of its own, since functions of the user run there, and listens to it with a
-deadline. Gives the topology back with these files as data.train and as the data of the sets; derived.sources has the
-place of each source. Knows nothing of run directories: `busrl.launch.rundir` gives the files their place there.
+Starts `busrl.data.convert` in a process of its own, since functions of the user run there. `busrl.launch.rundir` gives
+the files their place in a run directory.
 
 - The same settings and files of the same age are converted once: a run directory that has the file is used.
 - What is made before a run lies in a temporary folder that ends with this process.

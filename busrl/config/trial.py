@@ -1,7 +1,6 @@
 """What the user's own code gives, tried before a run starts: the reward of the first prompt, losses, metrics, episodes.
 
-It runs in a process of its own (`busrl.rewards.child`, `busrl.training.custom`) with deadlines, since it is foreign
-code: it may raise, hang or print. Knows nothing of other keys' rules, or of how a report looks.
+It runs in a process of its own with deadlines, since it is foreign code: it may raise, hang or print.
 
 - A reward that cannot be loaded, or that fails for every answer that is tried, is a problem: each sample of the run
   would be lost. One that fails for some of them, or gives both the same value, is reported.
