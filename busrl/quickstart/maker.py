@@ -81,15 +81,15 @@ class WarmUp:
     def teach(self) -> float:
         """Train on right answers until the sampled pass rate is the recipe's `skill`; the rate reached."""
         recipe, passed = self._recipe, 0.0
-        while self._steps["teach"] < recipe.skill_steps_max:
+        while passed < recipe.skill and self._steps["teach"] < recipe.skill_steps_max:
             for _ in range(recipe.check_every):
                 self._steps["teach"] += 1
                 self._step(0.0, recipe.lr * min(1.0, self._steps["teach"] / recipe.lr_rise))
             passed = self.pass_rate()
             self._show(0.7 * passed / recipe.skill, f"learning, pass rate {passed:.2f}")
-            if passed >= recipe.skill:
-                return round(passed, 4)
-        raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
+        if passed < recipe.skill:
+            raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
+        return round(passed, 4)
 
     def mask(self) -> float:
         """Train on mostly wrong answers, for `mask_steps` and until the pass rate is in its range; the rate reached."""
