@@ -75,10 +75,7 @@ def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tupl
 def _load(
     source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
 ) -> Topology:
-    """Read, make the prompts of sources, look at the files, derive, ask the rules; all that is wrong is told at once.
-
-    `bad` has the keys that are wrong already: no rule is asked about them.
-    """
+    """All that is wrong is told at once; `bad` has the keys that are wrong already: no rule is asked about them."""
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
@@ -232,8 +229,7 @@ def replaced(table: Any, names: Sequence[str], value: object) -> Any:
 
 
 def _implied(draft: Topology, reward: str) -> Iterator[Process]:
-    """One process of each role that every run has and no entry names; a validator where there are prompts for it, a
-    reward where episodes do not judge themselves."""
+    """One process of each role that this run has and no entry names."""
     wanted = {"validator": draft.validation.names_prompts, "reward": reward != AGENT}
     for role in (one.name for one in ROLES.values() if one.default):
         if wanted.get(role, True) and all(entry.role != role for entry in draft.process):

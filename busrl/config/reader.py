@@ -56,10 +56,8 @@ def positions(text: str) -> dict[KeyPath, int]:
 
 
 class _Lines:
-    """Walks the tokens of a text that a TOML parser has accepted, and notes where keys, tables and elements stand.
-
-    A path is a tuple of key names and array indices, ("process", 1, "count").
-    """
+    """Walks the tokens of a text that a TOML parser has accepted, and notes where keys, tables and elements stand, by
+    paths of key names and array indices: ("process", 1, "count")."""
 
     def __init__(self, text: str) -> None:
         self.found: dict[KeyPath, int] = {}

@@ -674,8 +674,7 @@ class Topology:
 
     @property
     def has_callers(self) -> bool:
-        """Whether samples are episodes of model calls: then there is a ring for those, and rollouts take nothing
-        else."""
+        """Whether samples are episodes of model calls: those have a ring, and rollouts take nothing else."""
         return any(entry.role in CALLER_ROLES for entry in self.process)
 
     @property

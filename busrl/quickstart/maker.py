@@ -38,8 +38,7 @@ QUIET_S = 5.0  # between two lines when stderr is no terminal
 
 
 def progress(title: str) -> Callable[[float, str], None]:
-    """A function of the share that is done (0 to 1) and a text: it shows them on stderr, in a line that is redrawn on a
-    terminal, in a line now and then elsewhere."""
+    """A function that shows the share done (0 to 1) and a text on stderr: one line, or one now and then, in a file."""
     terminal, started, shown = sys.stderr.isatty(), time.monotonic(), 0.0
 
     def show(share: float, text: str) -> None:
