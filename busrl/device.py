@@ -1,7 +1,7 @@
 """The one module that knows the kinds of device: CPU, CUDA and NPU (Ascend, through torch_npu).
 
 Used by every process that loads a model, by the weight transports for their group backend, and by launch for the
-variables that say which devices a process sees. Knows nothing of models, weights or topologies.
+variables that say which devices a process sees.
 
 - No other module of busrl names `torch.cuda` or `torch.npu` (a test checks that), and only this one imports torch_npu.
 - Importing this module imports no torch: launch uses it too.
@@ -57,9 +57,7 @@ def visible(kind: str, devices: str) -> dict[str, str]:
 
 def environment(kind: str, devices: str, known: Mapping[str, str]) -> dict[str, str]:
     """The variables that a process on that kind of device needs. `known`, the variables that it has, keep their values.
-
-    HCCL's default is port 16666 of the NPU, which two processes on one NPU cannot share.
-    """
+    HCCL's default is port 16666 of the NPU, which two processes on one NPU cannot share."""
     ports = HCCL_PORTS if kind == "npu" else {}
     return {**{name: value for name, value in ports.items() if name not in known}, **visible(kind, devices)}
 
@@ -191,10 +189,8 @@ def missing(kind: str) -> str:
 
 
 class Stopwatch:
-    """Times work on a device: `mark` before and after it, then `seconds` between the two marks.
-
-    On an accelerator a mark is an event in its queue: `mark` does not wait for the device, `seconds` does.
-    """
+    """Times work on a device: `mark` before and after it, then `seconds` between the two marks. On an accelerator a
+    mark is an event in its queue: `mark` does not wait for the device, `seconds` does."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: Any = None if device.type == "cpu" else _module(device)
@@ -233,10 +229,8 @@ def identity(device: torch.device) -> str:
 
 
 def device_group(backend: str, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """A separate NCCL or HCCL process group over a store; waiting in it raises after `timeout_s`.
-
-    Not verified on hardware with more than one device.
-    """
+    """A separate NCCL or HCCL process group over a store; waiting in it raises after `timeout_s`. Not verified on
+    hardware with more than one device."""
     from datetime import timedelta
 
     import torch.distributed as dist

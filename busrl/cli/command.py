@@ -1,7 +1,6 @@
 """Arguments and dispatch of the command `busrl`: one parser per verb, its function named, and errors made exit codes.
 
-Only argparse and `busrl.errors` are loaded for `busrl --help`: a verb's module is imported when the verb is used. Knows
-nothing of what the verbs do.
+Only argparse and `busrl.errors` are loaded for `busrl --help`: a verb's module is imported when the verb is used.
 """
 
 from __future__ import annotations

@@ -309,17 +309,16 @@ class MeasuredRound:
 
 @dataclasses.dataclass
 class Row:
-    """One sample. `line`: of the prompt file, from 1; `finish`: "end", "length" or "aborted"; `error`: why it has no
-    reward."""
+    """One sample."""
 
-    line: int
+    line: int  # of the prompt file, from 1
     prompt: Any
     completion: str = ""
     reward: float | None = None
     parts: dict[str, float] | None = None
     tokens: int = 0
-    finish: str = ""
-    error: str = ""
+    finish: str = ""  # end, length or aborted
+    error: str = ""  # why it has no reward
     answer: str | None = None  # what the reward takes from the completion, where answers of a prompt are compared
 
 

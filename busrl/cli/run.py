@@ -1,8 +1,6 @@
 """`busrl launch`, `check`, `recipes`, `audit` and `version`, and what a person asks of a run that runs: `stop`,
 `pause`, `resume`, `checkpoint`, `set` and `scale`.
 
-Decides where a run lives and what --resume means, then hands over to `busrl.launch`. Knows nothing of children.
-
 - The same run directory is the same run: a start there continues it, unless --resume never forbids it.
 - What was set in flight holds at the next start too, over the file and over --set.
 - `stop` also works where the bus does not: it then signals the launch that run.json names through a pidfd, and only if

@@ -1,10 +1,8 @@
 """How one key of a topology is declared, and how its value is read: strictly from a file, by shape from topology.json.
 
-The tables of `schema.py` are the only list of keys; the reader, the error messages, `configs/reference.toml` and the
-tests see them through `items`. Knows nothing of files or of any single key.
+The tables of `schema.py` are the only list of keys; all that reads, explains or documents them asks `items`.
 
-- One conversion serves both readers: what a run recorded was checked when it was written, so there a rule's bounds and
-  choices do not apply.
+- What a run recorded was checked when it was written: there a rule's bounds and choices do not apply.
 - A bool is not a number; a whole number is accepted where a number is expected.
 """
 

@@ -304,10 +304,8 @@ def policy_of(topology: Topology, predictor: str | Predictor) -> Policy:
 
 
 def make_plan(topology: Topology, *, streamable: bool = True) -> LearnerPlan:
-    """The decisions of this topology; with `forced_age` the age of a batch is the experiment, and no rule bounds it.
-
-    `streamable`: a loss of the user's own, if there is one, may run on parts of a step.
-    """
+    """With `forced_age` the age of a batch is the experiment, and no rule bounds it. `streamable`: a loss of the user's
+    own, if there is one, may run on parts of a step."""
     config = topology.learner
     trigger, limits = config.trigger, topology.derived.limits
     fires = Trigger(

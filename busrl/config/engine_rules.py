@@ -1,9 +1,7 @@
-"""Rules about what runs the model, and where: weight transports, engines, vLLM's versions and sizes, devices, cores,
-other hosts.
+"""Rules about what runs the model, and where: weight transports, engines, vLLM, devices, cores, other hosts.
 
-One small function per subject, each yielding findings as those of `rules` do; a new transport adds its own function to
-CHECKS. Reads the metadata of installed packages and never imports vLLM, which takes seconds.
-docs/weights.md and docs/engines.md have the tables for readers; what a version costs in bytes is in `machine`.
+A new transport adds a function to CHECKS, and rows to the tables. Reads the metadata of installed packages and never
+imports vLLM, which takes seconds. docs/weights.md and docs/engines.md have the tables for readers.
 
 - A combination that cannot work is refused here, before anything starts; a transport or an engine may rely on it.
 - A vLLM outside of `OLDEST` to `BEFORE` is refused: what busrl relies on was read or run in these versions alone.

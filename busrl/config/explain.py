@@ -53,8 +53,7 @@ def require_memory(topology: Topology) -> None:
 
 
 def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
-    """A UserError for cores that are named and not there or a learner that its device cannot hold, a DiskFull if what
-    is published does not fit into run_dir."""
+    """A UserError for cores or memory that are not there, a DiskFull if run_dir cannot hold what is published."""
     machine.require_cores(topology, machine.cores())
     machine.require_axes(topology)
     memory.require(topology)
@@ -62,11 +61,8 @@ def require_cores_and_disk(topology: Topology, run_dir: Path) -> None:
 
 
 def shared_memory(topology: Topology) -> list[tuple[str, int]]:
-    """Files of the run in /dev/shm and what they take; the weights are two buffers, left out while unknown.
-
-    The ring is counted with usual answers: the memory of long ones goes back when they are trained. With sparse updates
-    each buffer has half of its size beside it, for the changes that follow it.
-    """
+    """Files of the run in /dev/shm and what they take; the weights are left out while unknown. The ring is counted with
+    usual answers: the memory of long ones goes back when they are trained."""
     found = [("ring", topology.derived.ring_held)]
     parameters = pretrained.model_facts(model_at(topology.model.path)).parameters
     if topology.weights.transport == "shm" and parameters:

@@ -1,7 +1,7 @@
 """What another host has of a run: its part of the topology, and the file that says where home is.
 
 `of_host` is worked out at home; `HostSource` lies in the host's scratch directory for its processes; an `Invitation`
-goes to a host that launch starts. Knows nothing of sockets or rings.
+goes to a host that launch starts.
 
 - A host's topology is home's in all that changes an answer; only processes, bus and the size of the ring are its own.
 """

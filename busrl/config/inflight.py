@@ -1,7 +1,6 @@
 """Which keys of a topology may change while its run runs, and the topology with another value of one of them.
 
-Asks the same reader and the same rules as `load`, so that a wrong value gets the message that it gets in a file. Knows
-nothing of the run: what is in force, who asked, who follows.
+Asks the same reader and the same rules as `load`, so that a wrong value gets the message that it gets in a file.
 
 - Sizes that were made at the start (ring, horizon) stay: a value that needs others is refused.
 - A key is here if every process that reads it does so again, and if no sample is another one by it.

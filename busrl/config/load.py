@@ -1,10 +1,8 @@
 """`load`: a topology file and its overrides, checked from the bytes to the files it names, as one frozen Topology.
 
-Reads and types (`reader`), looks at files (`named_files`), computes (`derive`) and compares keys (`rules`). Nothing
-else is created or changed. `busrl launch` and `busrl check` use it; `busrl simulate` uses `load_for_simulation`, which
-asks for nothing that a simulation does without: no model, engine, reward, prompts or devices. `materialise` replaces
-`tiny:` names by the paths of what they stand for, made on first use. Sources of prompts are made into one file
-(`sources`), in a temporary folder until a run takes it.
+Reads and types (`reader`), makes prompts of sources (`sources`), looks at files (`named_files`), computes (`derive`),
+compares keys (`rules`). `load_for_simulation` asks for nothing that a simulation does without: no model, engine,
+reward, prompts or devices. `materialise` replaces `tiny:` names by the paths of what they stand for.
 
 - All problems of a file come in one TopologyError, in the order of the file.
 - A key with a wrong value is reported once, for that; rules that depend on it are not looked at.
@@ -77,10 +75,7 @@ def load_for_simulation(path: str | Path, overrides: Sequence[str] = ()) -> tupl
 def _load(
     source: Source, overrides: Sequence[str], *, simulated: bool = False, run_dir: Path | None = None
 ) -> Topology:
-    """Read, make the prompts of sources, look at the files, derive, ask the rules; all that is wrong is told at once.
-
-    `bad` has the keys that are wrong already: no rule is asked about them.
-    """
+    """All that is wrong is told at once; `bad` has the keys that are wrong already: no rule is asked about them."""
     reader = Reader(source)
     draft = _draft(reader, source, overrides)
     problems, bad = [_with_advice(problem, draft) for problem in reader.problems], reader.bad
@@ -234,8 +229,7 @@ def replaced(table: Any, names: Sequence[str], value: object) -> Any:
 
 
 def _implied(draft: Topology, reward: str) -> Iterator[Process]:
-    """One process of each role that every run has and no entry names; a validator where there are prompts for it, a
-    reward where episodes do not judge themselves."""
+    """One process of each role that this run has and no entry names."""
     wanted = {"validator": draft.validation.names_prompts, "reward": reward != AGENT}
     for role in (one.name for one in ROLES.values() if one.default):
         if wanted.get(role, True) and all(entry.role != role for entry in draft.process):

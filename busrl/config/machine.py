@@ -1,7 +1,6 @@
 """What this machine gives a run: cores, shared memory, disk, and how much of it published weights take.
 
-Asks the operating system. Used by `busrl check` and `launch` before anything starts, and by the weight transports,
-which keep as many versions as are counted here. Knows nothing of what a model folder holds (`pretrained`).
+The weight transports keep as many versions as are counted here.
 
 - A process whose entry names cores runs on those. All others share the cores that no entry names, or all if none is
   left. Where no entry names any, no process is bound.

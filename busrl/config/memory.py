@@ -1,7 +1,6 @@
 """What the learner will need of its device's memory, from config.json alone: no weights are read, no torch is loaded.
 
-`busrl check` prints the sum of `of_topology`, and a start is refused that the device cannot hold. Knows the widths
-of decoders with gated feed-forward layers, of which every model family here is made; nothing of engines.
+Knows the widths of decoders with gated feed-forward layers, of which every model family here is made.
 
 - What stays (weights, gradient, optimiser) is whole from the second micro-batch of a step on. What a backward adds is
   the largest of its moments: the head's, that of the last layer, and that of the embedding.

@@ -70,15 +70,14 @@ TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj"
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What the files say: lines and longest line per prompt file, longest token, context length (0 = unknown), and
-    the limit on prompts in tokens."""
+    """What the files say."""
 
     train_prompts: int
     validation_prompts: int
     set_prompts: tuple[int, ...]  # of each [[validation.set]]
-    task_bytes: int
-    token_bytes: int
-    context: int
+    task_bytes: int  # of the longest line
+    token_bytes: int  # of the longest token
+    context: int  # 0 = unknown
     prompt_tokens: int  # generation.max_prompt_tokens, "auto" worked out
     prompt_text: str  # how it was counted
     trial: Trial

@@ -1,9 +1,8 @@
 """What a folder of a pretrained model says without torch: sizes, token ids, whether its files are whole, and what
 learning rates are usual for its size.
 
-Reads config.json, tokenizer.json and the headers of safetensors files. Used by `busrl check` and `launch` before
-anything starts, and by engines that need a model's token ids. Knows nothing of devices, nor of what a run needs
-(`machine`, `memory`).
+Reads config.json, tokenizer.json and the headers of safetensors files. What a run needs of the machine for them is in
+`machine` and `memory`.
 
 - Sizes are 0 where the folder does not state them: weights that are no safetensors, a tiny model not yet made.
 """

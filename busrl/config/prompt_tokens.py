@@ -1,7 +1,6 @@
 """How many tokens the prompts of a run have, before it starts: the limit "auto", and what one leaves out.
 
-Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch. Knows nothing of
-rewards, of other keys' rules, or of how a report looks.
+Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch.
 
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
   the text says how many. The rest is bounded by the most tokens for a byte that were seen.

@@ -1,7 +1,6 @@
 """The tables about prompts: [data], [[data.source]], [validation] and [[validation.set]], and what follows from them.
 
-`schema` makes them part of a Topology. Attributes are keys, and each key is declared here and nowhere else. Knows
-nothing of files or rules between keys; `sources` reads what these tables name.
+A part of `schema`; `sources` reads what these tables name.
 
 - What can be read for training can be read for validation: the keys of `Rows` mean the same in each of these tables.
 """

@@ -1,13 +1,11 @@
 """From the text of a topology file and its overrides to the tables of `schema`: strictly, and every problem at once;
-and the JSON schema of such a file.
+and the JSON schema of such a file, which refuses of a single value what the reader refuses.
 
 Parses TOML, finds the line of every key, applies `--set a.b=value`, and converts each value by the rule of its key.
-Knows nothing of rules between keys, or of the files that a topology names.
 
 - A place is `file:line` or `--set key`; what an override sets belongs to the override.
 - A key with a problem gets its default, so that the rest can be checked too.
 - Every message holds place, key, value, rule and remedy.
-- What the reader refuses of a single value, the JSON schema refuses; a test compares the two.
 """
 
 from __future__ import annotations
@@ -58,10 +56,8 @@ def positions(text: str) -> dict[KeyPath, int]:
 
 
 class _Lines:
-    """Walks the tokens of a text that a TOML parser has accepted, and notes where keys, tables and elements stand.
-
-    A path is a tuple of key names and array indices, ("process", 1, "count").
-    """
+    """Walks the tokens of a text that a TOML parser has accepted, and notes where keys, tables and elements stand, by
+    paths of key names and array indices: ("process", 1, "count")."""
 
     def __init__(self, text: str) -> None:
         self.found: dict[KeyPath, int] = {}

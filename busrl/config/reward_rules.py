@@ -1,7 +1,6 @@
 """Rules about rewards: [reward], its parts, and the packages and folders that kinds of parts need.
 
 Looks at settings, at which packages are there (without importing them), at the environment and at model folders.
-Findings come back; `load` gives them places. What judging itself does with the first record is in `trial`.
 
 - A key that the kind of its part does not read is refused: it would do nothing.
 - What costs every sample of a run is refused before it starts; what costs a few is the run's to report.

@@ -1,8 +1,7 @@
 """Rules between keys: combinations that cannot be run, and ones that deserve a warning.
 
 A `Clash` is a row of a table: the values that do not go together, why, and what to do. What needs more than that is a
-small function that yields findings. `load` turns findings into messages with places; `engine_rules` has the rules about
-engines, devices and weight transports. Looks at a topology's settings only, never at files or the machine.
+small function that yields findings. Looks at a topology's settings only, never at files or the machine.
 
 - A finding names every key it depends on, so that none is reported for a key whose own value is wrong already.
 - Refused is what trains something else than was asked for, or can never make progress; the rest warns.

@@ -1,8 +1,7 @@
 """The topology of a run as frozen dataclasses: every table of a topology file, and what is computed from them.
 
-Attributes are keys, and each key is declared here and nowhere else. `load` makes a Topology from TOML and checks it;
-`Topology.from_json` reads one back from the run directory. Every role reads its settings from here. Knows nothing of
-files, rules between keys, torch or NumPy.
+Attributes are keys, and each key is declared here, in `learner` or in `prompts`, and nowhere else. Every role reads its
+settings from here. Knows nothing of files, rules between keys, torch or NumPy.
 
 - Frozen: what `launch` checked is what every process sees.
 - `Derived` holds everything computed from more than one key, so that no two processes can compute it differently.
@@ -675,8 +674,7 @@ class Topology:
 
     @property
     def has_callers(self) -> bool:
-        """Whether samples are episodes of model calls: then there is a ring for those, and rollouts take nothing
-        else."""
+        """Whether samples are episodes of model calls: those have a ring, and rollouts take nothing else."""
         return any(entry.role in CALLER_ROLES for entry in self.process)
 
     @property

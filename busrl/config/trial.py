@@ -1,7 +1,6 @@
 """What the user's own code gives, tried before a run starts: the reward of the first prompt, losses, metrics, episodes.
 
-It runs in a process of its own (`busrl.rewards.child`, `busrl.training.custom`) with deadlines, since it is foreign
-code: it may raise, hang or print. Knows nothing of other keys' rules, or of how a report looks.
+It runs in a process of its own with deadlines, since it is foreign code: it may raise, hang or print.
 
 - A reward that cannot be loaded, or that fails for every answer that is tried, is a problem: each sample of the run
   would be lost. One that fails for some of them, or gives both the same value, is reported.
@@ -167,8 +166,7 @@ def _answers(t: Topology, one: Subject, record: dict[str, Any], tokenizer: Light
 
 
 def _first_line(t: Topology) -> tuple[str, str]:
-    """Place and text of the first line of data.train; both empty where none can be read (a quickstart's file that is
-    not made yet)."""
+    """Place and text of the first line of data.train; both empty where none can be read."""
     path = t.data.train
     if path.startswith(TINY):
         made = pretrained.made(path)
@@ -256,8 +254,7 @@ class Foreign:
         return event
 
     def last_words(self) -> str:
-        """Exit code and last line of a process whose output has ended; it may live on where user code has closed that.
-        """
+        """Exit code and last line; it may live on where user code has closed its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(END_S)
         self._printed.seek(0)
@@ -268,8 +265,7 @@ class Foreign:
 
 @contextlib.contextmanager
 def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator[Foreign]:
-    """A process for a user's code with the environment of that role; killed at the end. It prints to a file, so that
-    it never waits for a reader."""
+    """With the environment of that role; killed at the end. It prints to a file, and so never waits for a reader."""
     entry = next((one for one in t.process if one.role == role and not one.command), None)
     program, variables = interpreter(python or (entry.python if entry else ""))
     environment = {**(variables or os.environ), **(entry.env if entry else {})}
@@ -316,8 +312,7 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
 
 
 def try_functions(t: Topology) -> list[tuple[str, str]]:
-    """(key, what is wrong) of each function that [learner] names by import path and of an optimiser with options, tried
-    in a process of its own."""
+    """(key, what is wrong) of each function that [learner] names by import path, and of an optimiser with options."""
     own = t.learner
     named = [("learner.loss", own.loss), ("learner.advantage", own.advantage)]
     named += [("learner.metrics", path) for path in own.metrics]
@@ -360,8 +355,7 @@ def turns(t: Topology) -> Iterator[str]:
 
 
 def try_episodes(t: Topology) -> Iterator[tuple[str, str]]:
-    """(which key of [[process]], what is wrong) of each agent whose function or environment cannot be loaded, or that
-    cannot begin an episode, in a process of its own."""
+    """(key, what is wrong) of each agent that cannot be loaded, or cannot begin an episode."""
     for index, entry in enumerate(t.process):
         sound = bool(ENVIRONMENT.fullmatch(entry.environment)) != bool(FUNCTION.fullmatch(entry.function))
         sound = sound and (not entry.python or os.access(entry.python, os.X_OK))

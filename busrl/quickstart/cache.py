@@ -1,13 +1,11 @@
 """Where quickstart models live, which process may make one, and how a finished one appears.
 
 A folder `${XDG_CACHE_HOME:-~/.cache}/busrl/<name>-<recipe hash>/` holds `model/` (a Hugging Face folder),
-`train.jsonl`, `validation.jsonl` and `made.json`. Talks to the file system and starts the maker as a child, so that a
-caller such as `busrl launch` never imports torch. Knows nothing of how a model is made.
+`train.jsonl`, `validation.jsonl` and `made.json`. The maker is a child, so that the caller never imports torch.
 
 - A folder under its final name is complete: it is made beside it under a hidden name and renamed once.
 - One process makes at a time (the lock `<folder>.lock`, which the kernel drops with its holder); others wait for it,
-  up to a deadline, and then use what it made.
-- What a killed maker left under the hidden name is removed by the next one, under the lock.
+  up to a deadline, and then use what it made. It removes what a killed one left under the hidden name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Makes a quickstart folder: tokenizer, model, warm-up and data files.
-
-Talks to torch, transformers and tokenizers, and to `cache` for the lock and the atomic rename. Model and tokenizer are
-an ordinary Hugging Face folder that any tool can load. Knows nothing of runs.
+"""Makes a quickstart folder: tokenizer, model, warm-up and data files; model and tokenizer are an ordinary Hugging Face
+folder.
 
 The warm-up first teaches the task, then teaches mistakes over it: most targets get one wrong digit, until the pass rate
 sampled at temperature 1 is well below one half. Reinforcement learning then has something to undo within minutes on a
@@ -40,8 +38,7 @@ QUIET_S = 5.0  # between two lines when stderr is no terminal
 
 
 def progress(title: str) -> Callable[[float, str], None]:
-    """A function of the share that is done (0 to 1) and a text: it shows them on stderr, in a line that is redrawn on a
-    terminal, in a line now and then elsewhere."""
+    """A function that shows the share done (0 to 1) and a text on stderr: one line, or one now and then, in a file."""
     terminal, started, shown = sys.stderr.isatty(), time.monotonic(), 0.0
 
     def show(share: float, text: str) -> None:
@@ -83,15 +80,15 @@ class WarmUp:
     def teach(self) -> float:
         """Train on right answers until the sampled pass rate is the recipe's `skill`; the rate reached."""
         recipe, passed = self._recipe, 0.0
-        while self._steps["teach"] < recipe.skill_steps_max:
+        while passed < recipe.skill and self._steps["teach"] < recipe.skill_steps_max:
             for _ in range(recipe.check_every):
                 self._steps["teach"] += 1
                 self._step(0.0, recipe.lr * min(1.0, self._steps["teach"] / recipe.lr_rise))
             passed = self.pass_rate()
             self._show(0.7 * passed / recipe.skill, f"learning, pass rate {passed:.2f}")
-            if passed >= recipe.skill:
-                return round(passed, 4)
-        raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
+        if passed < recipe.skill:
+            raise _missed("the skill", passed, f"at least {recipe.skill}", recipe.skill_steps_max)
+        return round(passed, 4)
 
     def mask(self) -> float:
         """Train on mostly wrong answers, for `mask_steps` and until the pass rate is in its range; the rate reached."""

@@ -79,7 +79,7 @@ def test_heads_and_experts_that_cannot_be_dealt_out_evenly_are_named(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 3}))
-    monkeypatch.setattr(machine, "model_at", lambda path: tmp_path)
+    monkeypatch.setattr(machine.pretrained, "model_at", lambda path: tmp_path)
     machine.require_axes(loaded("", "process.learner.ranks=3", "learner.parallel.tensor=3"))
     with pytest.raises(UserError, match=r"learner.parallel.tensor = 2: .* num_key_value_heads = 3"):
         machine.require_axes(loaded("", TWO, "learner.parallel.tensor=2"))
