@@ -220,7 +220,9 @@ class Turn:
 
     @property
     def path_ids(self) -> Ids:
-        return np.concatenate([part for one in self.chain() for part in (one.asked.new, one.ids)])
+        path = np.concatenate([part for one in self.chain() for part in (one.asked.new, one.ids)])
+        path.flags.writeable = False
+        return path
 
     @property
     def kept(self) -> bool:

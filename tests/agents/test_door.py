@@ -330,7 +330,7 @@ def test_an_answer_that_nobody_got_is_not_trained(chats: Callable[[str], Rendere
             await until(lambda: engine.calls)
             asking.cancel()
             await asyncio.wait({asking})
-            kept = [one for known in episode._retries._of.values() for one in known]
+            kept = list(episode._retries._known)
             await until(lambda: kept and not kept[0].waiting)  # the server has seen that its client is gone
             engine.open.set()
             await client.chat.completions.create(**HELLO)

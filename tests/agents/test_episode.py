@@ -273,7 +273,7 @@ def test_who_comes_back_stops_the_end_of_a_call_that_has_no_other_client(chat: R
             await asyncio.sleep(0)
             gone.cancel()
             await asyncio.sleep(0)
-        (kept,), = episode._retries._of.values()
+        (kept,) = episode._retries._known
         assert kept.giving_up and not kept.giving_up.cancelled()
         back = asyncio.ensure_future(episode.answer_once(b"body", True, request_of("A?")))
         await asyncio.sleep(0)
