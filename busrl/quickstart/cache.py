@@ -1,7 +1,8 @@
 """Where quickstart models live, which process may make one, and how a finished one appears.
 
 A folder `${XDG_CACHE_HOME:-~/.cache}/busrl/<name>-<recipe hash>/` holds `model/` (a Hugging Face folder),
-`train.jsonl`, `validation.jsonl` and `made.json`. The maker is a child, so that the caller never imports torch.
+`train.jsonl`, `validation.jsonl` and `made.json`. Talks to the file system and starts the maker as a child, so that a
+caller such as `busrl launch` never imports torch. Knows nothing of how a model is made.
 
 - A folder under its final name is complete: it is made beside it under a hidden name and renamed once.
 - One process makes at a time (the lock `<folder>.lock`, which the kernel drops with its holder); others wait for it,

@@ -1,6 +1,9 @@
 """Makes a quickstart folder: tokenizer, model, warm-up and data files; model and tokenizer are an ordinary Hugging Face
 folder.
 
+Talks to torch, transformers and tokenizers, and to `cache` for the lock and the atomic rename. Model and tokenizer are
+an ordinary Hugging Face folder that any tool can load. Knows nothing of runs.
+
 The warm-up first teaches the task, then teaches mistakes over it: most targets get one wrong digit, until the pass rate
 sampled at temperature 1 is well below one half. Reinforcement learning then has something to undo within minutes on a
 CPU; it shows that the loop works, not that a new skill is learnt.
