@@ -1,5 +1,4 @@
-"""Makes a quickstart folder: tokenizer, model, warm-up and data files; model and tokenizer are an ordinary Hugging Face
-folder.
+"""Makes a quickstart folder: tokenizer, model, warm-up and data files.
 
 Talks to torch, transformers and tokenizers, and to `cache` for the lock and the atomic rename. Model and tokenizer are
 an ordinary Hugging Face folder that any tool can load. Knows nothing of runs.
