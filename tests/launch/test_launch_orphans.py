@@ -118,7 +118,7 @@ def test_what_a_launch_that_is_gone_has_left_is_known_by_its_pid_and_the_time_it
 # In a namespace of its own, where the next process id can be chosen: a launch is killed that had two children, both
 # gone before it. The number of the first is another process's by then; the second has left a process without a mark.
 REUSED = """
-import os, select, signal, subprocess, sys, time
+import contextlib, os, select, signal, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
 from busrl.guardian import Guardian, mark
 
@@ -127,6 +127,13 @@ def sleeper(number=0, **options):
         with open("/proc/sys/kernel/ns_last_pid", "w") as file:
             file.write(str(number - 1))
     return subprocess.Popen(["sleep", "1000"], **options)
+
+def held(folder):
+    found = 0
+    for one in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # it is closed by now
+            found += "pidfd" in os.readlink(f"{folder}/{one}")
+    return found
 
 launch = os.fork()
 if not launch:
@@ -137,9 +144,8 @@ if not launch:
     left = int(second.stdout.readline())
     for one in (first, second):
         guardian.hold(one.pid)
-    known = f"/proc/{guardian.pid}/fd"
     end = time.monotonic() + 60
-    while sum("pidfd" in os.readlink(f"{known}/{one}") for one in os.listdir(known)) < 2 and time.monotonic() < end:
+    while held(f"/proc/{guardian.pid}/fd") < 2 and time.monotonic() < end:
         time.sleep(0.01)
     for one in (first, second):
         one.kill()
