@@ -148,7 +148,7 @@ class Retries:
         return left[0] if left else None
 
     def remove(self, request: Exchange) -> None:
-        """A copy is asked anew."""
+        """Forget a request that came to nothing: the same body is then a new one."""
         self._known.remove(request)
 
 

@@ -16,7 +16,7 @@ from busrl.engines.base import PartialAnswer, Request, seed_of
 from busrl.engines.vllm.cpu_patches import pad_heads
 from busrl.engines.vllm.engine import Running
 from busrl.engines.vllm.process import abilities_of
-from busrl.engines.vllm.weights import Line, Page
+from busrl.engines.vllm.weights import SIZE, Line, Page
 from busrl.engines.vllm.worker import WorkerWeights, plain_logprobs
 from busrl.errors import UserError
 from busrl.states import Finish
@@ -81,9 +81,11 @@ def test_a_page_shows_the_last_whole_line_and_nothing_before_the_first(tmp_path:
     writing = Page(tmp_path / "p", create=True)
     reading = Page(tmp_path / "p")
     assert reading.read() == Line()
-    writing.write(Line((3, 30), (2, 20), "x" * 10_000))
+    writing.write(Line((3, 30), (2, 20), "x" * 2 * SIZE))
     seen = reading.read()
     assert (seen.staged, seen.loaded, seen.newest) == ((3, 30), (2, 20), (3, 30)) and set(seen.trouble) == {"x"}
+    writing._map[0:1] = b"\x03"  # a writer that died in the middle of its next line
+    assert reading.read() == seen
     writing.write(Line((4, 40), (3, 30)))
     assert reading.read() == Line((4, 40), (3, 30))
     assert (tmp_path / "p").stat().st_mode & 0o777 == 0o600

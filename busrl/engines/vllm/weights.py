@@ -17,8 +17,12 @@ import asyncio
 import dataclasses
 import json
 import logging
+import mmap
+import os
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
     from busrl.weights.factory import TransportSettings
 
 log = logging.getLogger("busrl")
+SIZE = 4096
+HEAD = struct.Struct("<II")  # checksum and length of the line
+TROUBLE = SIZE // 8  # characters of it that are written, of at most six bytes each
+TRIES = 100
 LOOK_EVERY_S = 0.005
 CHECK_TOKENS = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -62,27 +70,45 @@ class Line:
 
 
 class Page:
-    """A small file in which a worker says which weights it has. The rollout process reads it at every step, without a
-    call to the engine, which would wait for a decoding step. One writer, who replaces it: readers see a whole line."""
+    """A page of shared memory on which a worker writes which weights it has. The rollout process reads it at every
+    step, without a call to the engine, which would wait for a decoding step. One writer; a reader sees a whole line, by
+    its checksum, or the one before."""
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
+        """`create`: a new file under that name, readable by this user only; whoever maps an old one keeps it."""
         self.path = Path(path)
-        self._seen = Line()  # read or written last
         if create:
-            files.show(self.path, dataclasses.asdict(self._seen))
-        elif not self.path.is_file():
-            raise UserError(f"{self.path}: No such file or directory; a worker of vLLM should have made it")
+            with files.replacing(self.path, durable=False) as descriptor:
+                os.ftruncate(descriptor, SIZE)
+        try:
+            descriptor = os.open(self.path, (os.O_RDWR if create else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as problem:
+            raise UserError(f"{self.path}: {problem.strerror}; a worker of vLLM should have made it") from None
+        try:
+            self._map = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_WRITE if create else mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        self._seen = Line()  # read or written last; an empty page is that
 
     def write(self, line: Line) -> None:
-        if line != self._seen:
-            self._seen = line
-            files.show(self.path, dataclasses.asdict(line))
+        if line == self._seen:
+            return
+        self._seen = line
+        body = msgspec.json.encode(dataclasses.replace(line, trouble=line.trouble[:TROUBLE]))
+        self._map[: HEAD.size + len(body)] = HEAD.pack(zlib.crc32(body), len(body)) + body
 
     def read(self) -> Line:
-        """The last line, also when the file is gone: the run has ended."""
-        if found := files.read_map(self.path):
-            self._seen = msgspec.convert(found, Line)
+        """The last whole line; an empty one before the first."""
+        for _ in range(TRIES):
+            checksum, length = HEAD.unpack_from(self._map)
+            body = self._map[HEAD.size : HEAD.size + length]
+            if length and zlib.crc32(body) == checksum:
+                self._seen = msgspec.json.decode(body, type=Line)
+                break
         return self._seen
+
+    def close(self) -> None:
+        self._map.close()
 
 
 class WorkerReceiver(TensorReceiver):
@@ -117,7 +143,8 @@ class WorkerReceiver(TensorReceiver):
         raise UserError(f"{self.name}: the model is in vLLM's workers; update_weights loads what they received")
 
     def close(self) -> None:
-        """Nothing is open here."""
+        for page in self._pages:
+            page.close()
 
 
 @dataclass
@@ -180,6 +207,7 @@ class Updates:
                 core.rpc("busrl_close", timeout_s=self._close_s)
             except Exception as problem:  # it ends anyway, by force if it must
                 log.warning("vLLM: %s: its workers did not leave: %s", self._own.name, problem)
+        self._own.close()
 
     # -- tensors -----
 
