@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from harness import ROOT, Run, read_lines, running
 
+from busrl.cli import main
 from busrl.data import trace
 from busrl.data.trace import TracedPrompt
 from busrl.monitor.status import status
@@ -131,11 +132,9 @@ def test_each_stall_of_a_run_is_traced_to_its_root_and_warned_of_once(tmp_path: 
             run.kill("reward/0")
             until_root(run, "reward/0", "its start", "load the reward function")
         moves_on(run)
-        ring = Ring.attach(run.paths.ring_name)
-        ring.set_header("generation_pause", 2)
+        assert main(["pause", str(run.directory)]) == 0  # the word alone would not last: launch sets it back
         until_root(run, "scheduler", "`busrl resume`")
-        ring.set_header("generation_pause", 0)
-        ring.close()
+        assert main(["resume", str(run.directory)]) == 0
         moves_on(run)
         with there(tmp_path / "hang"):
             run.until("the warning", lambda: told_of(run, function))
