@@ -1,4 +1,5 @@
-"""The user's functions that a topology names by import path: `package.module:function` or `path/to/file.py:function`.
+"""The user's functions that a topology names by import path: `package.module:function` or `path/to/file.py:function`;
+and imports of whole libraries, without the collector of cycles.
 
 Used for rewards, losses, advantage estimators, metrics, optimisers, filters, episodes, parsers of tools and sinks.
 Talks to the import system only; knows nothing of what a function is for.
@@ -9,12 +10,14 @@ Talks to the import system only; knows nothing of what a function is for.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +38,8 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path =
     if file is not None and not file.is_file():
         raise failure(f"{named}: there is no file {file}")
     try:
-        module = importlib.import_module(where) if file is None else _run_file(file)
+        with uncollected():
+            module = importlib.import_module(where) if file is None else _run_file(file)
     except BaseException as problem:
         raise failure(f"{named}: importing it raised {cause(problem)}") from problem
     found: Any = module
@@ -48,6 +52,21 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path =
         raise failure(f"{named}: {name} is a {type(found).__name__}, not a function")
     function: Callable[..., Any] = found
     return function
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import libraries meanwhile. Modules are not garbage, but Python looks through all of them again and again for
+    cycles while they are made: with torch and transformers that is a third of the CPU time of a start."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -25,10 +25,12 @@ with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothe
     settings.register_profile("explore", unhurried)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+
+from busrl.imports import uncollected
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -37,6 +39,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers that several folders o
 
 
 LONG_TEST_S = 600
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with uncollected():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from busrl.engines.base import Engine, Finished, Request, Statistics
+from busrl.imports import uncollected
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -31,5 +32,7 @@ def make_engine(topology: Topology, process: str = "") -> Engine:
     named = (one.spec.engine for one in topology.processes() if one.name == process)
     entries = (entry.engine for entry in topology.process if entry.role == "rollout")
     kind = next(named, next(entries, "torch"))
-    engine: Engine = import_module(MAKERS[kind]).make(topology, process)
+    with uncollected():
+        maker = import_module(MAKERS[kind])
+    engine: Engine = maker.make(topology, process)
     return engine

@@ -13,6 +13,7 @@ import signal
 import sys
 
 from busrl.errors import NO_SPACE, BusrlError, process_code
+from busrl.imports import uncollected
 from busrl.paths import RunPaths
 from busrl.states import ROLES
 
@@ -28,7 +29,8 @@ def main() -> int:
     paths = RunPaths.of(options.run_dir)
     if not paths.topology.is_file():
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
-    process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
+    with uncollected():
+        process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
     try:
         code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:

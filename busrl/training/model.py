@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from busrl.algorithms import selection
 from busrl.errors import ModelNotLoaded, UserError
+from busrl.imports import uncollected
 from busrl.paths import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -79,8 +80,10 @@ def _without_memory() -> Iterator[None]:
 def _made(folder: Path, make: Callable[..., Any], attention: str) -> Any:
     """What `make` gives of that folder, in evaluation mode; ModelNotLoaded for what cannot be trained."""
     _look_at(folder)
-    import transformers as hf  # only here: the import takes seconds
-    from transformers.utils import logging as transformers_logging
+    with uncollected():
+        import transformers as hf  # only here: the import takes seconds
+        importlib.import_module("transformers.models.auto.modeling_auto")
+        from transformers.utils import logging as transformers_logging
 
     quiet: Any = transformers_logging  # it has no type hints
     quiet.disable_progress_bar()  # the learner has a log, no terminal

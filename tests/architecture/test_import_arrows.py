@@ -39,7 +39,9 @@ ARROWS: dict[str, set[str]] = {
     "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "pipes"},
     "quickstart": {"errors", "data", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
-    "engines": {"errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "pipes"},
+    "engines": {
+        "errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "imports", "pipes",
+    },
     "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "_blocks"},
     "sinks": {"errors", "files", "paths"},
     "roles": {

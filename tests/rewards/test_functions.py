@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,20 @@ def test_functions_of_one_file_share_its_state_and_files_of_one_name_do_not(tmp_
     load("own.py:add", tmp_path / "one")({}, "abc", [])
     assert load("own.py:count", tmp_path / "one")({}, "", []) == 1
     assert load("own.py:count", tmp_path / "two")({}, "", []) == 0
+
+
+def test_an_import_is_not_looked_through_for_cycles_and_the_collector_works_again(tmp_path: Path) -> None:
+    write(tmp_path / "own.py", "import gc\non = gc.isenabled()\ndef f(): return on\n")
+    write(tmp_path / "bad.py", "def f(): pass\n1 / 0\n")
+    frozen = gc.get_freeze_count()
+    assert gc.isenabled() and not load("own.py:f", tmp_path)()
+    assert gc.isenabled() and gc.get_freeze_count() > frozen
+    with pytest.raises(RewardNotLoaded):
+        load("bad.py:f", tmp_path)
+    assert gc.isenabled()
+    with imports.uncollected(), imports.uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
