@@ -66,7 +66,7 @@ class Prober:
         self._prompts: dict[bytes, Request] = {}
         self._version, self._wanted = 0, False  # whether this version is to be asked for
         self._waiting: list[Request] = []
-        self._running: dict[int, tuple[int, Request]] = {}  # by key, which no slot has: below 0; with the version
+        self._running: dict[int, Request] = {}  # of this version, by key, which no slot has: below 0
         self._done: list[tuple[Request, Finished]] = []
         self._keys = itertools.count(-1, -1)
 
@@ -80,7 +80,7 @@ class Prober:
     def loaded(self, version: int) -> None:
         """The engine has the weights of another version."""
         self._version, self._wanted = version, due(self._every, version)
-        self._waiting, self._done = [], []
+        self._waiting, self._running, self._done = [], {}, []
 
     def _begin(self) -> None:
         """Make the requests of this version, if it is due and there are prompts."""
@@ -99,20 +99,19 @@ class Prober:
         self._begin()
         taken = self._waiting[:room]
         self._waiting = self._waiting[len(taken) :]
-        self._running.update((one.key, (self._version, one)) for one in taken)
+        self._running.update((one.key, one) for one in taken)
         return taken
 
     def ended(self, answer: Finished) -> None:
-        """One of its own has ended."""
-        version, request = self._running.pop(answer.key)
+        """One of its own has ended, perhaps of an earlier version."""
+        request = self._running.pop(answer.key, None)
         whole = answer.finish != Finish.ABORTED and not answer.refused and len(answer.token_ids) > 0
-        if whole and version == self._version:
+        if whole and request is not None:
             self._done.append((request, answer))
 
     def message(self, worker: str) -> m.ProbeDrawn | None:
         """What to tell the learner, once all have ended."""
-        under_way = any(version == self._version for version, _ in self._running.values())
-        if not self._done or self._waiting or under_way:
+        if not self._done or self._waiting or self._running:
             return None
         done, self._done = self._done, []
         return m.ProbeDrawn(

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from busrl import files
-from busrl.errors import DeviceMissing
+from busrl.errors import DeviceMissing, RanksDiffer
 from busrl.training import checkpoint
 from busrl.training.checkpoint import Checkpoint
 from busrl.training.ranks import meeting
+from busrl.training.ranks.follower import place_of
 from busrl.training.ranks.meeting import Away, Place
 from busrl.training.trainer import MASTER, TrainerSettings
 from tests.training.test_team import SETTINGS, a_step, assert_same_steps, team_of
@@ -111,3 +112,10 @@ def test_a_rank_of_another_host_goes_on_from_copies_of_a_gathered_checkpoint(lab
     copies = {path.relative_to(there): path.read_bytes() for path in there.rglob("*") if path.is_file()}
     assert copies == {path.relative_to(home): path.read_bytes() for path in saved.path.rglob("*")
                       if path.is_file() and path.name != "trained.bin"}
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../beside", "step_1/../../beside", ".."])
+def test_a_copy_of_a_file_of_home_never_leaves_its_folder(tmp_path: Path, name: str) -> None:
+    assert place_of(tmp_path, "step_1/model.safetensors") == tmp_path / "step_1" / "model.safetensors"
+    with pytest.raises(RanksDiffer, match="no name below its run directory"):
+        place_of(tmp_path, name)

@@ -156,9 +156,7 @@ class Follower:
             self._brought = True
         if not message.name:
             return wire.Done()
-        target = self.away.folder / message.name
-        if ".." in target.parts or not target.is_relative_to(self.away.folder):  # a name may be absolute
-            raise RanksDiffer(f"rank 0 brings {message.name!r}, which is no name below its run directory")
+        target = place_of(self.away.folder, message.name)
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "wb" if message.begins else "ab") as file:
             file.write(message.data)
@@ -166,6 +164,14 @@ class Follower:
 
     def close(self) -> None:
         self.stream.close()
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """Where the copy of a file of that name goes; RanksDiffer for one that would leave the folder."""
+    place = folder / name
+    if ".." in place.parts or not place.is_relative_to(folder):  # a name may be absolute
+        raise RanksDiffer(f"rank 0 brings {name!r}, which is no name below its run directory")
+    return place
 
 
 def _told(saving: Saving, seq: int) -> wire.Saved:
