@@ -248,7 +248,7 @@ def test_an_endpoint_that_stays_away_is_a_named_error_after_the_patience_and_no_
     begun = time.monotonic()
     with pytest.raises(PeerTimeout, match=r"127\.0\.0\.1.*no usable answer for .*patience_s = 0\.5.*last failure"):
         until_idle(engine)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60
     with pytest.raises(PeerTimeout, match="asking which models there are failed"):
         make(endpoint.url, patience_s=0.2)
 
