@@ -179,19 +179,20 @@ $(STAMP)/train: constraints.txt pyproject.toml setup.py $(SOURCES) | $(BIN)/pyth
 	mkdir -p $(STAMP) && touch $@ && \
 	echo "installed in $$(( $$(date +%s) - start )) s"
 
+# busrl is installed by then, so its name brings the extras: `-e .` would compile it again, which takes a minute.
 # Of dashscope the vocabulary of Qwen is read, nothing is imported: so none of its own dependencies.
 $(STAMP)/real: $(STAMP)/train
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,data,rewards]'
+	$(BIN)/pip install -q -c constraints.txt 'busrl[train,data,rewards]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
 	@touch $@
 
 # The headers are for the test of examples/cpp-reward, which is left out where they can not be installed.
 $(STAMP)/test: $(STAMP)/train
 	-@sh tools/system.sh $(PYTHON) /usr/include/zmq.h:libzmq3-dev /usr/include/nlohmann/json.hpp:nlohmann-json3-dev
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,lora,adam8,data,rewards,sinks,test]'
+	$(BIN)/pip install -q -c constraints.txt 'busrl[train,lora,adam8,data,rewards,sinks,test]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps dashscope
 	@touch $@
 
 $(STAMP)/lint: $(STAMP)/test
-	$(BIN)/pip install -q -c constraints.txt -e '.[lint]'
+	$(BIN)/pip install -q -c constraints.txt 'busrl[lint]'
 	@touch $@
