@@ -7,7 +7,8 @@ RUN_DIR ?= runs/demo
 # Most tests wait for processes of their own, so that several run side by side: one more than there are cores.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
-SOURCES := $(shell find csrc -name '*.hpp' -o -name '*.cpp' -o -name '*.h' 2>/dev/null)
+# Without the copies that the tests of C++ make, which would let everything be installed again.
+SOURCES := $(shell find csrc -path csrc/build -prune -o -name '*.hpp' -print -o -name '*.cpp' -print -o -name '*.h' -print)
 # Waiting threads must not spin: on two cores that costs a busy neighbour a factor of 3 to 4.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
