@@ -9,6 +9,7 @@ programs with SIGINT ignored, `nohup` with SIGHUP, and all that a test starts wo
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -44,7 +45,9 @@ LONG_TEST_S = 600
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     with uncollected():
-        return (yield)
+        found = yield
+    gc.freeze()
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

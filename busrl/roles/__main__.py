@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import signal
 import sys
@@ -31,6 +32,7 @@ def main() -> int:
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
     with uncollected():
         process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
+    gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
     try:
         code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:
