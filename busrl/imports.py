@@ -38,8 +38,7 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path =
     if file is not None and not file.is_file():
         raise failure(f"{named}: there is no file {file}")
     try:
-        with uncollected():
-            module = importlib.import_module(where) if file is None else _run_file(file)
+        module = importlib.import_module(where) if file is None else _run_file(file)
     except BaseException as problem:
         raise failure(f"{named}: importing it raised {cause(problem)}") from problem
     found: Any = module
@@ -56,16 +55,15 @@ def load(key: str, target: str, failure: type[UserError], base_dir: str | Path =
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import libraries meanwhile. Modules are not garbage, but Python looks through all of them again and again for
-    cycles while they are made: with torch and transformers that is a tenth of the CPU time of a start."""
-    if not gc.isenabled():
-        yield
-        return
+    """Import libraries meanwhile, and do nothing else, as garbage stays. Modules are none, but Python looks through all
+    of them again and again for cycles while they are made (tools/bench/starts.py)."""
+    collected = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collected:
+            gc.enable()
 
 
 def _run_file(path: Path) -> ModuleType:
