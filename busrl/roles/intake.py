@@ -60,10 +60,16 @@ class Intake(ABC):
         self.claimed: dict[int, Any] = {}  # by slot
         self.alone = False
 
-    def take(self, room: int) -> list[Request]:
-        """Claim up to `room` slots; a suspect one only when nothing else runs. What cannot be used is dropped."""
+    def take(self, room: int, behind: Callable[[], bool]) -> list[Request]:
+        """Claim up to `room` slots; a suspect one only when nothing else runs. What cannot be used is dropped.
+        `behind`: whether newer weights must come first."""
         while not (self.alone and self.claimed):
-            taken, self.alone = self._claim(room)
+            taken, alone = self._claim(room)
+            if taken and behind():  # asked after the claim: what it is admitted with was published before it
+                for slot, word in taken:
+                    self.ring.release(slot, word, State.QUEUED)
+                break
+            self.alone = alone
             if not taken:
                 break
             if requests := self._requests(taken):

@@ -372,7 +372,7 @@ class Rollout(Actor):
             return False
         requests = self.prober.take(room)
         if len(requests) < room:
-            own = self.intake.take(room - len(requests))
+            own = self.intake.take(room - len(requests), self._left_behind)
             self.prober.see(own)
             requests += own
         if requests:

@@ -8,6 +8,8 @@ nothing of engines, weights or groups.
   nothing that its next life needs, and an engine's death is settled on this host.
 - An answer stays in its slot, TRAINING, until home has said what became of it. It is sent again when home has answered
   what was sent after it, and counts once.
+- A task waits until this host knows of the version that was published when it was claimed: an engine then knows whether
+  its own weights would make the sample too old.
 - Many answers go in one message, and the same message asks for as many new tasks. Where this host has rewards, or
   agents whose episodes judge themselves, its answers go with theirs.
 - An episode goes home as the tensors of its slot, by name; home checks them.
@@ -105,7 +107,7 @@ class Satellite(Actor):
     role = "satellite"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (
-        m.TaskRequest, m.DataGenerated, m.RewardComputed, m.ProbeDrawn,
+        m.TaskRequest, m.DataGenerated, m.RewardComputed, m.ProbeDrawn, m.WeightsPublished,
     )
 
     def setup(self) -> None:
@@ -277,11 +279,13 @@ class Satellite(Actor):
     # -- the local ring -----
 
     def _dispatch(self) -> int:
-        """Put tasks that wait into free slots, the most urgent first; a uid that is still here from before waits."""
+        """Put tasks that wait into free slots, the most urgent first; a uid that is still here from before waits, and
+        so does a task of a version that the relay of this host has not told of."""
+        known = self.ring.header(HeaderWord.VERSION)
         here = {one.uid for one in self.held.values() if one.slot >= 0} if self.waiting else set()
         done = 0
         for task in sorted(self.waiting.values(), key=lambda one: (-one.priority, one.admission, one.uid)):
-            if task.uid in here:
+            if task.uid in here or task.version > known:
                 continue
             here.add(task.uid)
             try:

@@ -21,7 +21,7 @@ from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import read_parts, write_parts, write_segment, write_text
 from busrl.roles.satellite import NAME_AFTER, RESEND_S, Satellite
-from busrl.states import Fate
+from busrl.states import Fate, HeaderWord
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 ROWS = 4
@@ -114,6 +114,18 @@ def test_tasks_whose_lease_has_ended_leave_the_queue_of_the_host(away: Away) -> 
     away._report_dropped()
     assert not away.held and away.claim(2) == 2
     assert len(away.keeper.desk.leases) == 2, "home counts what is alive, and gives no more than is asked for"
+
+
+def test_a_task_of_a_version_that_this_host_has_not_heard_of_waits_for_the_word_and_no_longer(away: Away) -> None:
+    away.keeper.ring.set_header(HeaderWord.VERSION_STEP, 1)
+    away.keeper.ring.set_header(HeaderWord.VERSION, 7)
+    assert away.claim(2) == 0 and len(away.waiting) == 2
+    away.ring.set_header(HeaderWord.VERSION_STEP, 1)  # as the relay does
+    away.ring.set_header(HeaderWord.VERSION, 7)
+    away._dispatch()
+    lines = away.ring.lines()
+    queued = lines[lines["state"] == State.QUEUED]
+    assert queued["version"].tolist() == [7, 7] and queued["step"].tolist() == [1, 1] and not away.waiting
 
 
 def test_a_task_that_an_engine_has_when_it_is_lost_is_not_counted_against_what_is_claimed(away: Away) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from busrl.roles.learner.groups import claim_groups
 from busrl.roles.probes import Prober
 from busrl.roles.rollout import Pace, Rollout
 from busrl.scheduling.admission import derive
+from busrl.states import HeaderWord
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12
@@ -359,3 +361,28 @@ def test_an_answer_for_which_there_is_no_memory_stays_claimed_and_is_committed_w
     monkeypatch.setattr(worker, "write_or_wait", until_written)
     worker.run()
     assert tries == [State.GENERATING] * 2 and shown(rings[0], 1) == (State.GENERATED, 1, EOS, 3)
+
+
+def test_a_sample_that_needs_weights_published_while_it_was_claimed_stays_in_the_queue(
+    rings: list[Ring], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = rings[0]
+    derived = dataclasses.replace(topology().derived, limits=derive("sync", 1, 0, 4))
+    worker = Worker(dataclasses.replace(topology(), derived=derived), ring, PlannedEngine(4, script=says({0: "ab$"})))
+    worker._behind_since, worker.receiver = math.inf, SimpleNamespace(newest=lambda: (0, 0))  # type: ignore[assignment]
+    claim = worker.intake._claim
+
+    def late(room: int) -> tuple[list[tuple[int, int]], bool]:
+        """The learner publishes, and the scheduler dispatches, between the look at the version and the claim."""
+        ring.set_header(HeaderWord.VERSION_STEP, 1)
+        ring.set_header(HeaderWord.VERSION, 1)
+        dispatch(ring, [0], step=1, version=1)
+        return claim(room)
+
+    monkeypatch.setattr(worker.intake, "_claim", late)
+    assert not worker._take() and shown(ring, 0)[0] == State.QUEUED
+    monkeypatch.undo()
+    assert not worker._take(), "it has the old weights still"
+    worker.weights(1, 1)
+    worker.run()
+    assert shown(ring, 0) == (State.GENERATED, 1, EOS, 3) and line(ring, 0)["step"] == 1

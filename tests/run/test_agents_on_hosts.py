@@ -11,7 +11,7 @@ from checks import check_end
 from harness import ROOT, Run, beside, read_lines, running
 from hosts import Home, Host
 from test_agents_in_a_run import AGENTS
-from test_serve_in_a_run import CLIENT, SERVE, post
+from test_serve_in_a_run import CLIENT, SERVE, claim
 
 from busrl.ledger.wal import SampleRecord, Wal
 
@@ -142,10 +142,7 @@ def test_samples_that_no_client_of_a_host_asks_for_any_more_are_played_at_home(
     with running(home), running(host):
         told = host.told("serve-0")
         root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
-        claimed: list[str] = []
-        while not claimed:  # home's agent asks for samples too
-            _, found = post(f"{root}/busrl/v1/episodes", key, {"n": 4, "wait_s": 30})
-            claimed = [one["episode"] for one in found]
+        claimed = [one["episode"] for one in claim(root, key, 4)]
         assert home.wait() == 0, home.tail()  # with the silent client's samples, in the order of their draws
         assert host.wait(30) == 0, host.tail()
     check_end(home, 0)

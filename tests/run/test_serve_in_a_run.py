@@ -29,6 +29,15 @@ def post(url: str, key: str, body: Any) -> tuple[int, Any]:
         return problem.code, json.load(problem)["error"]
 
 
+def claim(root: str, key: str, count: int) -> list[dict[str, Any]]:
+    """Up to so many episodes, as soon as the run has one: its learner may still be starting."""
+    found: list[dict[str, Any]] = []
+    while not found:
+        status, found = post(f"{root}/busrl/v1/episodes", key, {"n": count, "wait_s": 10})
+        assert status == 200, found
+    return found
+
+
 def clients(run: Run) -> AbstractContextManager[None]:
     """The example's program, which ends with the run."""
     return beside(sys.executable, CLIENT, run.directory)
@@ -43,8 +52,8 @@ def test_clients_over_http_train_a_run_and_a_silent_one_loses_its_episode(tmp_pa
         root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
         assert Path(told["key"]).stat().st_mode & 0o777 == 0o600
         assert post(f"{root}/busrl/v1/episodes", "wrong", {})[0] == 401
-        status, claimed = post(f"{root}/busrl/v1/episodes", key, {"n": 3, "wait_s": 30})
-        assert status == 200 and 1 <= len(claimed) <= 3 and {one["class"] for one in claimed} == {"train"}
+        claimed = claim(root, key, 3)
+        assert 1 <= len(claimed) <= 3 and {one["class"] for one in claimed} == {"train"}
         first, silent = claimed[0], claimed[-1]
         end = f"{root}/busrl/v1/episodes/{first['episode']}/end"
         assert post(end, first["api_key"], {})[1]["param"] == "reward"
@@ -84,7 +93,7 @@ def test_a_stream_brings_text_while_the_engine_draws(tmp_path: Path, quickstart:
     with running(run):
         told = run.told("serve-0")
         root, key = told["base_url"].removesuffix("/v1"), Path(told["key"]).read_text()
-        _, [claimed] = post(f"{root}/busrl/v1/episodes", key, {"n": 1, "wait_s": 30})
+        [claimed] = claim(root, key, 1)
         head = {"Authorization": f"Bearer {claimed['api_key']}"}
         body = {"prompt": claimed["task"]["prompt"], "stream": True, "stream_options": {"include_usage": True}}
         asked = urllib.request.Request(f"{root}/v1/completions", json.dumps(body).encode(), head)
