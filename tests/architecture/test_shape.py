@@ -226,3 +226,11 @@ def test_inside_a_package_imports_follow_its_arrows(package: str) -> None:
         used = {name.removeprefix(within).split(".")[0] for name in imports(path, True) if name.startswith(within)}
         beyond = used & set(arrows) - {own} - set(arrows[own].split())
         assert not beyond, f"{path.name} of {package} imports {sorted(beyond)}"
+
+
+def test_what_tests_import_from_beside_them_has_a_name_of_its_own() -> None:
+    """Those folders stand on one path: of two modules of a name, tests would get that which was put there last."""
+    beside = [path for path in HERE.parent.glob("*/*.py") if not path.name.startswith(("test_", "conftest", "__init__"))]
+    programs = {path.stem for path in (HERE.parents[1] / "tools").rglob("*.py")}
+    names = [path.stem for path in beside]
+    assert not {one for one in names if names.count(one) > 1 or one in programs}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checks import check_end
 from harness import ROOT, Run, beside, read_lines, running
-from hosts import Home, Host
+from host_scene import Home, Host
 from test_agents_in_a_run import AGENTS
 from test_serve_in_a_run import CLIENT, SERVE, claim
 

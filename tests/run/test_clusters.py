@@ -19,7 +19,7 @@ import psutil
 import pytest
 from checks import check_end
 from harness import ROOT, Run, running
-from hosts import Home
+from host_scene import Home
 from test_placement import HOST, said, start
 
 RAY_PYTHON = ROOT / ".venv" / "ray" / "bin" / "python"  # of `make ray-env`

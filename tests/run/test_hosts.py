@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checks import check_end
 from harness import running
-from hosts import Cable, Home, Host
+from host_scene import Cable, Home, Host
 
 from busrl import keys
 from busrl.ring import Ring

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from checks import check_end
 from harness import ROOT, read_lines, running
-from hosts import Home, free_ports
+from host_scene import Home, free_ports
 
 from busrl import keys
 from busrl.paths import RunPaths

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from checks import check_end
 from harness import Run, read_lines, running
-from hosts import Cable, Home, Host
+from host_scene import Cable, Home, Host
 
 FIRST = ("learner.deterministic=true", "weights.mode=sync", "validation.data=", "learner.checkpoint_every=2")
 
