@@ -230,7 +230,7 @@ def test_inside_a_package_imports_follow_its_arrows(package: str) -> None:
 
 def test_what_tests_import_from_beside_them_has_a_name_of_its_own() -> None:
     """Those folders stand on one path: of two modules of a name, tests would get that which was put there last."""
-    beside = [path for path in HERE.parent.glob("*/*.py") if not path.name.startswith(("test_", "conftest", "__init__"))]
+    found = [path.stem for path in HERE.parent.glob("*/*.py")]
+    names = [stem for stem in found if not stem.startswith(("test_", "conftest", "__init__"))]
     programs = {path.stem for path in (HERE.parents[1] / "tools").rglob("*.py")}
-    names = [path.stem for path in beside]
     assert not {one for one in names if names.count(one) > 1 or one in programs}
