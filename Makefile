@@ -36,7 +36,7 @@ test: $(STAMP)/test ## lint, types, C++ tests and the Python tests (under 12 min
 	@$(MAKE) --no-print-directory -j2 -Otarget lint cpp
 	$(PYTEST) -m "not long and not slow and not soak and not vllm" --durations=40
 
-test-runs: $(STAMP)/test ## whole runs that other tests have the parts of: kills, a full disk, lost messages, examples
+test-runs: $(STAMP)/test ## whole runs and many processes, of which other tests have the parts: kills, a full disk, lost messages, examples
 	$(PYTEST) -m "long and not slow and not soak and not vllm" $$(grep -rl --include='*.py' 'mark\.long' tests)
 
 test-all: browser agents-env openenv-env atropos-env ray-env slurm test test-runs model storm sanitize aarch64 vllm-test ## the slower tests, mutants, models, a long storm, sanitizers, aarch64, fuzzing, vLLM

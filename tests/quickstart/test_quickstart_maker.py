@@ -65,6 +65,7 @@ def test_a_warm_up_that_misses_its_mark_is_an_error_and_leaves_nothing(
     assert cache.paths(SHORT.name) is None
 
 
+@pytest.mark.long
 def test_a_terminated_maker_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "busrl.quickstart"]

@@ -173,6 +173,7 @@ def test_home_numbers_the_starts_of_its_hosts_upwards_whoever_dies_and_whatever_
         assert lives == sorted(set(lives)) and lives[3] > 10**6, lives
 
 
+@pytest.mark.long
 def test_over_slow_links_home_sends_a_version_once_and_a_killed_host_costs_only_what_was_in_flight(
     tmp_path: Path,
 ) -> None:

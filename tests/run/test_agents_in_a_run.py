@@ -79,6 +79,7 @@ def children_of(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.long
 def test_a_run_of_conversations_trains_each_as_one_sequence_of_exact_ids(
     chat_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

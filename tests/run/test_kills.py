@@ -27,6 +27,7 @@ def survive(
     check_tokens(run, undisturbed(steps))
 
 
+@pytest.mark.long
 def test_a_run_survives_a_death_of_each_process(tmp_path: Path, undisturbed: Callable[[int], int]) -> None:
     survive(tmp_path, ROLES, 1, 0, STEPS // 2, undisturbed)
 

@@ -19,6 +19,7 @@ SCRIPTED = [
 ]
 
 
+@pytest.mark.long
 def test_scripted_actors_feed_a_real_learner_and_load_no_torch(tmp_path: Path, quickstart: None) -> None:
     run = Run(tmp_path / "run", *SCRIPTED, config=ROOT / "configs" / "scripted.toml", steps=12)
     with running(run):
@@ -79,6 +80,7 @@ def admitted(run: Run) -> int:
         ring.close()
 
 
+@pytest.mark.long
 def test_prompts_that_have_not_arrived_are_not_dispatched_not_by_a_successor_either(
     tmp_path: Path, quickstart: None
 ) -> None:

@@ -21,6 +21,7 @@ def busrl(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_children_end_with_a_killed_launch_and_the_next_start_adopts_the_ring(
     tmp_path: Path, undisturbed: Callable[[int], int]
 ) -> None:

@@ -59,6 +59,7 @@ def test_each_line_of_the_pace_ends_with_what_the_engine_tells_of_itself(
     assert (one["errors"], two["errors"], two["waiting"], two["version"]) == (0, 2, 1, 7)
 
 
+@pytest.mark.long
 def test_a_real_run_can_be_fitted_and_simulated(tmp_path: Path) -> None:
     ensure("tiny:sort")
     with running(Run(tmp_path / "run", "process.validator.count=0", steps=24)) as run:

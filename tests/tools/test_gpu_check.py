@@ -59,6 +59,7 @@ def check(function: str, seconds: float = 60.0) -> gpu_check.Check:
     return gpu_check.Check("tried", "a check", function, seconds)
 
 
+@pytest.mark.long
 def test_a_check_that_fails_or_hangs_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "gpucheck_tried.py").write_text(
         "import time\n"

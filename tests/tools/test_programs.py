@@ -44,6 +44,7 @@ print(json.dumps(failed))
 """
 
 
+@pytest.mark.long
 def test_each_program_starts_and_tells_its_arguments() -> None:
     ours = [str(path) for path in PARSES if not any(f"import {name}" in path.read_text() or f"from {name}" in
             path.read_text() for name in RIVALS)]

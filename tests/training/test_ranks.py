@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from busrl.algorithms import diagnostics
 from busrl.config.memory import Work, learner_sum
 from busrl.training import optimizers
 from busrl.training.ranks import mesh
@@ -21,6 +22,7 @@ from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)
 LIMIT_S = 900
+COUNTS = [diagnostics.FIELDS.index(name) for name in ("clip_low", "clip_high", "dual")]  # of tokens beyond a bound
 
 
 def run_ranks(folder: Path, world: int, steps: int, families: Sequence[str]) -> None:
@@ -109,7 +111,10 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
         if kind in ("bfloat16", "lora16"):
             losses, norms = (5e-3, 1e-2) if layout.tensor > 1 else (1e-3, 1e-4)  # sums over a cut layer are rounded
             assert all(one.dtype == np.float32 for one in found["weights"].values()), "trained in float32"
-            np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=losses, atol=1e-3)
+            of_tokens, of_one = (np.delete(one["losses"], COUNTS, 1) for one in (found, expected))
+            np.testing.assert_allclose(of_tokens, of_one, rtol=losses, atol=1e-3)
+            clipped, of_one = (np.array(one["losses"])[:, COUNTS] for one in (found, expected))
+            np.testing.assert_allclose(clipped, of_one, atol=1, err_msg="one at a bound may fall to its other side")
             np.testing.assert_allclose(found["norms"], expected["norms"], rtol=norms)
         elif kind == "adamw8bit":
             assert_nearly_equal(found, expected)
@@ -140,6 +145,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
     as_one_rank(tmp_path, 2, 3, SOME)
 

@@ -274,6 +274,7 @@ def killed_while_writing(lab: Any, root: Path, moments: int) -> None:
         writers.kill()
 
 
+@pytest.mark.long
 def test_killed_while_it_is_written_the_newest_whole_one_loads(lab: Any, tmp_path: Path) -> None:
     killed_while_writing(lab, tmp_path, 1)
 

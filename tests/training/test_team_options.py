@@ -163,6 +163,7 @@ SLOW = ("adapter", "adapter and its base in columns", "reference")
 @pytest.mark.parametrize("kind", [
     "adapter and its base", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW),
 ])
+@pytest.mark.long
 def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: Any, tmp_path: Path) -> None:
     lora = LoraSettings(4, 2.0, ("q_proj", "down_proj"), seed=5) if kind != "reference" else None
     reference = changed(lab, tmp_path / "reference") if kind == "reference" else None
@@ -222,6 +223,7 @@ def a_step_with_values(trainer: Any, lab: Any, seed: int) -> Any:
     return trainer.step(1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_value_head_over_ranks_is_that_of_one(tensor: int, lab: Any, tmp_path: Path) -> None:
     more = {**SETTINGS, "loss": "ppo_clip", "value": gae.ValueSettings(coef=0.5)}

@@ -125,6 +125,7 @@ def test_a_killed_member_is_not_waited_for_and_its_successor_joins(
     successor.until(3)
 
 
+@pytest.mark.long
 def test_a_stopped_member_holds_up_the_others_for_a_while_only_and_may_come_back(
     sender: BroadcastSender, cast: Cast, missing: list[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_one_that_falls_while_it_joins_costs_the_others_at_most_the_timeout(
     third.until(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("point", "how"), cases(*LEARNER))
 def test_engines_outlive_a_learner_that_falls_and_follow_the_next_one(
     tmp_path: Path, start: Start, point: str, how: signal.Signals
