@@ -446,7 +446,7 @@ def remove_runtime_dir(paths: RunPaths) -> None:
 def _write_files(paths: RunPaths, topology: Topology, uuid: bytes, before: dict[str, Any]) -> dict[Path, bytes]:
     source = Path(topology.source)
     if topology.source and source.is_file() and source.resolve() != paths.topology_file:
-        shutil.copyfile(source, paths.topology_file)
+        files.replace(paths.topology_file, source.read_bytes())
     info = {
         "run_id": before.get("run_id") or f"{topology.run.name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.hex()[:4]}",
         "ring": paths.ring_name, "calls": paths.calls_name if topology.derived.call_slots else "",

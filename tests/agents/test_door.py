@@ -475,7 +475,7 @@ def test_hostile_bodies_are_answered_with_what_is_wrong_and_touch_no_other_episo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.dictionaries(FIELDS, JSON, max_size=6) | JSON, min_size=100, max_size=100))
 def test_ten_thousand_bodies_crash_nothing(chats: Callable[[str], Renderer], some: list[Any]) -> None:

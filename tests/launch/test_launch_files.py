@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from busrl.errors import RunInUse
+from busrl import files
+from busrl.config import load
+from busrl.errors import DiskFull, RunInUse
 from busrl.launch import rundir
 from busrl.paths import RunPaths
 from busrl.ring import OfdLock, Ring, RingGuard
 
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 MODES = {"keeper": "well", "learner": "learner"}
+
+
+def test_a_start_on_a_full_disk_names_the_file_and_leaves_the_topology_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    paths, given = RunPaths.of(tmp_path), tmp_path / "given.toml"
+    shutil.copyfile(QUICKSTART, given)
+    paths.topology_file.write_text("# of before\n")
+    monkeypatch.setattr(files, "write_all", full)
+    with pytest.raises(DiskFull, match=r"topology\.toml: no space for \d+ bytes.*make space"):
+        rundir._write_files(paths, load(given), bytes(16), {})
+    assert paths.topology_file.read_text() == "# of before\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given.toml", "topology.toml"]
 
 
 def test_a_removed_lock_is_made_again_and_a_second_launch_is_refused(scripted):

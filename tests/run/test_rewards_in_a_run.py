@@ -83,7 +83,7 @@ def reward_run(tmp_path: Path, reward: str, steps: int, *settings: str) -> Run:
     topology = own.make_all(tmp_path / "mine", "llama", reward)
     run = Run(tmp_path / "run", "reward.timeout_s=1", *settings, config=topology, steps=steps)
     with running(run):
-        code = run.wait()
+        code = run.wait(400)  # some of them cost a new process, and a second, for each of their samples
     assert code == 0, run.tail()
     report = run.audit()
     assert not report.errors and report.counts.lost == 0 and report.counts.trained_twice == 0, report
@@ -117,6 +117,7 @@ def test_a_reward_that_breaks_all_the_time_does_not_flood_and_every_one_is_count
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_a_reward_that_forks_eats_memory_prints_and_writes_garbage_costs_only_its_own_samples(tmp_path: Path) -> None:
     run = reward_run(tmp_path, HOSTILE, 10, "reward.memory_mb=1000")
     told = [line["text"] for line in read_lines(run.paths.errors) if line["where"] == "reward"]
