@@ -34,7 +34,6 @@ from busrl.config.hosts import SILENT, claimed_from
 from busrl.errors import BadEndpoint, WeightsRefused, WeightsTimeout
 from busrl.keys import ClientKeys, Pair
 from busrl.protocol import hosts as h
-from busrl.protocol import messages as m
 from busrl.roles import host_log
 from busrl.roles.actor import Actor
 from busrl.states import PAUSE_STARTING, HeaderWord, RunPhase
@@ -334,13 +333,10 @@ class Away:
         elif self.state is not None and state.topology != self.state.topology:
             self._end("the topology of the run has changed")
         else:
-            self.state, known = state, self.ring.header(HeaderWord.VERSION)
+            self.state = state
             for word in (HeaderWord.STEP, HeaderWord.VERSION_STEP, HeaderWord.VERSION):
                 self.ring.set_header(word, getattr(state, word.value))
             self.ring.set_header(HeaderWord.GENERATION_PAUSE, state.pause & ~PAUSE_STARTING)
-            if state.version > known:  # tasks may wait for the word
-                kind = self.topology.weights.transport
-                self.actor.bus.send(m.WeightsPublished(version=state.version, step=state.version_step, transport=kind))
             if state.over:
                 self.ring.set_header(HeaderWord.RUN_STATE, RunPhase.FINISHING)
 

@@ -107,7 +107,7 @@ class Satellite(Actor):
     role = "satellite"
     singleton = True
     subscribe: ClassVar[tuple[type[m.Message], ...]] = (
-        m.TaskRequest, m.DataGenerated, m.RewardComputed, m.ProbeDrawn, m.WeightsPublished,
+        m.TaskRequest, m.DataGenerated, m.RewardComputed, m.ProbeDrawn,
     )
 
     def setup(self) -> None:

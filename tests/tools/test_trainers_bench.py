@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools" / "bench"))  # behind all others: both have a `hosts`
+sys.path.insert(0, str(ROOT / "tools" / "bench"))
 import trainers
 
 OPTIONS = argparse.Namespace(

@@ -72,6 +72,14 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(found["weights"][name], weight, atol=5e-5, err_msg=name)
 
 
+def assert_rounded(found: np.ndarray, expected: np.ndarray, rtol: float, cut: bool) -> None:
+    """Sums of a step. Where layers are `cut`, a token at a bound of the clip may fall to its other side."""
+    near = np.isclose(found, expected, rtol=rtol, atol=1e-3)
+    if cut:
+        near[:, COUNTS] |= abs(found - expected)[:, COUNTS] <= 1
+    assert near.all(), (found[~near], expected[~near])
+
+
 def assert_nearly_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Eight bits are by blocks of a part: those of several ranks are others than those of one, a little."""
     np.testing.assert_allclose(found["losses"], np.array(expected["losses"]), rtol=1e-2, atol=1e-2)
@@ -111,10 +119,7 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
         if kind in ("bfloat16", "lora16"):
             losses, norms = (5e-3, 1e-2) if layout.tensor > 1 else (1e-3, 1e-4)  # sums over a cut layer are rounded
             assert all(one.dtype == np.float32 for one in found["weights"].values()), "trained in float32"
-            of_tokens, of_one = (np.delete(one["losses"], COUNTS, 1) for one in (found, expected))
-            np.testing.assert_allclose(of_tokens, of_one, rtol=losses, atol=1e-3)
-            clipped, of_one = (np.array(one["losses"])[:, COUNTS] for one in (found, expected))
-            np.testing.assert_allclose(clipped, of_one, atol=1, err_msg="one at a bound may fall to its other side")
+            assert_rounded(np.array(found["losses"]), np.array(expected["losses"]), losses, layout.tensor > 1)
             np.testing.assert_allclose(found["norms"], expected["norms"], rtol=norms)
         elif kind == "adamw8bit":
             assert_nearly_equal(found, expected)

@@ -160,10 +160,10 @@ def changed(lab: Any, folder: Path) -> Path:
 SLOW = ("adapter", "adapter and its base in columns", "reference")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [
     "adapter and its base", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW),
 ])
-@pytest.mark.long
 def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: Any, tmp_path: Path) -> None:
     lora = LoraSettings(4, 2.0, ("q_proj", "down_proj"), seed=5) if kind != "reference" else None
     reference = changed(lab, tmp_path / "reference") if kind == "reference" else None
