@@ -9,12 +9,14 @@ was written. Knows nothing of runs.
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,51 +25,72 @@ from busrl.config.pretrained import context_of, model_facts, read_config, usual_
 from busrl.data.chat import template_of
 from busrl.data.sources import Event, Job, Source, format_of
 from busrl.errors import UserError
+from busrl.rewards.kinds import NUMBER
 
 TIMEOUT_S = 900.0
 MADE, HELD_OUT = 4_000, 200  # prompts
 ASK = "Think step by step, and end with the answer as a number."
 COLUMNS = ("question", "prompt", "problem")  # of a file with --data, the first that it has
-NUMBER_REWARD = '''\
-"""1 where the last number of an answer is the right one, which is the last number of the record's answer."""
-
+# The code below is the user's from then on, so it stands alone. It compares whole numbers or words at the end: neither
+# "12" for 2 nor a list of all numbers wins, and where a record has no right answer, nothing is right by accident.
+NUMBERS = f'''
 import re
 
-NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\\.[0-9]+)?")
+NUMBER = re.compile(
+    r"{NUMBER.pattern}"
+)
 
 
 def last_number(text):
     found = NUMBER.findall(str(text))
-    return float(found[-1].replace(",", "")) if found else None
+    return float(found[-1].replace(",", "").replace("\\u2212", "-")) if found else None
 
+
+def right_answer(record):
+    number = last_number(record["answer"])
+    if number is None:
+        raise ValueError(f"answer = {{record['answer']!r}} holds no number to compare with")
+    return number
+'''
+NUMBER_REWARD = f'''\
+"""1 where the last number of an answer is the right one, which is the last number of the record's answer."""
+{NUMBERS}
 
 def score(record, completion, token_ids):
-    given = last_number(completion)
-    return {"right": float(given is not None and given == last_number(record["answer"]))}
+    return {{"right": float(last_number(completion) == right_answer(record))}}
 '''
 TEXT_REWARD = '''\
 """What an answer is worth: change it to what you want. Here 1 where it ends with the record's answer, in any case."""
 
 
-def plain(text):
-    return " ".join(str(text).lower().split()).rstrip(".")
+def words(text):
+    return [word.lstrip('"([*').rstrip('.,;:!?")]*') or word for word in str(text).lower().split()]
+
+
+def right_answer(record):
+    right = words(record["answer"])
+    if not right:
+        raise ValueError(f"answer = {record['answer']!r} holds no word to compare with")
+    return right
 
 
 def score(record, completion, token_ids):
-    return {"right": float(plain(completion).endswith(plain(record["answer"])))}
+    right = right_answer(record)
+    return {"right": float(words(completion)[-len(right) :] == right)}
 '''
-AGENT = '''\
+AGENT = f'''\
 """An episode: as many calls of the model as it takes. What it returns is the reward; docs/agents.md tells of tools."""
-
+{NUMBERS}
 
 async def episode(task, llm):
-    """`task`: the line of the data. A second try is worth half as much."""
-    messages = [{"role": "user", "content": task["prompt"]}]
+    """`task`: the line of the data. A reply ends with its answer; a second try is worth half as much."""
+    right = right_answer(task)
+    messages = [{{"role": "user", "content": task["prompt"]}}]
     for worth in (1.0, 0.5):
         reply = await llm.chat(messages)
-        if str(task["answer"]) in (reply["content"] or ""):
+        if last_number(reply["content"] or "") == right:
             return worth
-        messages += [reply, {"role": "user", "content": "That is not right. Try once more."}]
+        messages += [reply, {{"role": "user", "content": "That is not right. Try once more."}}]
     return 0.0
 '''
 TOPOLOGY = """\
@@ -145,6 +168,7 @@ def init(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lines = _lines(options.data, folder / "all.jsonl", "" if code[1] is TEXT_REWARD else f"\n{ASK}")
+        _judged(lines, code[1], options.data)
         step = max(10, len(lines) // HELD_OUT)
         held_out = lines[::step][:HELD_OUT]
         train = [line for at, line in enumerate(lines) if at % step or at // step >= HELD_OUT]
@@ -221,6 +245,21 @@ def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
         problems = problems or [f"{place}: {rule}; {remedy}" for _, place, _, rule, remedy in event.problems[:1]]
     remedy = "" if data else ", or give a file of questions and answers with --data"
     raise UserError(f"{problems[0]}{remedy}")
+
+
+def _judged(lines: list[str], code: str, data: Path | None) -> None:
+    """UserError if an answer is none that the reward can compare with: each of its samples would be lost."""
+    written: dict[str, Any] = {}
+    exec(code, written)
+    faults = []
+    for line in lines:
+        try:
+            written["right_answer"](json.loads(line))
+        except ValueError as fault:
+            faults.append(str(fault))
+    if faults:
+        remedy = "correct or remove them" + ("" if code is TEXT_REWARD else ", or take `busrl init own`")
+        raise UserError(f"{data}: {len(faults)} of {len(lines)} rows cannot be judged: {faults[0]}; {remedy}")
 
 
 def _sources(data: Path | None, ask: str) -> Iterator[Source]:

@@ -13,6 +13,7 @@ the same file can be simulated, and be run by the scripted engine. Knows nothing
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,6 +167,7 @@ KINDS: tuple[tuple[str, float, float, tuple[str, ...]], ...] = (
 # A remark after the prompt, its share, and its effect.
 REMARKS = (("", 0.6, 0.0), (" Think step by step.", 0.2, 0.5), (" Answer briefly.", 0.2, -0.5))
 SIZES = 8  # a prompt holds 1 to SIZES numbers
+NUMBER = re.compile(r"[0-9]+")  # the last of a prompt stands for its answer: rewards need one that is not empty
 PER_SIZE = 0.12  # natural log per number
 
 
@@ -191,7 +193,9 @@ def make_trace(prompts: int, shape: Shape | None = None, seed: int = 0) -> list[
         arrivals = np.cumsum(random.exponential(1 / shape.arrivals_per_s, prompts)).tolist()
         clock = [round(at, 6) for at in arrivals]
     return [
-        TracedPrompt(text, _lengths(random, shape, (effect - mean) / deviation), tag=kind, arrival_s=at)
+        TracedPrompt(
+            text, _lengths(random, shape, (effect - mean) / deviation), NUMBER.findall(text)[-1], kind, arrival_s=at
+        )
         for (kind, text, effect), at in zip(texts, clock)
     ]
 

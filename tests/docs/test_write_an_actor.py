@@ -15,12 +15,16 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from busrl.bus import Endpoint, run_broker
+from busrl.config.pretrained import Vocabulary
+from busrl.data import JsonlStream
+from busrl.engines.scripted import Script
 from busrl.protocol import gateway as g
 from busrl.protocol import messages as m
 from busrl.protocol.codec import BY_NAME, topic
@@ -137,6 +141,36 @@ def ask_to_stop(how: str, bus: Endpoint, worker: subprocess.Popen[str]) -> None:
         bus.send(m.Stop(reason="enough"))
     else:
         worker.send_signal(signal.SIGTERM)
+
+
+def judge() -> Callable[[dict[str, Any], str], float]:
+    """The reward of step 5 alone."""
+    names: dict[str, Any] = {"re": re}
+    exec(re.findall(r"(def judge.*?\n)\n", program(), re.DOTALL)[0], names)
+    found: Callable[[dict[str, Any], str], float] = names["judge"]
+    return found
+
+
+@pytest.mark.parametrize(("answer", "completion", "worth"), [
+    ("12", "....|12", 1.0), ("12", "It is 12.", 1.0), (12, "12", 1.0), ("2", "12", 0.0), ("2", "-2", 0.0),
+    ("2", "0.2", 0.0), ("2", "", 0.0), ("2", "1 2 3", 0.0), ("a b", "c a b", 1.0), ("a b", "b", 0.0),
+])
+def test_the_reward_of_the_page_is_not_won_by_accident(answer: object, completion: str, worth: float) -> None:
+    assert judge()({"answer": answer}, completion) == worth
+
+
+def test_the_reward_of_the_page_refuses_an_empty_answer() -> None:
+    with pytest.raises(ValueError, match="no answer to compare with"):
+        judge()({"answer": ""}, "")
+
+
+def test_scripted_answers_differ_in_what_the_page_says_they_are_worth() -> None:
+    with JsonlStream(ROOT / "configs" / "scripted.jsonl", 0, False) as stream:
+        script = Script(stream, Vocabulary(1, (3, 4, 5, 6)), 4)
+        records = [stream.record(stream.item(draw)) for draw in range(64)]
+        groups = [{judge()(record, script.text(8 * draw + member, True)) for member in range(4)}
+                  for draw, record in enumerate(records)]
+    assert sum(len(worths) > 1 for worths in groups) > 32  # the others are flat by chance
 
 
 def test_the_worker_of_the_page_imports_nothing_of_busrl():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_folders import make
 from checks import check_end
 from harness import Run, running
+
+from busrl.cli import init
 
 
 def busrl(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,6 +33,25 @@ def questions(path: Path, count: int = 60, key: str = "question") -> Path:
     rows = [{key: f"What is {n} + {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def written(code: str) -> dict[str, Any]:
+    """The names in code that init writes."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+def played(record: dict[str, str], *replies: str) -> float:
+    """The reward of an episode in which the model says these."""
+    rest = list(replies)
+
+    class Model:
+        async def chat(self, messages: list[Any]) -> dict[str, Any]:
+            return {"role": "assistant", "content": rest.pop(0)}
+
+    found: float = asyncio.run(written(init.AGENT)["episode"](record, Model()))
+    return found
 
 
 def test_a_file_of_questions_becomes_a_folder_whose_topology_is_short_and_passes(model: Path, tmp_path: Path) -> None:
@@ -112,6 +135,54 @@ def test_what_is_missing_is_named_and_nothing_is_left(model: Path, tmp_path: Pat
     assert done.returncode == 2, done.stdout
     assert "pip install 'busrl[rewards]', or give a file of questions and answers with --data" in done.stderr
     assert not list(out.iterdir())
+
+
+WON_BY_ACCIDENT = [
+    ("2", "12"), ("2", "-2"), ("2", "0.2"), ("2", ".2"), ("5", "1e5"), ("2", "1, 2, 3, 4, 5"), ("2", "2 or 3"),
+    ("2", ""), ("2", "no idea"), ("1234", "1, 234"), ("-3", "5-3"),
+]
+
+
+@pytest.mark.parametrize(("answer", "completion"), WON_BY_ACCIDENT)
+def test_no_reward_that_init_writes_is_won_by_accident(answer: str, completion: str) -> None:
+    record = {"prompt": "?", "answer": answer}
+    for code in (init.NUMBER_REWARD, init.TEXT_REWARD):
+        assert written(code)["score"](record, completion, [])["right"] == 0.0, code
+        assert written(code)["score"](record, f"{completion} so it is {answer}.", [])["right"] == 1.0, code
+    assert played(record, completion, completion) == 0.0
+    assert played(record, completion, f"It is {answer}.") == 0.5
+    assert played(record, f"It is {answer}.") == 1.0
+
+
+@pytest.mark.parametrize(("answer", "completion", "worth"), [
+    ("New York", "It is in new york.", 1.0), ("New York", "York", 0.0), ("York", "Newyork", 0.0),
+    ("yes", "yes and no", 0.0), ("(a)", "I take **(a)**", 1.0),
+])
+def test_words_are_compared_whole_and_from_the_end(answer: str, completion: str, worth: float) -> None:
+    assert written(init.TEXT_REWARD)["score"]({"answer": answer}, completion, [])["right"] == worth
+
+
+@pytest.mark.parametrize("answer", ["", "   ", "unknown"])
+def test_a_record_that_cannot_be_judged_is_refused_and_never_right(answer: str) -> None:
+    codes = (init.NUMBER_REWARD, init.TEXT_REWARD) if not answer.strip() else (init.NUMBER_REWARD,)
+    for code in codes:
+        for completion in ("", "12", answer):
+            with pytest.raises(ValueError, match="to compare with"):
+                written(code)["score"]({"answer": answer}, completion, [])
+    with pytest.raises(ValueError, match="to compare with"):
+        played({"prompt": "?", "answer": answer}, "", answer)
+
+
+@pytest.mark.parametrize(("case", "says"), [
+    ("own", "holds no word"), ("gsm8k", "holds no number"), ("agents", "holds no number"),
+])
+def test_answers_that_nothing_can_be_compared_with_end_init(model: Path, tmp_path: Path, case: str, says: str) -> None:
+    data, out = questions(tmp_path / "q.jsonl"), tmp_path / "mine"
+    with data.open("a") as file:
+        file.write('{"question": "And what is nothing?", "answer": " "}\n')
+    done = busrl("init", case, "--model", model, "--out", out, "--data", data)
+    assert done.returncode == 2 and "q.jsonl: 1 of 61 rows cannot be judged: answer = ' '" in done.stderr, done.stderr
+    assert says in done.stderr and not list(out.iterdir())
 
 
 @pytest.mark.slow
