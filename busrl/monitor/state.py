@@ -123,7 +123,10 @@ class StepRecord(msgspec.Struct, frozen=True):
 
     step: Annotated[int, KNOWN]
     version: int = 0
+    time: float | None = None  # when its line was written, seconds since 1970
     reward: float = 0.0
+    reward_trained: float | None = None
+    reward_parts: dict[str, float] = {}  # mean of each part, over all samples that ended
     length_ended: float = 0.0
     length_mean: float = 0.0
     age_mean: float = 0.0
@@ -132,6 +135,9 @@ class StepRecord(msgspec.Struct, frozen=True):
     entropy: float = 0.0
     flat_share: float | None = None  # of the groups that ended
     cut_share: float | None = None  # of the trained answers
+    lr: float | None = None
+    grad_norm: float | None = None
+    kl: float | None = None  # to the reference model
     k3: float | None = None
     ess: float | None = None
     mismatch: float | None = None  # between the log-probabilities of engine and trainer, per token
@@ -149,6 +155,11 @@ class StepRecord(msgspec.Struct, frozen=True):
     def length(self) -> float:
         """Mean tokens of an answer: of all that ended, where that is known."""
         return self.length_ended or self.length_mean
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the step's samples in a second of the time since the step before."""
+        return self.tokens / self.seconds if self.seconds > 0 else None
 
 
 class MetricsLine(StepRecord, frozen=True):
@@ -168,6 +179,7 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
     mean: float | None = None  # none of its samples was judged
     samples: int = 0
     set: str = ""  # its name; "" is [validation] itself
+    time: float | None = None  # when its line was written, seconds since 1970
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -641,9 +653,13 @@ def step_of(update: m.LearnerStateUpdate) -> StepRecord:
     own = {name: getattr(update, name) for name in IN_UPDATE}
     more = {name: update.metrics[name] for name in StepRecord.__struct_fields__ if name in update.metrics}
     by: dict[str, dict[str, float]] = {}  # from by/TAG/NAME among the numbers; a tag may have slashes of its own
+    parts: dict[str, float] = {}  # from reward_parts/NAME
     for name, value in update.metrics.items():
         if name.startswith("by/") and name.count("/") > 1:
             tag, _, figure = name.removeprefix("by/").rpartition("/")
             by.setdefault(tag, {})[figure] = value
-    known: dict[str, Any] = {**more, **own, "by": by}
+        elif name.startswith("reward_parts/"):
+            parts[name.partition("/")[2]] = value
+    sent = update.time_ns / 1e9 or None
+    known: dict[str, Any] = {"time": sent, **more, **own, "by": by, "reward_parts": parts}
     return StepRecord(**known)

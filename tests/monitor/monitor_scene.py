@@ -123,6 +123,8 @@ def metrics_line(step: int) -> bytes:
     row = {
         "step": step, "version": step + 1, "cause": "count", "seconds": 0.5, "groups": 8, "samples": 32, "tokens": 900,
         "reward": step / 100, "length_mean": 20.0, "length_ended": 21.0 - step / 10, "age_mean": 0.5, "age_p95": 1.0,
-        "age_max": 2, "entropy": 0.7, "set_aside": {"f": 1}, "wait_s": {},
+        "age_max": 2, "entropy": 0.7, "set_aside": {"f": 1}, "wait_s": {}, "time": 1_700_000_000.0 + 0.5 * step,
+        "reward_trained": step / 200, "lr": 1e-6, "grad_norm": 0.1, "flat_share": 0.25, "cut_share": 0.0, "k3": 1e-5,
+        "ess": 0.99, "mismatch": 1e-6, "n_min": 8.0, "reward_parts": {"exact": step / 100, "format": 1.0},
     }
     return json.dumps(row).encode() + b"\n"

@@ -16,9 +16,16 @@ from test_monitor_web import Site
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")]
 Start = Callable[..., "subprocess.Popen[str]"]
 EVIL = "<img src=x onerror='window.taken = 1'><script>window.taken = 2</script><b>bold</b>"
-PANELS = ("flow", "processes", "waits", "ring", "versions", "charts", "timeline", "samples", "bus", "errors")
+PANELS = ("flow", "charts", "samples", "errors", "processes", "waits", "ring", "versions", "timeline", "bus")
 COUNT = "document.querySelectorAll('{}').length"
-DRAWN = f"{COUNT.format('#graph .name')} >= 4 && {COUNT.format('.plot canvas')} === 6"
+SHOWN = [
+    "reward", "parts of the reward", "length, tokens", "tokens trained per second", "learning rate",
+    "gradient norm before clipping", "flat groups and cut answers, share", "KL, nats per token",
+    "entropy, nats per token", "effective sample size, share", "age, steps", "log-prob. difference engine/trainer",
+]
+PLOT_NAMES = "[...document.querySelectorAll('.plot:not([hidden]) h3')].map((head) => head.firstChild.textContent)"
+DRAWN = f"{COUNT.format('#graph .name')} >= 4 && {PLOT_NAMES}.length === {len(SHOWN)}"
+REWARD = "charts.plots[1]"
 BEYOND = """PANELS.map((id) => [id, $(id).getBoundingClientRect(), $(id).offsetHeight])
   .filter(([id, box, height]) => box.right > innerWidth || !height).map(([id]) => id)"""
 NAMES = "[...document.querySelectorAll('#graph .name')].map((one) => one.textContent)"
@@ -79,9 +86,9 @@ def test_it_goes_by_keyboard(scene: Scene, started: Start) -> None:
         assert await page.value("document.getElementById('help').open")
         await page.press("Escape")
         assert not await page.value("document.getElementById('help').open")
-        await page.value("document.querySelector('.plot').focus()")
+        await page.value(f"{REWARD}.place.focus()")
         await page.press("ArrowLeft")
-        assert "step 39: 0.390" in await page.value("document.querySelector('.plot').getAttribute('aria-label')")
+        assert "step 39: all 0.39, trained 0.195" in await page.value(f"{REWARD}.place.getAttribute('aria-label')")
         await page.until("timeline.lines.length === 1")
         await page.value("timeline.canvas.focus()")
         await page.press("ArrowLeft")
@@ -114,6 +121,73 @@ def test_what_does_not_move_is_red_and_what_comes_is_drawn(scene: Scene, started
         assert await page.value(red) == "rgb(195, 38, 29)"
         with open(scene.paths.metrics, "ab") as file:
             file.write(metrics_line(41))
-        await page.until("charts.plots[0].plot.data[0].at(-1) === 41")
+        await page.until("charts.plots[1].plot.data[0].at(-1) === 41")
+
+    visit(scene, started, look)
+
+
+def choose(name: str, value: str) -> str:
+    """A script that sets a choice of the curves as a person does."""
+    how = "checked = true" if not value else f"value = '{value}'"
+    box = f"choices.elements['{name}']"
+    return f"{box}.{how}; {box}.dispatchEvent(new Event('change', {{bubbles: true}}))"
+
+
+def test_curves_without_news_are_left_out_and_validation_comes_first(scene: Scene, started: Start) -> None:
+    async def look(page: Page, url: str) -> None:
+        assert await page.value(PLOT_NAMES) == SHOWN  # no validation yet, n_min never moves, no KL to a reference
+        with open(scene.paths.validation, "a") as file:
+            for name in ("", "hard"):
+                row = {"round": 10, "version": 10, "val/reward": 0.25, "samples": 4, "time": 1_700_000_005.0}
+                file.write(json.dumps({**row, **({"set": name} if name else {})}) + "\n")
+        await page.until(f"{PLOT_NAMES}[0] === 'validation, mean reward'")
+        label = await page.value("charts.plots[0].place.getAttribute('aria-label')")
+        assert label == "validation, mean reward, step 10: validation 0.25, hard 0.25"
+        assert "exact 0.4, format 1" in await page.value("charts.plots[2].place.getAttribute('aria-label')")
+
+    visit(scene, started, look)
+
+
+def test_curves_are_smoothed_logarithmic_and_over_the_clock(scene: Scene, started: Start) -> None:
+    async def look(page: Page, url: str) -> None:
+        await page.value(choose("window", "5"))
+        smooth, raw = await page.value(f"[1, 3].map((at) => {REWARD}.plot.data[at].at(-1))")
+        assert (round(smooth, 6), raw) == (0.38, 0.4)  # the mean of steps 36 to 40, and step 40
+        await page.value(choose("over", "time"))
+        assert await page.value(f"{REWARD}.plot.data[0].at(-1)") == 1_700_000_020.0
+        await page.value(choose("log", ""))
+        assert await page.value(f"{REWARD}.plot.scales.y.distr") == 3
+        assert await page.value("charts.plots[7].plot.data[2].every((share) => share === null)")  # no logarithm of 0
+
+    visit(scene, started, look)
+
+
+def test_errors_of_an_earlier_start_stand_apart(scene: Scene, started: Start) -> None:
+    earlier = {"time": json.loads(scene.paths.run_json.read_text())["started"] - 50, "process": "learner",
+               "severity": "error", "where": "learner", "text": "of yesterday", "trace": ""}
+    with open(scene.paths.errors, "a") as file:
+        file.write(json.dumps(earlier) + "\n")
+
+    async def look(page: Page, url: str) -> None:
+        await page.until(TEXT.format("#errors-now") + ".includes('sample 7 is poison')")
+        assert "of yesterday" not in await page.value(TEXT.format("#errors-now"))
+        assert "of yesterday" in await page.value(TEXT.format("#errors-before ul"))
+        assert await page.value(TEXT.format("#errors-before summary")) == "1 before this start of the run"
+
+    visit(scene, started, look)
+
+
+def test_on_a_phone_a_finger_reaches_every_panel(scene: Scene, started: Start) -> None:
+    async def look(page: Page, url: str) -> None:
+        await page.look(390, 844, "light")
+        await page.open(url)
+        await page.until(DRAWN)
+        heights = await page.value("[...document.querySelectorAll('nav button')].map((one) => one.offsetHeight)")
+        assert len(heights) == len(PANELS) and min(heights) >= 40
+        for at, panel in enumerate(PANELS):
+            await page.value(f"document.querySelectorAll('nav button')[{at}].click()")
+            assert await page.value("document.activeElement.id") == panel
+        assert await page.value("$('charts').offsetTop < $('flow').offsetTop")
+        assert await page.value("$('bus').querySelector('details').open")
 
     visit(scene, started, look)

@@ -1,5 +1,5 @@
 "use strict";
-// Drawings of the page: the run as a graph, charts over steps, the last minutes. Texts are set as text, never as markup.
+// Drawings of the page: the run as a graph, curves over steps or time, the last minutes. Texts are set as text, never as markup.
 
 const make = (space) => (tag, attributes = {}, ...children) => {
   const made = space ? document.createElementNS(space, tag) : document.createElement(tag);
@@ -166,68 +166,146 @@ class Graph {
   }
 }
 
-// -- charts over steps ---------------------------------------------------------------------------------------------
+// -- curves over steps or time ---------------------------------------------------------------------------------------
 
+// A curve is a column of the steps and its label. `rounds`: those of validation, by set; `parts`: a curve for each part of
+// the reward; `moves`: shown only where it is not the same all the time.
 const PLOTS = [
-  { name: "reward", of: ["reward"], digits: 3 }, { name: "length, tokens", of: ["length"], digits: 1 },
-  { name: "entropy", of: ["entropy"], digits: 3 },
-  { name: "threshold n_min", of: ["n_min", "control_n_min"], digits: 0, also: "controller" },
-  { name: "age, steps", of: ["age_mean", "age_max"], digits: 2, also: "max" },
-  { name: "log-prob. difference engine/trainer", of: ["mismatch"], digits: 5 },
+  { name: "validation, mean reward", rounds: true },
+  { name: "reward", of: [["reward", "all"], ["reward_trained", "trained"]] },
+  { name: "parts of the reward", parts: true },
+  { name: "length, tokens", of: [["length", ""]] },
+  { name: "tokens trained per second", of: [["tokens_per_s", ""]] },
+  { name: "learning rate", of: [["lr", ""]] },
+  { name: "gradient norm before clipping", of: [["grad_norm", ""]] },
+  { name: "flat groups and cut answers, share", of: [["flat_share", "flat"], ["cut_share", "cut"]] },
+  { name: "KL, nats per token", of: [["kl", "to the reference"], ["k3", "sampled to trained (k3)"]] },
+  { name: "entropy, nats per token", of: [["entropy", ""]] },
+  { name: "effective sample size, share", of: [["ess", ""]] },
+  { name: "age, steps", of: [["age_mean", "mean"], ["age_max", "oldest"]] },
+  { name: "log-prob. difference engine/trainer", of: [["mismatch", ""]] },
+  { name: "threshold n_min, groups", of: [["n_min", "in force"], ["control_n_min", "controller"]], moves: true },
 ];
+const MOST_STEPS = 4096, DAY_S = 86400;
+
+function smoothed(values, window) {
+  const recent = [];
+  let sum = 0;
+  return values.map((value) => {
+    if (!known(value)) return null;
+    recent.push(value); sum += value;
+    if (recent.length > window) sum -= recent.shift();
+    return sum / recent.length;
+  });
+}
+const figure = (value) => !known(value) ? "-" : Math.abs(value) >= 1e5 ? short(value) : String(+value.toPrecision(value && Math.abs(value) < 1e-3 ? 3 : 4));
 
 class Charts {
-  constructor(root) {
-    this.root = root; this.rows = new Map(); this.plots = []; this.at = null;
+  constructor(root, choices) {
+    Object.assign(this, { root, rows: new Map(), rounds: [], plots: [], over: "step", window: 1, log: false });
+    choices.addEventListener("change", () => {
+      const chosen = new FormData(choices);
+      this.over = chosen.get("over"); this.window = +chosen.get("window"); this.log = chosen.has("log");
+      this.build();
+    });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.build());
-    new ResizeObserver(() => this.plots.forEach(({ plot, place }) => plot.setSize({ width: place.clientWidth, height: 120 }))).observe(root);
+    new ResizeObserver(() => this.resize()).observe(root);
   }
   clear() { this.rows.clear(); }
-  add({ columns, rows }) {
-    this.columns = columns;
-    for (const row of rows) this.rows.set(row[0], row);
-    while (this.rows.size > 4096) this.rows.delete(this.rows.keys().next().value);
-    this.sorted = [...this.rows.values()].sort((a, b) => a[0] - b[0]);
-    if (!this.plots.length) this.build();
-    for (const one of this.plots) { one.plot.setData(this.data(one.spec)); this.say(one); }
+  add({ columns, rows, rounds }) {
+    for (const row of rows) this.rows.set(row[0], Object.fromEntries(columns.map((name, at) => [name, row[at]])));
+    while (this.rows.size > MOST_STEPS) this.rows.delete(this.rows.keys().next().value);
+    this.rounds = rounds.map(([set, step, mean, time]) => ({ set, step, mean, time }));
+    this.show();
   }
-  data(spec) {
-    const column = (name) => { const at = this.columns.indexOf(name); return this.sorted.map((row) => name.startsWith("control") && !row[at] ? null : row[at]); };
-    return [column("step"), ...spec.of.map(column)];
+  show() {
+    const drawn = PLOTS.map((spec) => this.lines(spec)), shape = JSON.stringify(drawn.map(({ labels }) => labels));
+    if (shape !== this.shape || !this.plots.length) { this.shape = shape; this.build(); return; }
+    this.plots.forEach((one, at) => { one.plot.setData(drawn[at].data); this.say(one); });
+    this.hide();
   }
+
+  // -- what is drawn -----
+  lines(spec) {
+    const sorted = (rows) => rows.filter((row) => known(row[this.over])).sort((a, b) => a[this.over] - b[this.over]);
+    const rows = sorted(spec.rounds ? this.rounds : [...this.rows.values()]);
+    const told = ([, all]) => all.some((value) => known(value) && (value || !spec.moves)); // a controller that is off says 0
+    const curves = spec.rounds ? this.bySet(rows) : spec.parts ? this.byPart(rows) : spec.of.map(([name, label]) => [label, rows.map((row) => row[name])]).filter(told);
+    const values = curves.map(([, all]) => all.map((value) => known(value) && !(this.log && value <= 0) ? value : null));
+    const raw = this.window > 1 ? values : [], shown = this.window > 1 ? values.map((all) => smoothed(all, this.window)) : values;
+    return { labels: curves.map(([label]) => label), data: [rows.map((row) => row[this.over]), ...shown, ...raw] };
+  }
+  bySet(rows) {
+    const sets = [...new Set(rows.map((row) => row.set))];
+    return sets.map((set) => [set || (sets.length > 1 ? "validation" : ""), rows.map((row) => row.set === set ? row.mean : null)]);
+  }
+  byPart(rows) {
+    const names = [...new Set(rows.flatMap((row) => Object.keys(row).filter((name) => name.startsWith("part/"))))];
+    return names.map((name) => [name.slice(5), rows.map((row) => row[name])]);
+  }
+  hide() {
+    let changed = false;
+    for (const { spec, place, plot, labels } of this.plots) {
+      const [first, ...curves] = plot.data, values = (curves[0] || []).filter(known);
+      const still = spec.moves && labels.length < 2 && values.every((value) => value === values[0]);
+      const empty = !first.length || !curves.some((all) => all.some(known)) || still;
+      changed = changed || place.hidden !== empty;
+      place.hidden = empty;
+    }
+    $("no-step").hidden = this.plots.some(({ place }) => !place.hidden);
+    if (changed) this.resize();
+  }
+  resize() { for (const { plot, place } of this.plots) if (!place.hidden && place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: 120 }); }
+
+  // -- how it is drawn -----
   build() {
-    if (!this.columns) return;
     this.plots.forEach(({ plot }) => plot.destroy());
-    const axis = { stroke: color("--dim"), grid: { stroke: color("--faint"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 44 };
-    this.plots = PLOTS.map((spec) => {
-      const said = el("span"), place = el("div", { class: "plot", tabindex: "0", role: "img" });
-      const head = el("h3", {}, spec.name, said), one = { spec, place, said, cursor: null };
-      place.append(head);
-      const series = [{}, ...spec.of.map((_, at) => ({ stroke: color(at ? "--dim" : "--accent"), width: 1.5, dash: at ? [4, 3] : undefined, points: { show: false }, spanGaps: true }))];
-      one.plot = new uPlot({
-        width: 300, height: 120, series, legend: { show: false }, scales: { x: { time: false } }, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } }, padding: [8, 14, 0, 0],
-        axes: [{ ...axis, size: 22, space: 60, values: (_, v) => v.map((x) => Number.isInteger(x) ? x : "") }, { ...axis, space: 28, values: (_, v) => v.map((x) => Math.abs(x) >= 1000 ? short(x) : String(+x.toPrecision(6))) }],
-        hooks: { setCursor: [(plot) => { one.cursor = plot.cursor.idx; this.say(one); }] },
-      }, this.data(spec), place);
-      place.addEventListener("keydown", (event) => this.key(event, one));
-      return one;
-    });
+    this.plots = PLOTS.map((spec) => this.plot(spec, this.lines(spec)));
     this.root.replaceChildren(...this.plots.map(({ place }) => place));
+    this.hide();
+    this.resize();
     this.plots.forEach((one) => this.say(one));
   }
+  plot(spec, { labels, data }) {
+    const said = el("span"), place = el("div", { class: "plot", tabindex: "0", role: "img" }, el("h3", {}, spec.name, said));
+    const one = { spec, place, said, labels, cursor: null };
+    const points = { show: Boolean(spec.rounds), size: 5 }, curve = (faint) => (_, at) => ({ stroke: this.tone(at), width: faint ? 1 : 1.5, alpha: faint ? 0.3 : 1, points: faint ? { show: false } : points, spanGaps: true });
+    const series = [{}, ...labels.map(curve(false)), ...(this.window > 1 ? labels.map(curve(true)) : [])];
+    const axis = { stroke: color("--dim"), grid: { stroke: color("--faint"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    one.plot = new uPlot({
+      width: 300, height: 120, series, legend: { show: false }, scales: { x: { time: false }, y: { distr: this.log ? 3 : 1 } }, padding: [8, 14, 0, 0],
+      cursor: { sync: { key: "curves", scales: ["x", null] }, drag: { x: true, y: false } },
+      axes: [{ ...axis, size: 22, space: 60, values: (_, all) => all.map((x) => this.across(x, all)) }, { ...axis, size: 48, space: 28, values: (_, all) => all.map((y) => y === null ? "" : figure(y)) }],
+      hooks: { setCursor: [(plot) => { one.cursor = plot.cursor.idx; this.say(one); }] },
+    }, data, place);
+    place.addEventListener("keydown", (event) => this.key(event, one));
+    return one;
+  }
+  tone(at) { return color(`--curve-${at % 6}`); }
+  across(x, all) {
+    if (this.over === "step") return Number.isInteger(x) ? x : "";
+    const day = new Date(x * 1000), long = all.length > 1 && all.at(-1) - all[0] > DAY_S;
+    return long ? `${day.getMonth() + 1}-${day.getDate()} ${String(day.getHours()).padStart(2, "0")}h` : day.toTimeString().slice(0, all.length > 1 && all[1] - all[0] < 60 ? 8 : 5);
+  }
   say(one) {
-    const [steps, first, second] = one.plot.data, at = one.cursor ?? steps.length - 1, number = (v) => known(v) ? v.toFixed(one.spec.digits) : "-";
-    const text = steps.length ? number(first[at]) : "no step yet", more = second && known(second[at]) ? ` ${one.spec.also} ${number(second[at])}` : "";
-    one.said.replaceChildren(text, more ? el("span", { class: "second" }, more) : "");
-    one.place.setAttribute("aria-label", `${one.spec.name}, step ${steps[at] ?? "-"}: ${text}${more}`);
-    $("at").textContent = steps.length ? `step ${steps[at]}` : "";
+    const [xs, ...curves] = one.plot.data, at = one.cursor ?? xs.length - 1;
+    const at_hand = (all) => one.cursor === null ? all.findLast(known) : all[at];
+    const words = one.labels.map((label, n) => [label, figure(at_hand(curves[n]))]);
+    one.said.replaceChildren(...words.map(([label, value], n) => {
+      const key = el("span", { class: label ? "key" : false }, label ? `${label} ${value}` : value);
+      key.style.setProperty("--tone", this.tone(n));
+      return key;
+    }));
+    const where = !xs.length ? "no step yet" : this.over === "step" ? `step ${xs[at]}` : new Date(xs[at] * 1000).toLocaleString();
+    one.place.setAttribute("aria-label", `${one.spec.name}, ${where}: ${words.map((pair) => pair.join(" ").trim()).join(", ")}`);
+    if (!one.spec.rounds && xs.length) $("at").textContent = where;
   }
   key(event, one) {
-    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key], [steps] = one.plot.data;
-    if (!way || !steps.length) return;
+    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key], [xs] = one.plot.data;
+    if (!way || !xs.length) return;
     event.preventDefault();
-    const at = Math.max(0, Math.min(steps.length - 1, (one.cursor ?? steps.length - 1) + way * (event.shiftKey ? 10 : 1)));
-    one.plot.setCursor({ left: one.plot.valToPos(steps[at], "x"), top: 10 });
+    const at = Math.max(0, Math.min(xs.length - 1, (one.cursor ?? xs.length - 1) + way * (event.shiftKey ? 10 : 1)));
+    one.plot.setCursor({ left: one.plot.valToPos(xs[at], "x"), top: 10 });
   }
 }
 

@@ -1,7 +1,7 @@
 "use strict";
 // The page: takes pictures, steps and samples from /events and fills the panels. Knows the keys of the JSON, nothing else.
 
-const graph = new Graph($("graph"), $("graph-said")), charts = new Charts($("plots"));
+const graph = new Graph($("graph"), $("graph-said")), charts = new Charts($("plots"), $("choices"));
 const timeline = new Timeline($("names"), document.querySelector("#lanes canvas"), $("span-said"));
 let newest = null, held = false, samples = [], chosen = null;
 
@@ -81,10 +81,14 @@ function bus(p) {
 }
 
 function errors(p) {
-  const found = (p.errors || {}).newest || [], day = 86400;
-  const ago = (t) => t ? (p.time - t > day ? new Date(t * 1000).toISOString().slice(0, 16) : `${passed(Math.max(0, p.time - t))} ago`) : "";
-  document.querySelector("#errors ul").replaceChildren(...(found.length ? found.map((one) =>
-    el("li", { class: one.severity === "warning" ? false : "red" }, el("span", { class: "dim" }, `${ago(one.time)} · ${one.severity} · ${one.process} `), one.text)) : [el("li", { class: "dim" }, "no errors")]));
+  const known_errors = (p.errors || {}).newest || [], before = (error) => error.time && p.started && error.time < p.started;
+  const ago = (t) => t ? (p.time - t > 86400 ? new Date(t * 1000).toISOString().slice(0, 16) : `${passed(Math.max(0, p.time - t))} ago`) : "";
+  const item = (error) => el("li", { class: error.severity === "warning" || before(error) ? false : "red" }, el("span", { class: "dim" }, `${ago(error.time)} · ${error.severity} · ${error.process} `), error.text);
+  const now = known_errors.filter((error) => !before(error)), earlier = known_errors.filter(before);
+  $("errors-now").replaceChildren(...(now.length ? now.map(item) : [el("li", { class: "dim" }, earlier.length ? "none since this start" : "none")]));
+  $("errors-before").hidden = !earlier.length;
+  $("errors-before").firstChild.textContent = `${earlier.length} before this start of the run`;
+  $("errors-before").lastChild.replaceChildren(...earlier.map(item));
 }
 
 // -- samples ---------------------------------------------------------------------------------------------------------
@@ -154,11 +158,21 @@ source.addEventListener("samples", (event) => {
   if (follows && !held) choose(samples[0]); else list();
 });
 
-const PANELS = ["flow", "processes", "waits", "ring", "versions", "charts", "timeline", "samples", "bus", "errors"];
-function jump(at) { const panel = $(PANELS[at]); panel.focus({ preventScroll: true }); panel.scrollIntoView({ block: "start" }); }
+const PANELS = ["flow", "charts", "samples", "errors", "processes", "waits", "ring", "versions", "timeline", "bus"];
+function jump(at) {
+  const panel = $(PANELS[at]), folded = panel.querySelector(":scope > details");
+  if (folded) folded.open = true;
+  panel.focus({ preventScroll: true }); panel.scrollIntoView({ block: "start" });
+}
+document.querySelector("nav").append(...PANELS.map((id, at) => {
+  const name = { waits: "Waits", timeline: "Minutes" }[id] || $(id).querySelector("h2").firstChild.textContent.split(/[ :]/)[0];
+  const button = el("button", { type: "button" }, name);
+  button.addEventListener("click", () => jump(at));
+  return button;
+}));
 function hold() { held = !held; link(held ? "held: p goes on" : "live"); if (newest) show(newest); }
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open || event.target.matches("select, input")) return;
   const digit = "1234567890".indexOf(event.key);
   if (event.key.length === 1 && digit >= 0) jump(digit);
   else if (event.key === "j") step(1);
@@ -167,5 +181,5 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "?") $("help").showModal();
 });
 addEventListener("resize", () => newest && graph.show(newest));
-charts.add({ columns: ["step", ...new Set(PLOTS.flatMap((spec) => spec.of))], rows: [] });
+charts.show();
 list();

@@ -26,9 +26,11 @@ MOST_LINES, MOST_SPANS = 64, 512
 MOVED_S: Final = 5.0
 TAKERS: Final = {"queued": ("rollout", "agent", "serve", "atropos"), "generated": ("reward",), "rewarded": ("learner",)}
 COLUMNS: Final = (
-    "step", "reward", "length", "entropy", "n_min", "control_n_min", "entropy_ratio", "age_mean", "age_max", "mismatch",
-    "flat_share", "seconds",
+    "step", "time", "reward", "reward_trained", "length", "tokens_per_s", "lr", "grad_norm", "flat_share", "cut_share",
+    "kl", "k3", "entropy", "ess", "age_mean", "age_max", "mismatch", "n_min", "control_n_min",
 )
+PART: Final = "part/"  # before the name of a part of the reward, in a column's name
+MOST_PARTS: Final = 8
 OVERLAP: Final = 16  # steps that are told once more: the file may tell of one after the bus told of the next
 
 
@@ -144,6 +146,15 @@ def _ring(run: RunState) -> dict[str, Any] | None:
 
 
 def steps_after(run: RunState, step: int) -> dict[str, Any]:
-    """The steps that a page does not have yet, whose newest is `step`, and some before it."""
-    rows = [[getattr(one, name) for name in COLUMNS] for one in run.steps.after(step - OVERLAP)]
-    return {"columns": COLUMNS, "rows": rows}
+    """The steps that a page does not have yet, whose newest is `step`, and some before it; and all rounds of validation
+    that judged anything: set, step, mean reward, time."""
+    steps = run.steps.after(step - OVERLAP)
+    parts = sorted({name for one in steps for name in one.reward_parts})[:MOST_PARTS]
+    rows = [
+        [*(getattr(one, name) for name in COLUMNS), *(one.reward_parts.get(name) for name in parts)] for one in steps
+    ]
+    rounds = [
+        [one.set, one.round, one.mean, one.time]
+        for one in run.validations.values() if one.mean is not None and one.samples
+    ]
+    return {"columns": [*COLUMNS, *(PART + text.safe(name) for name in parts)], "rows": rows, "rounds": rounds}

@@ -79,6 +79,7 @@ class Address(NamedTuple):
 @dataclass
 class Seen:
     step: int = 0
+    rounds: int = 0
     sample: Any = None
     picture: bytes = b""
 
@@ -271,10 +272,10 @@ class Server:
             seen.picture = self._picture
             yield b"event: picture\ndata: " + self._picture + b"\n\n"
         run, samples = self._watcher.run, list(self._watcher.samples)
-        newest = run.steps.newest
-        if newest is not None and newest.step != seen.step:
+        newest = run.steps.newest.step if run.steps.newest is not None else 0
+        if (newest, len(run.validations)) != (seen.step, seen.rounds):
             yield _event("steps", steps_after(run, seen.step))
-            seen.step = newest.step
+            seen.step, seen.rounds = newest, len(run.validations)
         at = next((at + 1 for at, one in enumerate(samples) if one is seen.sample), 0)
         if samples[at:]:
             seen.sample = samples[-1]
