@@ -28,6 +28,7 @@ from busrl.monitor.state import (
 )
 from busrl.monitor.status import RunStatus, as_data, to_json
 from busrl.monitor.text import chart, gauge, portions, safe
+from busrl.monitor.web.picture import steps_after
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 
@@ -301,3 +302,18 @@ def test_new_samples_are_read_once_and_a_bad_line_is_left_out(tmp_path: Path) ->
     paths.samples.write_text('{"prompt": "Q", "completion": "A"}\n[1]\n{"prompt": "R", "completion": "B"}\n{broken\n')
     both = [{"prompt": "Q", "completion": "A"}, {"prompt": "R", "completion": "B"}]
     assert files.new_samples() == both and files.new_samples() == []
+
+
+def test_a_page_gets_parts_of_the_reward_by_name_and_the_rounds_that_judged() -> None:
+    run = RunState()
+    heard = update(1)
+    heard.metrics["reward_parts/exact"] = 0.25
+    run.handle(heard, 0.0)
+    run.step(StepRecord(2, reward_parts={"exact": 0.5, "format": 1.0}, lr=1e-6, tokens=100, seconds=2.0), None)
+    run.validated(RoundRecord(2, mean=0.75, samples=4, set="hard", time=9.0))
+    run.validated(RoundRecord(4, mean=None, samples=0))
+    told = steps_after(run, 0)
+    first, second = ({name: row[at] for at, name in enumerate(told["columns"])} for row in told["rows"])
+    assert (first["part/exact"], first["part/format"]) == (0.25, None)
+    assert (second["part/exact"], second["part/format"], second["lr"], second["tokens_per_s"]) == (0.5, 1.0, 1e-6, 50.0)
+    assert told["rounds"] == [["hard", 2, 0.75, 9.0]]
