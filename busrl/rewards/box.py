@@ -1,7 +1,7 @@
 """Code that a model wrote, run in a box: `run(code, stdin, limits) -> Result`, or `await run_async(...)`.
 
 A box is a process tree with namespaces of its own (user, mount, IPC, PID, network without a device), under Landlock
-(reads Python and /usr, writes its own folder in memory), with resource limits. `busrl.rewards.box_launcher` makes it.
+(reads Python and /usr, writes its own folder in memory) and seccomp (system calls), with resource limits. `busrl.rewards.box_launcher` makes it.
 Knows nothing of rewards, rings or agents; calls may come from any number of threads. `python -m busrl.rewards.box`
 prints what this kernel has.
 
@@ -115,9 +115,13 @@ def described(files: Mapping[str, bytes], words: list[str], limits: Limits, trus
     python = os.path.normpath(os.path.join(home, os.path.relpath(PYTHON, os.path.realpath(sys.base_prefix))))
     most = {
         "RLIMIT_AS": limits.memory_mb << 20, "RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.file_bytes,
-        "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, **({} if trust else {"RLIMIT_NPROC": limits.processes}),
+        "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 256, "RLIMIT_MSGQUEUE": 0,
+        **({} if trust else {"RLIMIT_NPROC": limits.processes}),
     }  # fmt: skip
+    # A Python that was moved for the box would find its library no more, or that of another Python.
+    shared = home == MOUNTED and any(Path(sys.base_prefix, "lib").glob("libpython*.so*"))
     told: dict[str, list[Any]] = {
+        "library": [f"{home}/lib"] if shared else [""],
         "python_home": [sys.base_prefix], "trust": [trust], "folder_files": [limits.folder_files],
         "folder_bytes": [limits.folder_bytes + 2 * sum(map(len, files.values()))],
         "command": [python, "-I", "-S", "-B", *words],
