@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm_scene import EXACT, Scene, request
+from transformers import Qwen3MoeConfig
+from vllm_scene import EOS_ID, EXACT, VOCABULARY, Scene, config_of, request
 
 from busrl.errors import UserError, WeightsTimeout
 from busrl.weights import factory
@@ -180,3 +184,74 @@ def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_
     finally:
         sender.close()
         receiver.close()
+
+
+# -- kernels of a CPU, which read packed weights ----
+
+ROUNDED = 0.5  # nats, of one token: wrong experts are off by several
+AMX = " amx_tile " in Path("/proc/cpuinfo").read_text()
+PACKED_AWAY = """
+import torch
+from torch import nn
+torch.cpu._is_amx_tile_supported = lambda: True
+from busrl.engines.vllm import cpu_patches
+cpu_patches.apply()
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+layer.weight.zero_()
+assert not layer.cpu_linear(torch.ones(1, 64, dtype=torch.bfloat16), layer.weight, None).any()
+"""
+
+
+
+def experts(width: int) -> Qwen3MoeConfig:
+    """Four experts of that width, two of which a token takes."""
+    return Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=width, num_experts=4, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        tie_word_embeddings=False, vocab_size=len(VOCABULARY), eos_token_id=EOS_ID, pad_token_id=0, bos_token_id=None,
+    )
+
+
+def furthest(scene: Scene, updates: int) -> list[float]:
+    """After each of so many updates, how far a token's log-probability is from a plain forward pass."""
+    settings = scene.settings("shm", "kernels")
+    sender, receiver = factory.make_sender(settings), scene.engine.receiver(settings, "rollout-0")
+    assert receiver is not None
+    found = []
+    try:
+        for version in range(1, 1 + updates):
+            sender.publish(version, version, scene.tensors(version))
+            receiver.wait_for(version, 60)
+            assert scene.engine.update_weights(receiver) == (version, version)
+            asked = [request(k, [5, 6, k], 30) for k in range(2, 6)]
+            made = scene.run(*asked)
+            assert {v for one in made.values() for v in one.versions.tolist()} == {version}
+            found.append(max(scene.off_by(one, made[one.key]) for one in asked))
+    finally:
+        receiver.close()
+        sender.close()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "width", "limit"), [
+    ("float32", 48, EXACT),  # which kernels pad to 64
+    ("bfloat16", 32, ROUNDED),
+    pytest.param("bfloat16", 0, ROUNDED, marks=pytest.mark.skipif(not AMX, reason="this processor has no AMX")),
+])
+def test_new_weights_of_experts_and_of_16_bits_reach_the_kernels(
+    tmp_path: Path, dtype: str, width: int, limit: float
+) -> None:
+    config = experts(width) if width else config_of(tied=False)
+    # Without the check of the first weights: it ends a small model's run, and larger models have none.
+    scene = Scene(tmp_path / "model", tied=False, config=config, dtype=dtype, check_parameters=0)
+    try:
+        assert max(furthest(scene, 3)) < limit
+    finally:
+        scene.close()
+
+
+def test_a_processor_with_amx_packs_no_dense_weight_away() -> None:
+    done = subprocess.run([sys.executable, "-c", PACKED_AWAY], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -38,10 +38,10 @@ def config_of(tied: bool) -> Qwen3Config:
     )
 
 
-def model_of(config: Qwen3Config, seed: int) -> Any:
+def model_of(config: Any, seed: int, dtype: str = "float32") -> Any:
     """Random weights, wide enough that answers differ and a wrong version is off by more than 1."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(6.0)
@@ -70,16 +70,18 @@ class Scene:
 
     def __init__(
         self, folder: Path, tied: bool, lora_rank: int = 0, adapters: int = 0, tensor_parallel: int = 1,
-        extra: dict[str, str] | None = None, temperature: float = 1.0, **own: Any,
+        extra: dict[str, str] | None = None, temperature: float = 1.0, config: Any = None, dtype: str = "float32",
+        **own: Any,
     ) -> None:
-        self.folder, self.tied, self.config = folder, tied, config_of(tied)
-        self.models = {0: model_of(self.config, 0)}
+        """`config`: of another model than `config_of(tied)`."""
+        self.folder, self.tied, self.config, self.dtype = folder, tied, config or config_of(tied), dtype
+        self.models = {0: model_of(self.config, 0, dtype)}
         save(folder, self.models[0])
         os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
         self.early: dict[int, Finished] = {}
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
         self.start = Start(
-            str(folder), "float32", capacity=8, max_length=LENGTH, lora_rank=lora_rank, adapters=adapters,
+            str(folder), dtype, capacity=8, max_length=LENGTH, lora_rank=lora_rank, adapters=adapters,
             own=Vllm(kv_cache_mb=16, tensor_parallel=tensor_parallel, extra=extra or {}, **limits),
             extension="vllm_breakable.Breakable",
         )
@@ -95,7 +97,7 @@ class Scene:
 
     def model(self, version: int) -> Any:
         if version not in self.models:
-            self.models[version] = model_of(self.config, version)
+            self.models[version] = model_of(self.config, version, self.dtype)
         return self.models[version]
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""What vLLM's CPU backend needs before a model is made: `apply` changes vLLM's classes in the worker's process.
+"""What vLLM's CPU backend needs: `apply` changes vLLM's classes in the worker's process before a model is made, and
+`load` gives its kernels new weights as they read them.
 
 Called by `worker` alone. Talks to vLLM's internals; knows nothing of weights, requests or accelerators, where it
 changes nothing.
@@ -6,6 +7,8 @@ changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ def apply() -> None:
 
     - A random stream is set back by its state after a step that took only a part of a prompt (`rewind_streams`).
     - Linear layers pack their weight away where new ones do not reach it, for a tied output head silently: not here.
+      Two packings do it: that of oneDNN, and that of processors with AMX for weights of 16 bits.
     - Heads smaller than its attention kernels know are padded with zeros, which changes no result (`pad_heads`).
     """
     from vllm import _custom_ops as operations
@@ -24,6 +28,9 @@ def apply() -> None:
     if not current_platform.is_cpu():
         return
     operations._supports_onednn = False
+    from vllm.model_executor.layers import utils
+
+    utils.check_cpu_sgl_kernel = lambda *_: False  # of AMX; a version without it never asks
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     rewind_streams(GPUModelRunner)
@@ -36,6 +43,33 @@ def apply() -> None:
     except (ImportError, AttributeError):  # a version that is built otherwise refuses by itself what it cannot do
         return
     pad_heads(Attention, sizes)
+
+
+def load(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """`model.load_weights`, and what its kernels read of experts is packed again: new weights are written plain into
+    the tensors that were packed once, of the same shape, so nothing else would show it."""
+    packed = list(_packed_experts(model))
+    for held, _ in packed:
+        held.zero_()  # what pads it has no new values
+    taken = model.load_weights(iter(tensors.items()))
+    for held, pack in packed:
+        held.copy_(pack(held.clone()).view_as(held))
+    return taken
+
+
+def _packed_experts(model: Any) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Each tensor of experts that a kernel reads packed, with what packs it; none on an accelerator."""
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+        isa = getattr(experts, "isa", None)
+        if isa is None or getattr(experts, "_use_zentorch", False):  # that one reads them plain
+            continue
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        for name in ("w13_weight", "w2_weight"):
+            yield getattr(module, name).data, partial(cpu_prepack_moe_weight, isa=isa)
 
 
 def rewind_streams(runner: Any) -> None:

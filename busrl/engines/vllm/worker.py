@@ -90,7 +90,7 @@ class WorkerWeights:
 
     def _load(self) -> None:
         with torch.no_grad():
-            taken = self._model.load_weights(iter(self._staging.items()))
+            taken = cpu_patches.load(self._model, self._staging)
         if taken is None:  # this model does not say what it took
             return
         if left := sorted({name for name, _ in self._model.named_parameters()} - set(taken)):
