@@ -87,13 +87,14 @@ def _emitted(options: argparse.Namespace) -> str:
 
 
 def _with_what_was_set(topology: Topology, options: argparse.Namespace, run_dir: Path | None) -> Topology:
-    """The topology with what was set while the run of this directory ran; a ring that is there keeps its size."""
-    paths = None if run_dir is None else RunPaths.of(run_dir)
-    more = [] if paths is None else Controls.read(paths).overrides()
-    if paths is None or not more:
+    """The topology with what was set while the run of this directory ran; a ring that is there keeps its size, where
+    that is enough."""
+    if run_dir is None:
         return topology
-    topology = load(options.topology, [*options.overrides, *more], run_dir)
-    if not paths.ring_file.exists():
+    paths = RunPaths.of(run_dir)
+    if more := Controls.read(paths).overrides():
+        topology = load(options.topology, [*options.overrides, *more], run_dir)
+    if not (paths.ring_file.exists() and paths.topology.is_file()):
         return topology
     return inflight.with_sizes_of(topology, recorded(paths.topology))
 

@@ -110,8 +110,8 @@ def _broken(before: Topology, made: Topology) -> list[Finding]:
 
 def with_sizes_of(topology: Topology, before: Topology) -> Topology:
     """For a ring that is there: with the sizes that it was made with, where the limits still fit in them."""
-    own, made = topology.derived, before.derived
-    if own.limits.train_slots > made.slots - made.val_reserve:
+    own, made, asked = topology.derived, before.derived, topology.ring.slots
+    if own.limits.train_slots > made.slots - made.val_reserve or asked not in ("auto", made.slots):
         return topology
     sizes = {name: getattr(made, name) for name in ("slots", "train_slots", "val_reserve", "call_slots")}
     return dataclasses.replace(topology, derived=dataclasses.replace(own, **sizes))

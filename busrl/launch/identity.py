@@ -53,13 +53,15 @@ class Start:
     notes: list[str] = field(default_factory=list)
 
     def record(self, paths: RunPaths) -> None:
-        """Append it to starts.jsonl; a full disk costs the line, not the run."""
+        """Append it to starts.jsonl. A full disk costs a line without changes, and refuses a start with some: the audit
+        judges what was trained before by the values of then."""
         row = {
             "time": time.time(), "pid": os.getpid(), "busrl": busrl.__version__, "step": self.step,
             "versions": _versions(), "files": self.files,
             "changes": {key: {"was": was, "now": now} for key, (was, now) in self.changes.items()},
         }
-        with suppress(MachineError, OSError), closing(LineFile(paths.starts)) as lines:
+        lossy = () if self.changes else (MachineError, OSError)
+        with suppress(*lossy), closing(LineFile(paths.starts, sync=True)) as lines:
             lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
 
 

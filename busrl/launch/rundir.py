@@ -301,10 +301,10 @@ def _holders(name: str) -> list[int]:
 def _opened(paths: RunPaths, topology: Topology, lock: OfdLock, start: Start) -> OpenRun:
     before = _read_json(paths.run_json)
     uuid = _uuid_of(before, paths.run_json) if before else uuids.uuid4().bytes
+    start.record(paths)  # before topology.json: what changed is known though this start is killed here
     written = _write_files(paths, topology, uuid, before)
     fates, validate_fates = (Fates(str(path), create=True) for path in (paths.fates, paths.validate_fates))
     mended = mend_trained_set(paths)
-    start.record(paths)
     notes = [*start.notes, mended] if mended else start.notes
     adopted = _adopted(paths, topology, uuid, notes)
     if adopted is None:  # what the old one's claims are called comes again: its successor's are another ring's

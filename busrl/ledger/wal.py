@@ -130,7 +130,17 @@ class SampleRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return sum(self.segments[:-1])
 
 
-class Record(msgspec.Struct, kw_only=True):
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was in force when the groups of a step were taken, and decides what of them is trained: the topology may say
+    something else by the time that the record is read."""
+
+    bound: int | None = None  # steps that a group may be old; None: nothing is promised
+    masks_old: bool = False  # tokens above the bound are context
+    last_segment: bool = False  # only the last segment of an answer is trained
+    masks_cut: bool = False  # cut answers are not trained
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One step: `version` is the highest version published so far, `groups` the groups in the order trained."""
 
     step: int
@@ -138,6 +148,7 @@ class Record(msgspec.Struct, kw_only=True):
     cause: str
     groups: list[int]
     samples: list[SampleRecord]
+    terms: Terms | None = None  # not there in logs of before
 
 
 class _Brief(msgspec.Struct):

@@ -81,7 +81,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "audit": "", "controls": "", "errors": "", "openbin": "", "skips": "", "wal": "", "trained": "wal",
     },
     "ledger.audit": {
-        "report": "", "readers": "report", "snapshot": "readers report", "rules": "readers report snapshot",
+        "report": "", "readers": "report", "inforce": "readers", "snapshot": "inforce readers report",
+        "rules": "inforce readers report snapshot",
     },
     "monitor": {
         "state": "", "waits": "state", "text": "state waits", "runfiles": "state text",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -419,6 +420,69 @@ def test_tokens_above_the_bound_are_in_no_denominator_and_a_replay_leaves_out_th
     assert streamed.tokens == replayed.tokens == tokens - 2
     assert streamed.old_tokens == replayed.old_tokens == 2
     assert torch.allclose(weights(living), weights(again), atol=1e-6)
+
+
+def otherwise(topology: Topology, change: str) -> Topology:
+    """The topology as a later start may have it."""
+    tables = {
+        "a smaller bound": {"weights": {"max_staleness": 1}}, "sync": {"weights": {"mode": "sync"}},
+        "cut answers trained": {"reward": {"truncated": 0.0}},
+        "last segments": {"segments": {"length": 2, "loss": "last_segment"}},
+    }[change]
+    return dataclasses.replace(
+        topology, **{name: dataclasses.replace(getattr(topology, name), **own) for name, own in tables.items()}
+    )
+
+
+@pytest.mark.parametrize("change", ["a smaller bound", "sync", "cut answers trained", "last segments"])
+def test_a_record_is_trained_again_by_the_terms_it_was_made_by(topology: Topology, change: str) -> None:
+    topology = dataclasses.replace(topology, reward=dataclasses.replace(topology.reward, truncated="mask"))
+    batch = records(3)
+    for at, sample in enumerate(batch):
+        count = len(sample.versions) // 4
+        sample.versions = np.array([0, 3, *[5] * count][:count], "<u4").tobytes()
+        sample.finish, begun = Finish.LENGTH if at == 9 else Finish.EOS, min(2, count - 1)
+        sample.segments = [begun, count - begun]
+    living, again = TrainingStep(topology), TrainingStep(otherwise(topology, change))
+    for step in (living, again):
+        for version in range(6):
+            step.stale.at(version, version)
+    record = Record(
+        step=6, version=5, cause="count", groups=[300, 301, 302, 303], samples=batch, terms=living.terms,
+    )
+    present = again.terms
+    trained, replayed = living.train(batch, 4, 5), again.replay(record)
+    assert (trained.tokens, trained.old_tokens, trained.cut_tokens) == (
+        replayed.tokens, replayed.old_tokens, replayed.cut_tokens
+    )
+    assert torch.allclose(weights(living), weights(again), atol=1e-6)
+    assert again.terms == present != record.terms, "what comes after it is trained by what is in force"
+
+
+def test_a_log_that_is_not_kept_any_more_is_trained_before_it_is_given_up(topology: Topology, tmp_path: Path) -> None:
+    paths, living = RunPaths.of(tmp_path), TrainingStep(topology)
+    with contextlib.closing(History(paths, topology)) as history:
+        for step in (1, 2, 3):
+            record = Record(step=step, version=step - 1, cause="count", groups=[0, 1, 2, 3], samples=records(step))
+            history.append(record)
+            history.finished(record)
+            if step == 1:
+                history.checkpoint(living, 1, {}, lambda folder: None)
+    without = with_keys(topology, wal="off")
+    with contextlib.closing(History(paths, without)) as successor:
+        successor.load(living, lambda meta, folder: None)
+        assert successor.leaves_log
+        for record in successor.to_replay():
+            successor.finished(record)
+        successor.leave_log()
+        assert successor.step == 3 and successor.leaves_log, "no checkpoint holds these steps yet"
+        successor.checkpoint(living, 3, {}, lambda folder: None)
+        successor.leave_log()
+        assert not successor.leaves_log and not paths.wal.exists()
+        successor.append(record)
+    with contextlib.closing(History(paths, without)) as last:
+        last.load(living, lambda meta, folder: None)
+        assert last.step == 3 and len(last.trained) == 48 and not list(last.to_replay())
 
 
 def test_a_sample_that_is_all_too_old_still_counts_for_its_groups_advantage(topology: Topology) -> None:

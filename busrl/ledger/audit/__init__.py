@@ -46,6 +46,7 @@ def _report(root: Path, snapshot: Snapshot) -> AuditReport:
         *rules.check_trained(snapshot, history, where),
         *rules.check_payloads(snapshot),
         *rules.check_ages(snapshot),
+        *rules.check_terms(snapshot),
         *rules.check_groups(snapshot, history),
         *rules.check_rerolls(snapshot),
         *rules.check_codes(snapshot),

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ Uids = npt.NDArray[np.uint64]
 Codes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 UIDS_AT_ONCE = 1 << 18  # uids
+T = TypeVar("T")
 BITMAP_BLOCK = 1 << 17  # bytes
 
 
@@ -150,12 +151,21 @@ class LoggedSample(msgspec.Struct):
     whole: bool = True  # its log-probs and versions match its tokens, its turns lie in its sequences
 
 
+class LoggedTerms(msgspec.Struct, frozen=True):
+    """What a record says of how its groups were taken."""
+
+    bound: int | None = None  # steps that a group may be old; None: any
+    masks_old: bool = False
+    last_segment: bool = False
+
+
 class LoggedStep(msgspec.Struct):
     """One record of the write-ahead log."""
 
     step: int
     version: int
     samples: list[LoggedSample]
+    terms: LoggedTerms | None = None  # not there in logs of before
 
 
 class _TrainLine(msgspec.Struct):
@@ -444,10 +454,13 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """The lines that are what they must be; what is damaged is left out."""
+    for line in _lines(path):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield msgspec.json.decode(line, type=kind)
+
+
 def read_put_backs(path: Path) -> int:
     """How many samples draws.log put back, each time counted."""
-    total = 0
-    for line in _lines(path):
-        with contextlib.suppress(msgspec.DecodeError):
-            total += len(msgspec.json.decode(line, type=DrawsLine).uids)
-    return total
+    return sum(len(line.uids) for line in read_lines(path, DrawsLine))

@@ -7,13 +7,14 @@ Pure: talks to nothing. Knows nothing of how the snapshot was read, nor of how t
   older one that drew a token that is trained. So no member may count from a later step than its oldest trained token.
 - Which step made a version is known from the records: each names the newest version before its step. Versions before
   the first record are judged only where it is the first of the run.
-- A group above `max_staleness` is an error; under `over_age = "wait"` one with tokens that are too old themselves,
-  which are read then and not trained, is a note.
+- A group is judged by what was in force while it was in flight (`inforce`), not by the topology of now. Above that it
+  is an error; one with tokens that are too old themselves, which `over_age = "wait"` reads but does not train, a note.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from busrl.ledger.audit import readers
-from busrl.ledger.audit.readers import Codes, LoggedSample, LoggedStep, TrainStep, Uids
+from busrl.ledger.audit.inforce import Promise, Timeline
+from busrl.ledger.audit.readers import Codes, LoggedSample, LoggedStep, LoggedTerms, TrainStep, Uids
 from busrl.ledger.audit.report import Finding, error, note
-from busrl.ledger.audit.snapshot import UID_NONE, Slots, Snapshot, State, Terms
+from busrl.ledger.audit.snapshot import UID_NONE, Slots, Snapshot, State
 from busrl.states import ACCIDENTS, FATE_NAMES, TERMINAL, Fate
 
 # -- ages -----
@@ -47,22 +49,65 @@ class StepOf:
         return self._steps[i]
 
 
+class Bounds:
+    """What a group may be old: the largest bound in force from the step that it counts from to its training, as starts
+    and people set it, or as the records in between say that it was taken up."""
+
+    def __init__(self, timeline: Timeline, log: Sequence[LoggedStep]) -> None:
+        self._timeline, self._steps, self._bounds = timeline, list[int](), list[int | None]()
+        for step in log:  # where what they say changes
+            if step.terms is not None and (not self._bounds or self._bounds[-1] != step.terms.bound):
+                self._steps.append(step.step)
+                self._bounds.append(step.terms.bound)
+
+    def of_group(self, first: int, step: int) -> int | None:
+        """Of a group that counts from step `first` and is trained by step `step`; None for no bound."""
+        said = self._bounds[max(0, bisect_right(self._steps, first + 1) - 1) : bisect_right(self._steps, step)]
+        found = [*(one.bound for one in self._timeline.during(first, step - 1)), *said]
+        return None if None in found else max(bound for bound in found if bound is not None)
+
+
+def terms_of(step: LoggedStep, timeline: Timeline) -> list[Promise | LoggedTerms]:
+    """What a record was made by: as it says itself, else as the topology of its time does."""
+    return [*timeline.at(step.step)] if step.terms is None else [step.terms]
+
+
 def check_ages(snapshot: Snapshot) -> Iterator[Finding]:
-    step_of, terms = StepOf(snapshot.log), snapshot.terms
+    step_of, timeline = StepOf(snapshot.log), snapshot.terms.timeline
+    bounds = Bounds(timeline, snapshot.log)
     wrong: list[int] = []
-    old: list[int] = []
-    masked: list[int] = []
+    found: dict[str, list[int]] = {"old": [], "masked": [], "before": []}
     for step in snapshot.log:
+        terms = terms_of(step, timeline)
         wrong += [sample.uid for sample in step.samples if not counts_right(sample, step, step_of, terms)]
         for group, age in ages_of(step).items():
-            if terms.bound is not None and age > terms.bound:
-                excused = terms.masks_old and _has_old_token(step, group, step_of, terms.bound)
-                (masked if excused else old).append(group)
+            if kind := _above(step, group, age, bounds, terms, step_of):
+                found[kind].append(group)
     text = "counts its age from a later step than its oldest trained token, or from one that was not finished"
     yield error("wrong_age", wrong, text)
-    above = f"groups trained above the bound of {terms.bound} steps"
-    yield error("too_old", old, f"{above} (weights.max_staleness)")
-    yield note("old_tokens", masked, f"{above}, without the tokens that are too old")
+    yield error("too_old", found["old"], "groups trained above the bound in force (weights.max_staleness)")
+    yield note("old_tokens", found["masked"], "groups trained above the bound, without the tokens that are too old")
+    yield note("bound_of_before", found["before"], "groups trained above a bound that came while they were in flight")
+
+
+def check_terms(snapshot: Snapshot) -> Iterator[Finding]:
+    """No record may claim a bound that neither a topology nor a person ever gave."""
+    given = {one.bound for one in snapshot.terms.timeline.during(0, sys.maxsize)}
+    strange = [step.step for step in snapshot.log if step.terms is not None and step.terms.bound not in given]
+    yield error("unknown_bound", strange, "steps that name a bound on age that was never in force")
+
+
+def _above(
+    step: LoggedStep, group: int, age: int, bounds: Bounds, terms: Sequence[Promise | LoggedTerms], step_of: StepOf
+) -> str:
+    """How a group is above the bound of its step, "" if it is not: it may be for its old tokens, or came before it."""
+    for own in terms:
+        if own.bound is None or age <= own.bound:
+            return ""
+    if any(own.masks_old and _has_old_token(step, group, step_of, own.bound or 0) for own in terms):
+        return "masked"
+    bound = bounds.of_group(step.step - 1 - age, step.step)
+    return "before" if bound is None or age <= bound else "old"
 
 
 def oldest_age(log: Sequence[LoggedStep]) -> int:
@@ -79,13 +124,16 @@ def ages_of(step: LoggedStep) -> dict[int, int]:
     return {group: step.step - 1 - oldest for group, oldest in least.items()}
 
 
-def counts_right(sample: LoggedSample, step: LoggedStep, step_of: StepOf, terms: Terms) -> bool:
+def counts_right(
+    sample: LoggedSample, step: LoggedStep, step_of: StepOf, terms: Sequence[Promise | LoggedTerms]
+) -> bool:
     """Whether a sample counts its age, if any, from no later step than that of its oldest trained token."""
     if sample.step == UNKNOWN:
         return True
     if sample.step >= step.step:
         return False
-    versions = np.frombuffer(sample.last_versions if terms.last_segment else sample.versions, "<u4")
+    last_only = any(one.last_segment for one in terms)
+    versions = np.frombuffer(sample.last_versions if last_only else sample.versions, "<u4")
     made = step_of(int(versions.min())) if versions.size else UNKNOWN
     return made == UNKNOWN or sample.step <= made
 
@@ -206,10 +254,13 @@ def check_trained(snapshot: Snapshot, history: History, where: Dispatched) -> It
     yield error("logged_not_trained", wrong, "in checkpoint or log, but its fate is not T and no slot holds it")
     known = readers.mask_of(history.uids, snapshot.first.size)
     missing = np.flatnonzero((snapshot.first == T) & ~known).view(np.uint64)
-    if snapshot.terms.wal != "off":
-        hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
-        yield error("trained_unlogged", missing, f"fate T, but in no checkpoint and no log{hint}")
-    else:
+    logged = [line for line in snapshot.train_log if not snapshot.terms.timeline.unlogged(line.step)]
+    chosen = any(one.wal == "off" for one in snapshot.terms.timeline.during(0, sys.maxsize))
+    lost = np.intersect1d(missing, uids_of(logged)) if chosen else missing
+    hint = " (with wal = async a power cut can do this)" if snapshot.terms.wal == "async" else ""
+    yield error("trained_unlogged", lost, f"fate T, but in no checkpoint and no log{hint}")
+    if chosen:
+        missing = readers.minus(missing, lost)
         unsaved = unsaved_of(snapshot, missing, history)
         rolled_back = readers.minus(missing, unsaved)
         text = "trained since the newest checkpoint; wal = off, so a death of the learner loses it"
@@ -379,8 +430,8 @@ def surviving(lines: list[TrainStep]) -> list[TrainStep]:
 
 def check_train_log(snapshot: Snapshot, history: History) -> Iterator[Finding]:
     known = surviving([line for line in snapshot.train_log if line.end <= snapshot.train_log_known])
-    if snapshot.terms.wal == "off":
-        known = [line for line in known if line.step <= history.saved_step]
+    unlogged = snapshot.terms.timeline.unlogged
+    known = [line for line in known if line.step <= history.saved_step or not unlogged(line.step)]
     extra = readers.minus(uids_of(known), history.uids)
     yield error("train_log_disagrees", extra, "in train.jsonl, but in no checkpoint and no log")
     everything = uids_of(surviving(snapshot.train_log))

@@ -47,6 +47,7 @@ import numpy.typing as npt
 
 from busrl.errors import NoSuchRun
 from busrl.ledger.audit import readers
+from busrl.ledger.audit.inforce import Timeline, timeline_of
 from busrl.ledger.audit.readers import Codes, Uids
 from busrl.ledger.audit.report import Finding, error, note
 
@@ -282,9 +283,7 @@ class Terms:
     wal: str
     train: str
     sources: tuple[tuple[int, int, int], ...] = ()  # first line, lines and share of 1000 draws of each
-    bound: int | None = None  # steps that a trained group may be old; None = nothing is promised
-    masks_old: bool = False  # a group above the bound is trained without its tokens that are too old
-    last_segment: bool = False  # only the last segment of an answer is trained
+    timeline: Timeline = field(default_factory=Timeline)  # what was promised when
 
     @property
     def g_min(self) -> int:
@@ -392,27 +391,13 @@ def read_terms(run_dir: Path) -> Terms:
                 (int(one["start"]), int(one["count"]), int(one["share"]))
                 for one in topology.get("derived", {}).get("sources", ())
             ),
-            **_age_terms(topology),
+            timeline=timeline_of(run_dir, topology),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise NoSuchRun(
             f"{run_dir}: topology.json is missing or lacks {exc}: only the directory of a run that was started can be "
             "audited; name the directory that holds fates.bin"
         ) from exc
-
-
-def _age_terms(topology: dict[str, Any]) -> dict[str, Any]:
-    """What is promised of ages; nothing where the topology does not say, or asks for them (`forced_age`)."""
-    weights, segments = topology.get("weights", {}), topology.get("segments", {})
-    in_waves = segments.get("length") and segments.get("rounds") == "segments"
-    waves = int(segments.get("max_segments", 1)) if in_waves else 1  # rounds that an answer may take in mode sync
-    by_mode = {"batch-async": weights.get("max_staleness"), "sync": waves - 1}
-    forced = {**topology["learner"], **topology.get("experiments", {})}.get("forced_age", 0)  # an older run: [learner]
-    return {
-        "bound": None if forced else by_mode.get(weights.get("mode")),
-        "masks_old": weights.get("mode") == "batch-async" and weights.get("over_age") == "wait",
-        "last_segment": segments.get("loss") == "last_segment",
-    }
 
 
 def _slots(run_dir: Path, found: list[Finding]) -> tuple[Slots | None, bool]:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ import numpy as np
 from busrl.config import Topology
 from busrl.data import training_stream
 from busrl.errors import CannotTrain, DiskFull, RankFailed, UserError, WriteFailed
-from busrl.files import LineFile, json_lines, replace
+from busrl.files import LineFile, as_map, json_lines, replace
 from busrl.ledger import trained
 from busrl.ledger.trained import TrainLine, last_step
 from busrl.ledger.wal import Record, Wal
@@ -55,7 +57,9 @@ class History:
         mode = topology.learner.wal
         newest = trained.newest_checkpoint(paths)
         superseded = trained.step_of(newest) if newest is not None else -1
-        self.wal = None if mode == "off" else Wal(paths.wal, sync=mode == "sync", superseded=superseded)
+        # A log that a start of before left is trained first, then given up (`leave_log`).
+        logs = mode != "off" or any(paths.wal.glob("*.wal"))
+        self.wal = Wal(paths.wal, sync=mode == "sync", superseded=superseded) if logs else None
         if self.wal is not None and (cut := self.wal.cut_bytes):
             log.info("the log ended in half a record, which was never committed: %d bytes cut off", cut)
         self.train_log = LineFile(paths.train_log)
@@ -105,7 +109,7 @@ class History:
                 raise _history_torn(self.paths, torn, self.wal.damage, start, missing)
             self.warnings += [f"{text}. A checkpoint has made them superfluous" for text in self.wal.damage]
             lined = last_step(self.paths.train_log)
-            if lined > max(newest, start):
+            if lined > max(newest, start) and not _began_the_log(self.paths):
                 self.warnings.append(
                     f"{self.paths.train_log.name} names steps up to {lined}, but checkpoint and log end at step "
                     f"{max(newest, start)}: the end of the log was lost; training continues from there, and `busrl "
@@ -143,6 +147,21 @@ class History:
     def to_replay(self) -> Iterator[Record]:
         """Records after the checkpoint, in order; call `finished` for each once it is trained."""
         yield from () if self.wal is None else self.wal.records(after=self.step)
+
+    @property
+    def leaves_log(self) -> bool:
+        """Whether there is a log although none is to be kept any more."""
+        return self.wal is not None and self.topology.learner.wal == "off"
+
+    def leave_log(self) -> None:
+        """Give it up once a checkpoint holds all of it; until then it is kept. Later steps would contradict it."""
+        if self.wal is not None and self.leaves_log and (not self.step or self._reaches(self.step)):
+            self.wal.close()
+            self.wal = None
+            shutil.rmtree(self.paths.wal, ignore_errors=True)
+
+    def _reaches(self, step: int) -> bool:
+        return self._saved is not None and trained.step_of(self._saved) >= step
 
     def store_fates(self, fates: Fates) -> None:
         """T for every trained uid: the predecessor may have died before it stored it."""
@@ -277,6 +296,12 @@ class History:
         if self.wal is not None:
             self.wal.close()
         self.train_log.close()
+
+
+def _began_the_log(paths: RunPaths) -> bool:
+    """Whether the newest start keeps a log where those before kept none, and so lost what no checkpoint holds."""
+    last = next(iter(deque(json_lines(paths.starts), maxlen=1)), {})
+    return as_map(as_map(last.get("changes")).get("learner.wal")).get("was") == "off"
 
 
 def _history_torn(

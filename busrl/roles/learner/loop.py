@@ -50,7 +50,7 @@ from busrl.roles.learner.history import History
 from busrl.roles.learner.metrics import StepMetrics
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.learner.publish import Publisher, join_engine
-from busrl.roles.learner.step import TrainingStep
+from busrl.roles.learner.step import TrainingStep, terms_of
 from busrl.scheduling.admission import Waves
 from busrl.scheduling.groups import GroupScanner, GroupView
 from busrl.scheduling.trigger import Claim, Fire, SetAside, Wait, publication_is_due
@@ -104,6 +104,9 @@ class Learner(Actor):
         self.claimed: dict[int, Claimed] = {}
         self.pending: list[Claimed] = []  # claimed, not yet in a micro-batch
         self._recover()
+        if self.history.leaves_log:
+            self._checkpoint_after(self.history.step)
+            self.history.leave_log()
         self._checkpoint_as_asked()
 
     def _gathered(self) -> Team:
@@ -163,13 +166,15 @@ class Learner(Actor):
     # -- what is asked of a running run -------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Take up what was set. What is trained by the values of before is in a checkpoint first, since a replay of the
-        log uses the present ones."""
+        """Take up what was set. What is trained by the rates of before is in a checkpoint first, since a replay of the
+        log uses the present ones. What is claimed, and partly trained, keeps its terms up to the end of the step."""
         before, self.config = self.config, self.topology.learner
         rates = [(one.lr, one.trigger.n_min) for one in (before, self.config)]
-        if rates[0] != rates[1] or self.training.oldest(self.topology) != self.training.stale.bound:
+        if rates[0] != rates[1]:
             self._checkpoint_after(self.history.step)
         self.training.follow(self.topology)
+        if not self.claimed:
+            self.training.train_by(terms_of(self.topology))
         since = self.plan.trigger
         self.plan = make_plan(self.topology, streamable=self.training.streamable)
         self.plan.trigger.follow(since)
@@ -406,6 +411,7 @@ class Learner(Actor):
             due = checkpoint_is_due(self.topology, self.history.step, self.history.groups, len(groups))
             if due and not self._is_over():
                 self._checkpoint()
+            self.training.train_by(terms_of(self.topology))
         self.plan.trigger.step_ended(self._now())
 
     def _record(self, action: Fire, groups: Sequence[Claimed]) -> Record:
@@ -413,6 +419,7 @@ class Learner(Actor):
         return Record(
             step=self.history.step + 1, version=self.publisher.version, cause=action.cause.value,
             groups=list(action.draws), samples=[record for group in groups for record in group.records],
+            terms=self.training.terms,
         )
 
     def _end_slots(self, groups: Sequence[Claimed]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from busrl.algorithms import catalog, gae, losses, terms
 from busrl.config import Topology
 from busrl.config.schema import ADAPTERS, ONE_COPY
 from busrl.errors import UserError
-from busrl.ledger.wal import Record, SampleRecord
+from busrl.ledger.wal import Record, SampleRecord, Terms
 from busrl.states import Finish
 from busrl.training import checkpoint
 from busrl.training.batch import Flat, Sample, Turns, Worth, first_fault, numbered, spread
@@ -156,6 +156,17 @@ def _leading(late: npt.NDArray[np.int64]) -> int:
     return int(late[-1]) + 1 if len(late) else 0
 
 
+def terms_of(topology: Topology) -> Terms:
+    """What the topology promises of ages, and leaves out of the loss."""
+    weights, waves, forced = topology.weights, topology.segments.waves, topology.experiments.forced_age > 0
+    by_mode = {"batch-async": weights.max_staleness, "sync": max(0, waves - 1)}
+    return Terms(
+        None if forced else by_mode.get(weights.mode),
+        weights.mode == "batch-async" and weights.over_age == "wait" and not forced,
+        topology.segments.loss == "last_segment", topology.reward.truncated == "mask",
+    )
+
+
 ADAPTER = "adapter"  # folder of a checkpoint
 
 
@@ -169,7 +180,6 @@ class TrainingStep:
         self.source = Path(topology.model.path)
         self.device = device.choose(topology.device_of("learner"))
         self.settings = TrainerSettings.of(topology)
-        self.last_only = topology.segments.loss == "last_segment"
         self.groups = 0
         self._denominator = 0.0  # of the update under way
         self._centred: list[float] = []  # advantages that were not divided by the number of the step
@@ -177,7 +187,7 @@ class TrainingStep:
         self.late = topology.experiments.forced_age > 0  # a version has older weights than those of its step
         self.stale = StaleTokenMask(None)
         self.follow(topology)
-        self.masks_cut = topology.reward.truncated == "mask"
+        self.train_by(terms_of(topology))
         # Of the step under way: tokens of answers that were not trained since they were cut, or all too old.
         self.cut_tokens = self.gone_tokens = 0
         self.changed: list[str] = []  # settings of the optimiser that are others than those of the checkpoint
@@ -199,16 +209,14 @@ class TrainingStep:
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
 
-    def oldest(self, topology: Topology) -> int | None:
-        """The age in steps above which tokens are left out; None if none are."""
-        own = topology.weights
-        bounded = own.mode == "batch-async" and own.over_age == "wait" and not self.late
-        return own.max_staleness if bounded else None
-
     def follow(self, topology: Topology) -> None:
         """Train by these values from the next step on."""
         self.config, self.schedule = topology.learner, Schedule.of(topology)
-        self.stale.bound = self.oldest(topology)
+
+    def train_by(self, terms: Terms) -> None:
+        """What of the next samples is trained."""
+        self.terms, self.stale.bound = terms, terms.bound if terms.masks_old else None
+        self.last_only, self.masks_cut = terms.last_segment, terms.masks_cut
 
     def _trainer(self, folder: Path) -> Trainer:
         """For the model of that folder; with [lora] for an adapter on it, whose base is in the number type of the
@@ -483,10 +491,15 @@ class TrainingStep:
         return stats
 
     def replay(self, record: Record) -> StepStats:
-        """Train a step of the log again."""
+        """Train a step of the log again: of its samples what was trained then, by the present loss and rate."""
         # A version that was there a step before has other weights than those of this step.
         of_this_step = self.stale.step_of(record.version) == record.step - 1 and not self.late
-        return self.train(record.samples, len(record.groups), record.version if of_this_step else None)
+        present = self.terms
+        self.train_by(record.terms or present)
+        try:
+            return self.train(record.samples, len(record.groups), record.version if of_this_step else None)
+        finally:
+            self.train_by(present)
 
     def _samples(self, records: Sequence[SampleRecord]) -> list[Sample]:
         return [to_sample(record, self.last_only) for record in records]

@@ -1,0 +1,141 @@
+"""What was promised at each step of a run: by the topology of now, and back through what starts and people changed.
+
+Reads `starts.jsonl` and `control.jsonl` with readers of its own; knows nothing of samples or of how they are judged.
+
+- A change at step S lies between two periods that both hold S: a batch that was logged before the change may be trained
+  after it, and a group is in flight on both sides of it.
+- What was asked of a running run is taken up some steps later; until then records say by which terms they were made.
+- A file that is damaged or not there tells of no changes: then the values of now held all the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from busrl.ledger.audit import readers
+
+ABSENT = "not there"  # in starts.jsonl, of a key that a topology does not have
+KEYS = (
+    "weights.mode", "weights.max_staleness", "weights.over_age", "segments.length", "segments.rounds",
+    "segments.max_segments", "segments.loss", "experiments.forced_age", "learner.forced_age", "learner.wal",
+)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the rules hold a step to."""
+
+    wal: str = "sync"
+    bound: int | None = None  # steps that a trained group may be old; None = nothing is promised
+    masks_old: bool = False  # a group above the bound is trained without its tokens that are too old
+    last_segment: bool = False  # only the last segment of an answer is trained
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Promise:
+        """Of the values by key; nothing where they do not say, or ask for ages (`forced_age`)."""
+        mode, in_waves = values.get("weights.mode"), values.get("segments.rounds") == "segments"
+        in_waves = in_waves and bool(values.get("segments.length"))
+        waves = int(values.get("segments.max_segments", 1)) if in_waves else 1  # rounds an answer may take in mode sync
+        by_mode = {"batch-async": values.get("weights.max_staleness"), "sync": waves - 1}
+        forced = values.get("experiments.forced_age") or values.get("learner.forced_age")  # the latter: an older run
+        return cls(
+            str(values.get("learner.wal", "")), None if forced else by_mode.get(str(mode)),
+            mode == "batch-async" and values.get("weights.over_age") == "wait" and not forced,
+            values.get("segments.loss") == "last_segment",
+        )
+
+
+@dataclass(frozen=True)
+class Period:
+    """From `first` to `last` finished steps, both included."""
+
+    first: int
+    last: float
+    promise: Promise
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The periods of a run, the newest first."""
+
+    periods: tuple[Period, ...] = (Period(0, math.inf, Promise()),)
+
+    def during(self, first: int, last: int) -> Iterator[Promise]:
+        """What was promised at any time from `first` to `last` finished steps."""
+        return (one.promise for one in self.periods if one.first <= last and first <= one.last)
+
+    def at(self, step: int) -> list[Promise]:
+        """What may have held when step `step` was made: two at a change."""
+        return [*self.during(step - 1, step - 1)]
+
+    def unlogged(self, step: int) -> bool:
+        """Whether step `step` may have been made without a log."""
+        return any(one.wal == "off" for one in self.at(step))
+
+
+@dataclass(frozen=True)
+class Change:
+    time: float
+    step: int
+    before: Mapping[str, Any]  # the values of before, by key
+
+
+def timeline_of(run_dir: Path, topology: Mapping[str, Any]) -> Timeline:
+    """The periods of the run in a directory, from the topology that it has now."""
+    values = {key: value for key in KEYS if (value := _at(topology, key)) is not None}
+    found: list[Period] = []
+    last = math.inf
+    changes = [*_of_starts(run_dir / "starts.jsonl"), *_of_controls(run_dir / "control.jsonl")]
+    for change in sorted(changes, key=lambda one: one.time, reverse=True):
+        own = {key: value for key, value in change.before.items() if key in KEYS}
+        if own:
+            first = int(min(change.step, last))
+            found.append(Period(first, last, Promise.of(values)))
+            values = {key: value for key, value in {**values, **own}.items() if value != ABSENT}
+            last = first
+    return Timeline((*found, Period(0, last, Promise.of(values))))
+
+
+def _at(topology: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    table = topology.get(section)
+    return table.get(name) if isinstance(table, dict) else None
+
+
+class _Start(msgspec.Struct):
+    """A line of starts.jsonl."""
+
+    time: float
+    step: int
+    changes: dict[str, dict[str, Any]] = {}
+
+
+class _Asked(msgspec.Struct):
+    """A line of control.jsonl. `old`: a value as TOML has it."""
+
+    time: float
+    step: int
+    verb: str
+    ok: bool
+    key: str = ""
+    old: str = ""
+
+
+def _of_starts(path: Path) -> Iterator[Change]:
+    for row in readers.read_lines(path, _Start):
+        yield Change(row.time, row.step, {key: own["was"] for key, own in row.changes.items() if "was" in own})
+
+
+def _of_controls(path: Path) -> Iterator[Change]:
+    for row in readers.read_lines(path, _Asked):
+        if row.ok and row.verb == "set" and row.key in KEYS:
+            try:
+                yield Change(row.time, row.step, {row.key: msgspec.json.decode(row.old)})
+            except msgspec.DecodeError:  # inf and the like, which none of the keys takes
+                continue
