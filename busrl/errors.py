@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.place}: {self.value}: {self.rule}" if self.value else f"{self.place}: {self.rule}"
-        return f"{text}; {self.remedy}" if self.remedy else text
+        return escaped(f"{text}; {self.remedy}" if self.remedy else text)
 
 
 class TopologyError(UserError):
@@ -318,6 +319,14 @@ def process_code(problem: BusrlError) -> int:
 
 
 # -- in one line -----
+
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """The text with what a terminal would obey, or cannot show, spelt out: \\x1b for an escape. Lines and tabs stay."""
+    return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 TRACE = "Traceback (most recent call last):"
 LIBRARIES = ("<", os.path.dirname(os.__file__), os.path.dirname(__file__))

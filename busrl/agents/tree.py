@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from busrl.data.prompts import joined
 from busrl.errors import CallRefused
 
 Ids = npt.NDArray[np.int32]
@@ -58,15 +59,10 @@ def text_of(message: Mapping[str, Any]) -> str:
         return content or ""
     if not isinstance(content, Sequence):
         raise CallRefused("invalid", f"content is a {type(content).__name__}: must be a text or parts", "messages")
-    return "".join(_part(one) for one in content)
-
-
-def _part(part: object) -> str:
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise CallRefused("unsupported", f"a part of a message is of type {kind!r}: only text can be used", "messages")
-    return text
+    try:
+        return joined(content) if content else ""
+    except ValueError as rule:
+        raise CallRefused("unsupported", f"messages: {rule}", "messages") from None
 
 
 def _call(call: object) -> list[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from busrl.errors import BugError, BusrlError, MachineError, TopologyError
+from busrl.errors import BugError, BusrlError, MachineError, TopologyError, escaped
 
 
 def positive(text: str) -> float:
@@ -112,9 +112,9 @@ def _tell(error: BusrlError) -> int:
         traceback.print_exception(error)
         print("busrl: this is a bug of busrl; please report it with the lines above", file=sys.stderr)
     elif isinstance(error, TopologyError) and len(error.problems) > 1:
-        print(f"busrl: {len(error.problems)} problems\n{error}", file=sys.stderr)
+        print(escaped(f"busrl: {len(error.problems)} problems\n{error}"), file=sys.stderr)
     else:
-        print(f"busrl: {error}", file=sys.stderr)
+        print(escaped(f"busrl: {error}"), file=sys.stderr)
     return error.exit_code
 
 

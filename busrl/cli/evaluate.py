@@ -41,7 +41,7 @@ from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, 
 from busrl.data.prompts import PromptLine, lines_of
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
-from busrl.errors import PeerTimeout, UserError
+from busrl.errors import PeerTimeout, UserError, escaped
 from busrl.files import json_lines
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.paths import RunPaths
@@ -82,7 +82,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"model": topology.model.path, **dataclasses.asdict(found), "rows": str(out)}))
     else:
-        print("\n".join(_lines(topology, of, found, rows, time.monotonic() - begun, out)))
+        print(escaped("\n".join(_lines(topology, of, found, rows, time.monotonic() - begun, out))))
     return 0 if found.samples else 1
 
 

@@ -30,7 +30,7 @@ from busrl import keys, quickstart
 from busrl import launch as launching
 from busrl.bus import Endpoint
 from busrl.config import Topology, explain, inflight, load, materialise, reader, recorded
-from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, UserError
+from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, UserError, escaped
 from busrl.files import as_map, read_map
 from busrl.guardian import stat_of
 from busrl.launch import clusters, pythons
@@ -54,7 +54,7 @@ def launch(options: argparse.Namespace) -> int:
     known = options.run_dir or (Path(options.resume) if options.resume not in ("auto", "never") else None)
     topology = _with_what_was_set(load(options.topology, options.overrides, known), options, known)
     if options.dry_run:
-        print(explain.dry_run(topology), end="")
+        print(escaped(explain.dry_run(topology)), end="")
         return 0
     pythons.require(topology)
     directory = directory_of(topology, options.run_dir, options.resume)
@@ -62,7 +62,7 @@ def launch(options: argparse.Namespace) -> int:
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
         explain.require_memory(topology)
     for text in explain.warnings(topology):
-        print(f"warning: {text}", file=sys.stderr)
+        print(escaped(f"warning: {text}"), file=sys.stderr)
     explain.require_cores_and_disk(topology, directory)
     return launching.launch(topology, directory, resume=options.resume != "never")
 
@@ -111,7 +111,7 @@ def host(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     topology = load(options.topology, options.overrides)
-    print(explain.report(topology, options.verbose), end="", flush=True)
+    print(escaped(explain.report(topology, options.verbose)), end="", flush=True)
     asked = pythons.pythons(topology)
     for line in pythons.lines(topology, asked):
         print(line)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from busrl import files
-from busrl.errors import NoSuchRun, UserError
+from busrl.errors import NoSuchRun, UserError, escaped
 from busrl.files import LineFollower
 from busrl.monitor.sources import Watcher, find, give_way, holder_of, settle
 from busrl.monitor.status import status as status_of
@@ -221,9 +221,16 @@ def _files(paths: RunPaths) -> list[Path]:
     return sorted(paths.logs.glob("*.log"))
 
 
+def _on_a_terminal(line: bytes) -> bytes:
+    """A line without what the terminal would obey: user code prints into logs, and what it prints a model may have
+    written."""
+    return escaped(line.decode(errors="backslashreplace")).encode()
+
+
 def _print(paths: RunPaths, name: str, follow: bool) -> None:
     known: dict[Path, LineFollower] = {}
     out = sys.stdout.buffer
+    shown = _on_a_terminal if sys.stdout.isatty() else bytes
     while True:
         lives = follow and holder_of(paths) is not None  # asked before: what is written at the end is read after it
         found = [paths.log(name)] if name else _files(paths)
@@ -232,7 +239,7 @@ def _print(paths: RunPaths, name: str, follow: bool) -> None:
             before = b"" if name else f"{path.stem:<{width}} | ".encode()
             log = known.setdefault(path, LineFollower(path, ALL))
             while lines := log.new(rest=not lives, most=PART):
-                out.writelines(before + line + b"\n" for line in lines)
+                out.writelines(before + shown(line) + b"\n" for line in lines)
         out.flush()
         if not lives:
             return

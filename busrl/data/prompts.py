@@ -12,11 +12,16 @@ and ids by the tokenizer's own chat template (`busrl.engines.base` in an engine,
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import re
+import shlex
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +31,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.errors import DataError, Problem
+from busrl.errors import DataError, Problem, escaped
 
 if TYPE_CHECKING:
     from busrl.config.prompts import SourceLines
@@ -72,16 +77,18 @@ def prompt_of(record: dict[str, Any], settings: Settings) -> Prompt:
     `data.system` begins every chat that has no system message of its own. With tools of its line, or arguments of the
     template, a prompt is a `Chat`.
     """
-    value = record.get(settings.prompt_key)
-    if rule := fault(value):
-        raise DataError(f"{settings.prompt_key} = {value!r}: {rule}; correct the data file")
+    try:
+        value = asked(record.get(settings.prompt_key))
+    except ValueError as rule:
+        shown = _short(repr(record.get(settings.prompt_key)).encode())
+        raise DataError(f"{settings.prompt_key} = {shown}: {rule}; correct the data file") from None
     if settings.template == "none":
         if isinstance(value, str):
             return value
         raise DataError(f'{settings.prompt_key} is a list of messages: set data.template = "chat"')
     if settings.template != "chat":
         raise DataError(f"data.template = {settings.template!r}: must be none or chat")
-    chat: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value or ())
+    chat: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
     if settings.system and chat[0]["role"] not in SYSTEM_ROLES:
         chat.insert(0, {"role": "system", "content": settings.system})
     tools = _tools(record.get(settings.tools_key), settings.tools_key) if settings.tools_key else []
@@ -106,28 +113,66 @@ def _tools(value: object, key: str) -> list[Any]:
 
 def fault(value: object) -> str:
     """The rule that a prompt breaks, "" for a good one."""
-    if isinstance(value, str):
-        return ""
-    if not isinstance(value, list):
-        return "must be a string, or a list of messages"
-    if not value:
-        return "has no message: a chat needs one at least"
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(part, str) for part in _parts(message)):
-            return 'every message must be {"role": "...", "content": "..."} with strings'
-    if value[-1]["role"] == "assistant":
-        return "the last message is the assistant's own, and its answer is what is asked for"
+    try:
+        asked(value)
+    except ValueError as rule:
+        return str(rule)
     return ""
 
 
-def _parts(message: Message) -> Iterator[object]:
-    """What has to be text in a message; a turn that calls tools may have no content."""
-    yield message.get("role")
-    yield (message.get("content") or "") if message.get("tool_calls") else message.get("content")
+def asked(value: object) -> str | list[Message]:
+    """A prompt with the parts of its contents joined to texts; ValueError says the rule that it breaks. Parts without
+    a message around them are one text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, or a list of messages")
+    if not value:
+        raise ValueError("has no message: a chat needs one at least")
+    if all(isinstance(part, dict) and "type" in part and "role" not in part for part in value):
+        return joined(value)
+    messages = [_message(message) for message in value]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's own, and its answer is what is asked for")
+    return messages
+
+
+def _message(value: object) -> Message:
+    if isinstance(value, dict) and isinstance(value.get("role"), str):
+        content = value.get("content")
+        if isinstance(content, str) or (value.get("tool_calls") and not content):
+            return value
+        if isinstance(content, list):
+            return {**value, "content": joined(content)}
+    raise ValueError('every message must be {"role": "...", "content": "..."} with strings')
+
+
+TEXTS = ("text", "input_text", "output_text")  # kinds of content parts that are text, in OpenAI's two interfaces
+
+
+def joined(parts: Sequence[object]) -> str:
+    """The text of content parts, one behind the other as chat templates write them; ValueError names a part of another
+    kind."""
+    if not parts:
+        raise ValueError("its content has no part: write a text")
+    return "".join(map(_part, parts))
+
+
+def _part(part: object) -> str:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) and kind in TEXTS else None
+    if isinstance(text, str):
+        return text
+    if kind in TEXTS:
+        raise ValueError('a part of its content has no text: {"type": "text", "text": "..."}')
+    raise ValueError(f"every message must be text alone, and a part of this one is of kind {kind!r}")
 
 
 def plain_text(value: object) -> str:
     """A prompt as text without a template, for predictors and people: what stands in its messages, line by line."""
+    if isinstance(value, list):
+        with suppress(ValueError):  # whatever else it is: no model is asked this
+            value = asked(value)
     if isinstance(value, list):
         return "\n".join(str(message.get("content") or "") for message in value if isinstance(message, dict))
     return str(value)
@@ -172,7 +217,7 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
             found = parse_line(line, f"{path}:{count}", prompt_key, answer_key)
             size = 0
             if not isinstance(found, Problem):
-                chats += isinstance(found[prompt_key], list)
+                chats += isinstance(found[prompt_key], list) and isinstance(asked(found[prompt_key]), list)
                 size = len(plain_text(found[prompt_key]).encode())
             elif len(problems) < SHOWN:
                 problems.append(found)
@@ -221,7 +266,8 @@ def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -
     try:
         record = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        return Problem(place, _short(line), f"not JSON ({problem})", "one complete JSON object per line")
+        rule, remedy = _no_json(line) or (f"not JSON ({problem})", "one complete JSON object per line")
+        return Problem(place, _short(line), rule, remedy)
     if not isinstance(record, dict):
         return Problem(place, _short(line), "every line must be a JSON object", 'write {"prompt": "..."}')
     for table_key, key in (("prompt_key", prompt_key), ("answer_key", answer_key)):
@@ -229,6 +275,32 @@ def parse_line(line: bytes, place: str, prompt_key: str, answer_key: str = "") -
         if finding:
             return finding
     return record
+
+
+def _no_json(line: bytes) -> tuple[str, str] | None:
+    """What a line is that looks like JSON, and the remedy; None for one that is cut, or anything else."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as problem:
+        return f"not UTF-8 text (byte {problem.start})", "save it as UTF-8, for example by iconv -f latin1 -t utf-8"
+    numbers: list[str] = []
+    try:
+        json.loads(text, strict=False, parse_constant=numbers.append)
+        if numbers:
+            rule = f"not JSON, which knows no {numbers[0]}: Python's json.dumps writes it all the same"
+            return rule, "write null or a text, or leave the key out; allow_nan=False finds such rows"
+        if found := re.search("[\x00-\x1f]", text.strip()):
+            mark = escaped(found[0])
+            return f"not JSON: {mark} stands in a text as it is", f"write \\u{ord(found[0]):04x}, as json.dumps does"
+        return None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        if isinstance(ast.literal_eval(text.strip()), dict):
+            return "not JSON: a map as Python prints it", "write it by json.dumps"
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    return None
 
 
 def open_file(path: Path) -> int:
@@ -240,7 +312,64 @@ def open_file(path: Path) -> int:
     if os.path.isdir(f"/proc/self/fd/{fd}"):
         os.close(fd)
         raise DataError(f"{path}: is a directory: give the path of a JSONL file")
+    try:
+        found = _other_kind(os.pread(fd, HEAD, 0), path)
+    except OSError as problem:
+        os.close(fd)
+        raise DataError(f"{path}: cannot be read ({problem.strerror}): give the path of a JSONL file") from None
+    if found:
+        os.close(fd)
+        raise DataError(f"{path}: {found[0]}, and prompts are lines of JSON objects: {found[1]}")
     return fd
+
+
+# Beginnings of files that are no lines of JSON, what they are, and the remedy. FILE is the path, as a shell reads it.
+HEAD = 1 << 16
+SOURCE = "name it as a [[data.source]] with format = "
+BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (
+    (b"\x1f\x8b", "a gzip file", "unpack it by `gunzip -k FILE`"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard file", "unpack it by `zstd -d FILE`"),
+    (b"BZh", "a bzip2 file", "unpack it by `bunzip2 -k FILE`"),
+    (b"\xfd7zXZ", "an xz file", "unpack it by `unxz -k FILE`"),
+    (b"PK\x03\x04", "a zip file (a spreadsheet is one too)", "unpack it, or save the spreadsheet as CSV"),
+    (b"PAR1", "a Parquet file", f'{SOURCE}"parquet"'),
+    (b"ARROW1", "an Arrow file", "name the folder that `save_to_disk` made as a [[data.source]]"),
+    (b"\xff\xfe", "UTF-16 text", "convert it by `iconv -f utf-16 -t utf-8 FILE > FILE.utf8`"),
+    (b"\xfe\xff", "UTF-16 text", "convert it by `iconv -f utf-16 -t utf-8 FILE > FILE.utf8`"),
+    (b"version https://git-lfs", "a pointer of Git LFS instead of the file", "fetch the file by `git lfs pull`"),
+    (b"<", "a page of the web, or XML", "download the file itself"),
+)
+CONVERT = (
+    "write it anew by `python3 -c 'import csv, json, sys; [print(json.dumps(row)) for row in {}]' < FILE > FILE.jsonl`"
+)
+COLUMNS = re.compile(rb'"?[\w.-]+"?(?:[,;\t]"?[\w.-]+"?)+\s*')  # the names of a table's columns
+
+
+def _other_kind(head: bytes, path: Path) -> tuple[str, str] | None:
+    """What a file is and what to do about it, by how it begins; None for lines of JSON, good or bad."""
+    for begins, what, remedy in BEGINNINGS:
+        if head.startswith(begins):
+            return f"is {what}", remedy.replace("FILE", shlex.quote(str(path)))
+    text = head.removeprefix(BOM).lstrip()
+    first, _, rest = text.partition(b"\n")
+    what, rows = "", ""
+    if text.startswith(b"[") and not (rest.strip() and _is_json(first)):
+        what, rows = "is one JSON array", "json.load(sys.stdin)"
+    elif first.strip() == b"{":
+        what, rows = "is one JSON object over several lines", 'json.load(sys.stdin)["KEY"]'
+    elif not _is_json(first) and (path.suffix in (".csv", ".tsv") or COLUMNS.fullmatch(first)):
+        mark = next((mark for mark in "\t;" if mark.encode() in first), "")
+        how = f", delimiter={json.dumps(mark)}" if mark else ""
+        what, rows = "is a CSV file", f"csv.DictReader(sys.stdin{how})"
+    return (what, CONVERT.format(rows).replace("FILE", shlex.quote(str(path)))) if what else None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def _key_problem(record: dict[str, object], place: str, table_key: str, key: str) -> Problem | None:
@@ -257,7 +386,7 @@ def _key_problem(record: dict[str, object], place: str, table_key: str, key: str
 
 
 def _short(line: bytes, limit: int = 60) -> str:
-    text = line[:limit].decode("utf-8", "replace")
+    text = escaped(line[:limit].decode("utf-8", "backslashreplace"))
     return f"{text}..." if len(line) > limit else text
 
 

@@ -32,7 +32,7 @@ from typing import IO, Any
 import msgspec
 
 from busrl.data.chat import LightTokenizer
-from busrl.data.prompts import SHOWN, Prompt, fault, open_file, parse_line, prompt_lines, prompt_of, shares
+from busrl.data.prompts import SHOWN, Prompt, asked, fault, open_file, parse_line, prompt_lines, prompt_of, shares
 from busrl.errors import DataError, Problem, UserError, cause
 from busrl.files import read_map
 from busrl.imports import load
@@ -44,6 +44,7 @@ ENVIRONMENT = re.compile(r"(gymnasium|textarena|openenv|verifiers):(.+)")  # wha
 INDEX = "index"  # key of a line: the seed of an environment, or the number of a task
 INDICES, HIGHEST_FIRST = 1024, 1 << 30  # of an environment where no number is given; servers may take 32 bits
 PARQUET = (".parquet", ".pq")
+OTHERS = (".csv", ".tsv", ".json", ".gz", ".zst", ".zip")  # that have rows too; as path one says how it is converted
 TAG, PLACE = "tag", re.compile(r"\{([^{}]+)\}")
 EVENT_S = 0.5
 TRIES = 8  # of shortening a text until it fits
@@ -239,7 +240,9 @@ def files_of(folder: Path, split: str) -> list[tuple[Path, str]]:
         parts = found  # files without the names of splits are one split
     if not parts:
         there = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
-        rule = f"no Parquet or JSONL file of split {split!r} in this folder; such files in it: {there}"
+        others = sorted(path.name for path in folder.rglob("*") if not found and path.suffix in OTHERS)
+        more = f", of other kinds {', '.join(others[:8])}" if others else ""
+        rule = f"no Parquet or JSONL file of split {split!r} in this folder; such files in it: {there}{more}"
         raise Refused(str(folder), rule, "set split, or give one of the files as path")
     return [(path, "parquet" if path.name.endswith(PARQUET) else "jsonl") for path in parts]
 
@@ -495,7 +498,8 @@ class Rules:
             raise KeyError(job.answer_key)
         prompt = made[job.prompt_key]
         if isinstance(prompt, list):  # columns have a place for every field, empty ones too
-            made[job.prompt_key] = [_without_nulls(message) for message in prompt]
+            prompt = [_without_nulls(message) for message in prompt]
+            made[job.prompt_key] = prompt if fault(prompt) else asked(prompt)
         made.setdefault(TAG, own.tag)
         return made
 
@@ -505,9 +509,10 @@ class Rules:
         if rule := fault(prompt):
             shown = repr(prompt)[:60]
             raise Refused(place, rule, _remedy(self.source.prompt_key, prompt), f"{self.source.prompt_key} = {shown}")
-        if self.job.answers and not isinstance(record[self.job.answer_key], (str, int, float)):
-            shown = f"{self.source.answer_key} = {record[self.job.answer_key]!r}"
-            remedy = _remedy(self.source.answer_key, record[self.job.answer_key])
+        answer = record[self.job.answer_key] if self.job.answers else ""
+        if not isinstance(answer, (str, int, float)) or answer != answer:
+            shown = f"{self.source.answer_key} = {answer!r}"
+            remedy = _remedy(self.source.answer_key, answer)
             raise Refused(place, "must be a string, a number, true or false", remedy, shown)
         if not self._kept(place, record):
             return "by filter"
@@ -585,7 +590,7 @@ def _remedy(name: str, value: Any) -> str:
     """What to do about a value that can be no prompt, or no answer."""
     if value is None:
         return f'correct it, or leave it out: where = "{name} != null"'
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and value == value:
         return f'prompt_text = "{{{name}}}" makes a text of it'
     return "correct it, or leave it out by a filter"
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from busrl import device
-from busrl.data.prompts import plain_text
+from busrl.data.prompts import asked, plain_text
 from busrl.errors import RewardNotLoaded
 from busrl.rewards.base import Setup
 
@@ -61,7 +61,8 @@ class Scorer:
         """Prompt and answer as the classifier reads them; the end of what is too long."""
         prompt = record.get(self.prompt_key, "")
         if self.tokenizer.chat_template:
-            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": plain_text(prompt)}]
+            prompt = asked(prompt) if isinstance(prompt, list) else plain_text(prompt)
+            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             messages = [*messages, {"role": "assistant", "content": completion}]
             found = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
         else:
