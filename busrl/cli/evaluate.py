@@ -38,7 +38,7 @@ from busrl.config.prompts import AskedSet
 from busrl.config.schema import TINY
 from busrl.data import JsonlStream, prompt_of
 from busrl.data.figures import Figure, Figures, Judged, by_tag, standard_error, tags_of
-from busrl.data.prompts import PromptLine, lines_of
+from busrl.data.prompts import PromptLine, lines_of, open_lines
 from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
 from busrl.errors import PeerTimeout, UserError, escaped
@@ -170,6 +170,7 @@ def _asked(topology: Topology, options: argparse.Namespace) -> AskedSet:
         samples = own.samples if isinstance(own.samples, int) else 0
         of = AskedSet("", data, 0, samples, own.k, own.temperature, own.top_p, limit, 0, 0)
     if options.data is not None:
+        open_lines(options.data).close()
         of = dataclasses.replace(of, data=str(options.data))
     given = {"prompts": options.samples, "k": options.k, "temperature": options.temperature}
     of = dataclasses.replace(of, **{key: value for key, value in given.items() if value is not None})

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -210,7 +210,7 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
     starts, sizes = array("q"), array("q")
     problems: list[Problem] = []
     more: Counter[str] = Counter()
-    with open(open_file(path), "rb") as file:
+    with open_lines(path) as file:
         for start, line in prompt_lines(file):
             count += 1
             longest_line = max(longest_line, len(line))
@@ -312,15 +312,22 @@ def open_file(path: Path) -> int:
     if os.path.isdir(f"/proc/self/fd/{fd}"):
         os.close(fd)
         raise DataError(f"{path}: is a directory: give the path of a JSONL file")
+    return fd
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """The file to be read from its beginning; a `DataError` too for one that is no lines of JSON at all."""
+    file = os.fdopen(open_file(path), "rb")
     try:
-        found = _other_kind(os.pread(fd, HEAD, 0), path)
+        found = _other_kind(file.read(HEAD), path)
+        file.seek(0)
     except OSError as problem:
-        os.close(fd)
+        file.close()
         raise DataError(f"{path}: cannot be read ({problem.strerror}): give the path of a JSONL file") from None
     if found:
-        os.close(fd)
+        file.close()
         raise DataError(f"{path}: {found[0]}, and prompts are lines of JSON objects: {found[1]}")
-    return fd
+    return file
 
 
 # Beginnings of files that are no lines of JSON, what they are, and the remedy. FILE is the path, as a shell reads it.

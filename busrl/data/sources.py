@@ -32,7 +32,7 @@ from typing import IO, Any
 import msgspec
 
 from busrl.data.chat import LightTokenizer
-from busrl.data.prompts import SHOWN, Prompt, asked, fault, open_file, parse_line, prompt_lines, prompt_of, shares
+from busrl.data.prompts import SHOWN, Prompt, asked, fault, open_lines, parse_line, prompt_lines, prompt_of, shares
 from busrl.errors import DataError, Problem, UserError, cause
 from busrl.files import read_map
 from busrl.imports import load
@@ -151,11 +151,11 @@ def rows_of(source: Source, seed: int) -> Rows:
 
 def _jsonl_rows(path: Path) -> Rows:
     try:
-        descriptor = open_file(path)
+        file = open_lines(path)
     except DataError as problem:
         rule, _, remedy = str(problem).removeprefix(f"{path}: ").rpartition(": ")
         raise Refused(str(path), rule, remedy) from None
-    with open(descriptor, "rb") as file:
+    with file:
         for number, (_, line) in enumerate(prompt_lines(file), 1):
             yield f"{path}:{number}", parse_line(line, f"{path}:{number}", "")
 

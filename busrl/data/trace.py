@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from busrl.data.prompts import decode_line, open_file, plain_text, prompt_lines
+from busrl.data.prompts import decode_line, open_lines, plain_text, prompt_lines
 from busrl.errors import DataError
 
 MAX_TOKENS = 1 << 30
@@ -54,7 +54,7 @@ class TracedPrompt:
 def read(path: str | Path, prompt_key: str = "prompt") -> list[TracedPrompt]:
     """Every line of a trace, checked. `DataError` names file:line, the value, the rule and the remedy."""
     path = Path(path)
-    with open(open_file(path), "rb") as file:
+    with open_lines(path) as file:
         lines = enumerate(prompt_lines(file), 1)
         tasks = [parse(line, f"{path}:{number}", prompt_key) for number, (_, line) in lines]
     if not tasks:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from busrl.data.chat import LightTokenizer
-from busrl.data.prompts import JsonlStream, Scan, plain_text, prompt_of, scan
+from busrl.data.prompts import Scan, plain_text, prompt_of, scan
 from busrl.data.sources import Conversion, Job, Source
 from busrl.errors import COMMANDS, DataError, escaped
 
@@ -142,8 +142,6 @@ def test_a_file_of_another_kind_is_named_and_its_conversion_works(
     path.write_bytes(data)
     with pytest.raises(DataError, match=f"is {what}, and prompts are lines of JSON objects") as caught:
         scan(path)
-    with pytest.raises(DataError, match=f"is {what}"):
-        JsonlStream(path, 0, False)
     (problem,) = converted(path, tmp_path / "out").problems
     assert f"is {what}" in problem[3]
     command = re.findall(r"`(.*)`", str(caught.value))[0].replace("python3", shlex.quote(sys.executable))
