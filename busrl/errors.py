@@ -302,14 +302,20 @@ class BusClosed(BugError):
 
 RETRY, NEEDS_FIX, RUN_FAILED, NO_SPACE = 1, 2, 3, 4
 TEAM_ENDED = 5  # of a learner's rank on another host: its team has ended, for a reason that is elsewhere
+NOT_IMPORTED = 6  # a module is missing or broken: the next start would import it no better
+# A process of a run says its code through the descriptor that this variable has, just before it ends. User code in it,
+# or a library, may end it with any code: that says nothing about the run.
+VERDICT = "BUSRL_VERDICT"
 
 
-def process_code(problem: BusrlError) -> int:
+def process_code(problem: BaseException) -> int:
     """The exit code of a process of a run.
 
     RETRY: another start may succeed. NEEDS_FIX: a person has to change something first, if the process never became
     ready. RUN_FAILED: nothing more may be trained in this run. NO_SPACE: a start succeeds once there is space again.
     """
+    if isinstance(problem, ImportError):
+        return NOT_IMPORTED
     if isinstance(problem, CannotTrain):
         return RUN_FAILED
     if isinstance(problem, (DiskFull, SharedMemoryFull)):

@@ -34,6 +34,7 @@ class Role(NamedTuple):
     foreign: bool = False  # another program may do it, named by `command`
     caller: bool = False  # its samples are episodes of model calls
     moves: bool = True  # maps the ring and moves samples
+    awaited: bool = True  # the run cannot go on, or end, without it
     where: str = ""  # of a role that no entry names, if only some have it: "home", other hosts ("away"), both of a run
     # that has other hosts ("both"; docs/hosts.md), or home with [sinks] ("sinks")
 
@@ -42,7 +43,7 @@ class Role(NamedTuple):
 ROLES: Final = {one.name: one for one in (
     Role("bus", 7, named=False, moves=False), Role("keeper", 6, named=False),
     Role("relay", 5, named=False, moves=False, where="both"), Role("satellite", 4, named=False, where="away"),
-    Role("sinks", 5, named=False, moves=False, where="sinks"),
+    Role("sinks", 5, named=False, moves=False, awaited=False, where="sinks"),
     Role("scheduler", 0, named=False, where="home"), Role("learner", 4, default=True, single=True),
     Role("reward", 2, default=True, foreign=True), Role("rollout", 1, default=True, foreign=True),
     Role("agent", 1, caller=True), Role("serve", 1, caller=True),

@@ -20,7 +20,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +30,10 @@ from typing import BinaryIO
 
 from busrl.config import ProcessName
 from busrl.config.schema import AGENT
-from busrl.errors import TRACE, BugError, first_line
+from busrl.errors import RETRY, TRACE, VERDICT, BugError, first_line
 from busrl.files import whole_file
 from busrl.guardian import MARK, end_marked
+from busrl.imports import PACKAGES, interpreter
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 
@@ -55,6 +55,7 @@ class RunningChild:
     mark: str = ""
     unlogged: str = ""  # why what it says is lost
     on_end: Callable[[int], None] = lambda pid: None  # called when its group is ended, while the pid is taken
+    told: int = -1  # the descriptor by which a process of busrl's says its verdict
 
     @property
     def pid(self) -> int:
@@ -73,7 +74,17 @@ class RunningChild:
             self.popen.wait()
             if self.mark:
                 end_marked(self.mark, MARKED_S)
-        return Exit(self.popen.returncode)
+        code, verdict = self.popen.returncode, self._verdict()
+        foreign = self.told >= 0 and code > 0 and code != verdict
+        return Exit(code, f"exit code {code}, which busrl did not give" if foreign else "", verdict)
+
+    def _verdict(self) -> int:
+        """Of a program of somebody else's only an end with 0 says something."""
+        if self.told < 0:
+            return 0 if self.popen.returncode == 0 else RETRY
+        with contextlib.suppress(OSError, ValueError):
+            return int(os.read(self.told, 16))
+        return RETRY
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -95,13 +106,15 @@ class RunningChild:
 
     def close(self) -> None:
         os.close(self.pidfd)
+        if self.told >= 0:
+            os.close(self.told)
 
 
 def command_of(process: ProcessName, paths: RunPaths) -> list[str]:
     if process.spec.command:
         known = {"{run_dir}": str(paths.root), "{name}": process.name}
         return [re.sub(r"\{(run_dir|name)\}", lambda found: known[found[0]], part) for part in process.spec.command]
-    return [own_python(process) or sys.executable, "-m", "busrl.roles", str(paths.root), process.name]
+    return [*interpreter(own_python(process), with_busrl=True), "busrl.roles", str(paths.root), process.name]
 
 
 def own_python(process: ProcessName) -> str:
@@ -111,7 +124,8 @@ def own_python(process: ProcessName) -> str:
 
 def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str]) -> dict[str, str]:
     """Variables of a child: thread counts from `threads`, where the run is, what the topology adds, then `more`."""
-    own = [] if own_python(process) else [str(Path(__file__).resolve().parents[2])]  # another has a busrl of its own
+    # Another Python has a busrl of its own; what is installed must not come before the standard library.
+    own = [] if own_python(process) or os.path.basename(PACKAGES).endswith("-packages") else [PACKAGES]
     searched = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -133,8 +147,20 @@ def start(
 ) -> RunningChild:
     """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
     known = environment_of(process, paths, {**(env or {}), MARK: mark})
-    keep = () if process.spec.command else keep_fds
-    return spawn(process.name, command_of(process, paths), paths.log(process.name), known, keep, cores, mark)
+    command, log = command_of(process, paths), paths.log(process.name)
+    if process.spec.command:
+        return spawn(process.name, command, log, known, (), cores, mark)
+    told, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        known[VERDICT] = str(tells)
+        child = spawn(process.name, command, log, known, (*keep_fds, tells), cores, mark)
+    except BaseException:
+        os.close(told)
+        raise
+    finally:
+        os.close(tells)
+    child.told = told
+    return child
 
 
 def spawn(
@@ -193,14 +219,19 @@ def last_lines(path: Path, count: int = 12) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-count:]
 
 
+def lines_of_life(path: Path) -> list[str]:
+    """The last lines of a log, of the newest life of the process alone."""
+    lines = last_lines(path, 200)
+    begun = max((at for at, line in enumerate(lines) if STARTED.match(line)), default=-1)
+    return lines[begun + 1 :]
+
+
 def last_words(path: Path) -> str:
     """What a child that died said last, in one line: what it raised if its log ends in a traceback, else the last line.
 
     Of this life of it alone; "" if it said nothing.
     """
-    lines = last_lines(path, 200)
-    begun = max((at for at, line in enumerate(lines) if STARTED.match(line)), default=-1)
-    lines = lines[begun + 1 :]
+    lines = lines_of_life(path)
     trace = max((at for at, line in enumerate(lines) if line.startswith(TRACE)), default=None)
     return first_line("\n".join(lines[trace:] if trace is not None else lines[-1:]))
 

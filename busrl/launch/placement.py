@@ -2,12 +2,13 @@
 `busrl host -` there.
 
 Talks to the kernel, to the standard input of the commands and to their logs; `run.py` calls it with every look of its
-own. Knows nothing of what happens on a host: its exit code says what to do (docs/hosts.md).
+own. Knows nothing of what happens on a host: its exit code says what to do (docs/hosts.md), where busrl gave it.
 
 - The keys of a host travel over the standard input of its command alone: not in arguments, not in an environment.
 - A command is ended for silence only where home has heard its host, and then not for `UNHEARD_S`: a host ends by itself
   when it does not hear home, but a command may outlive its node (srun does). How long a host takes to start is its own.
-- Whoever ends is started again, with a growing pause, but after 2 (mend something), and after 0 when the run is over: a
+- Whoever ends is started again, with a growing pause, but after 2 (mend something) with a line of busrl's: a shell
+  or ssh may end with 2 for reasons of their own; and after 0 when the run is over: a
   command may give 0 where its node was lost (srun does).
 - At the end of a run hosts learn of it from the relay: a command has time to end by itself before it is ended.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 from busrl.config import Topology
 from busrl.config.hosts import Invitation
 from busrl.errors import NEEDS_FIX, BadKeys
-from busrl.launch.children import RunningChild, Signals, last_words, spawn
+from busrl.launch.children import RunningChild, Signals, last_words, lines_of_life, spawn
 from busrl.launch.supervisor import Exit
 from busrl.paths import RunPaths
 
@@ -95,7 +96,8 @@ class Placement:
         if now - host.begun > LONGEST_PAUSE_S:
             host.pause_s = FIRST_PAUSE_S
         words = last_words(self._log(host))
-        if how.code == NEEDS_FIX:
+        by_busrl = any(line.startswith("busrl") for line in lines_of_life(self._log(host)))
+        if how.code == NEEDS_FIX and by_busrl:
             host.over = True
             self._warn(f"host {host.name} is not started again: {words or how}", "error")
         elif how.code == 0 and run_is_over:

@@ -30,7 +30,7 @@ from busrl import device
 from busrl.bus import Endpoint
 from busrl.config import ProcessName, Topology, machine
 from busrl.config.schema import AGENT
-from busrl.errors import NEEDS_FIX, NO_SPACE, RUN_FAILED, TEAM_ENDED, FateRefused
+from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, TEAM_ENDED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.files import bound
 from busrl.guardian import Guardian, mark
@@ -52,7 +52,7 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import address, is_address, topic
 from busrl.ring import UID_NONE, Fates, Process, State
 from busrl.ring.locks import taken_back
-from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, SINGLE_ROLES, HeaderWord, RunPhase
+from busrl.states import FOREIGN_ROLES, IMPLIED_ROLES, RANK, ROLES, SINGLE_ROLES, HeaderWord, RunPhase
 from busrl.watching import FairClock
 
 # -- closing -----------------------------------------------------------------------------------------------------------
@@ -242,14 +242,14 @@ class Launch:
             if child.leaves_by is not None:
                 self._left(child, how)
                 continue
-            if child.name in self._goal and how.code == 0 and finishing:
+            if child.name in self._goal and how.verdict == 0 and finishing:
                 child.finished()
                 self._done.add(child.name)
                 continue
             if finishing and self._processes[child.name].role == RANK:
                 child.finished()
                 continue
-            if how.code == TEAM_ENDED and self.topology.here:  # home counts the deaths
+            if how.verdict == TEAM_ENDED and self.topology.here:  # home counts the deaths
                 child.goes_with("its team")
             along = child.went_along
             outcome = self._died(child, how)
@@ -284,7 +284,7 @@ class Launch:
 
     def unsettled(self) -> list[str]:
         """Children that are still to become ready, or to end."""
-        return [child.name for child in self.children if child.phase is not Phase.READY]
+        return [child.name for child in self.children if child.phase not in (Phase.READY, Phase.GONE)]
 
     def _left(self, child: Child, how: Exit) -> None:
         """One that was to end has ended; it may be wanted again by now."""
@@ -352,7 +352,7 @@ class Launch:
             self._warn(line, "error")
 
     def _died(self, child: Child, how: Exit) -> RunOutcome | None:
-        if child.was_ready and how.code == NO_SPACE and not self._processes[child.name].spec.command:
+        if child.was_ready and how.verdict == NO_SPACE:
             self._waits_for_space(child, how)
             return None
         if read_only := self._run.read_only():
@@ -361,12 +361,16 @@ class Launch:
         hopeless = self._is_hopeless(child, how)
         death = child.ended(how, time.monotonic(), hopeless, self._did(child))
         self._say(death.text)
-        self._events.died(child, death.text, gives_up=death.gives_up)
+        awaited = ROLES[self._processes[child.name].role].awaited
+        self._events.died(child, death.text, gives_up=death.gives_up and awaited)
         log = self._paths.log(child.name)
         words = "" if child.unlogged else last_words(log)
         if words:
             self._say(f"  {log} ends: {words}")
         if not death.gives_up:
+            return None
+        if not awaited:
+            self._warn(f"{child.name} is not started again, and the run goes on without it: {words or how}", "error")
             return None
         if words:
             self._say(f"last lines of {log}:")
@@ -394,10 +398,8 @@ class Launch:
         return None
 
     def _is_hopeless(self, child: Child, how: Exit) -> bool:
-        """A process of busrl's own says so by its exit code; one that was ready may only have met a bad moment."""
-        if self._processes[child.name].spec.command:
-            return False
-        return how.code == RUN_FAILED or (how.code == NEEDS_FIX and not child.was_ready)
+        """A process of busrl's own says so; one that was ready may only have met a bad moment."""
+        return how.verdict in (RUN_FAILED, NOT_IMPORTED) or (how.verdict == NEEDS_FIX and not child.was_ready)
 
     def _signalled(self) -> RunOutcome | None:
         if not self._signals.count:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from busrl.config.schema import Limits
+from busrl.errors import RETRY
 from busrl.ring import Process
 from busrl.states import ROLES
 
@@ -95,10 +96,12 @@ NOT_STARTED = 127  # the exit code of a program that could not be started, as sh
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended; as text what a person reads. `code` as in Popen.returncode: -n after signal n."""
+    """How a process ended; as text what a person reads. `code` as in Popen.returncode: -n after signal n; `verdict`:
+    what busrl's own code in it said of its end (`errors.process_code`), RETRY where it said nothing."""
 
     code: int
     text: str = ""
+    verdict: int = RETRY
 
     def __str__(self) -> str:
         if self.text or self.code >= 0:

@@ -7,13 +7,16 @@ what only another one needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import gc
 import importlib
+import os
 import signal
 import sys
+import traceback
 
-from busrl.errors import NO_SPACE, BusrlError, process_code
+from busrl.errors import NO_SPACE, VERDICT, BusrlError, process_code
 from busrl.imports import uncollected
 from busrl.paths import RunPaths
 from busrl.states import ROLES
@@ -30,13 +33,16 @@ def main() -> int:
     paths = RunPaths.of(options.run_dir)
     if not paths.topology.is_file():
         parser.error(f"{paths.root}: no topology.json there; name the directory that `busrl launch` printed")
-    with uncollected():
-        process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
-    gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
     try:
+        with uncollected():
+            process = getattr(importlib.import_module(f"busrl.roles.{role}"), role.capitalize())
+        gc.freeze()  # modules stay: no look for cycles among them while a model is loaded, either
         code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
+        return process_code(problem)
+    except ImportError as problem:
+        traceback.print_exc()
         return process_code(problem)
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -50,5 +56,23 @@ def main() -> int:
     return code
 
 
+def said(code: int, verdict: int | None, pid: int) -> int:
+    """The exit code, which launch has been told through its descriptor; not by a copy of the process."""
+    if verdict is not None and os.getpid() == pid:
+        with contextlib.suppress(OSError):  # user code may have closed it
+            os.write(verdict, b"%d\n" % code)
+    return code
+
+
+def verdict() -> int | None:
+    """The descriptor for this process's code, which nothing that it starts inherits; None where nobody listens."""
+    text = os.environ.pop(VERDICT, "")
+    if not text.isdigit():
+        return None
+    os.set_inheritable(int(text), False)
+    return int(text)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    listener, own_pid = verdict(), os.getpid()
+    sys.exit(said(main(), listener, own_pid))

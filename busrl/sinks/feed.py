@@ -51,7 +51,7 @@ class Feed(threading.Thread):
                 with contextlib.closing(self._make(self._card)) as sink:
                     self._feed(sink)
                 return
-            except Exception as problem:
+            except (Exception, SystemExit) as problem:  # a thread would end without a word
                 self._broken = True
                 self._place.back()
                 self._told(self.sink_name, cause(problem))

@@ -146,10 +146,10 @@ def test_a_command_that_outlives_its_host_is_ended_for_silence_and_the_host_is_b
 
 @pytest.mark.long
 def test_a_host_that_must_be_mended_is_named_once_and_the_run_goes_on(tmp_path: Path, quickstart: None) -> None:
-    mend = ["sh", "-c", "echo no model at /models/x >&2; exit 2 # {host}"]
+    mend = ["sh", "-c", "echo busrl: no model at /models/x >&2; exit 2 # {host}"]
     lost = ["sh", "-c", "cat >/dev/null; echo the connection to {host} broke; exit 255"]
     for command, pattern, count in (
-        (mend, "host gpu-0 is not started again: no model at /models/x", 1),
+        (mend, "host gpu-0 is not started again: busrl: no model at /models/x", 1),
         (lost, r"host gpu-0 ended \(exit code 255\): the connection to gpu-0 broke; again in", 2),
     ):
         (folder := tmp_path / str(count)).mkdir()
