@@ -1,11 +1,15 @@
-"""The user's functions that a topology names by import path: `package.module:function` or `path/to/file.py:function`;
-and imports of whole libraries, without the collector of cycles.
+"""The user's code that a topology names by import path: `package.module:function` or `path/to/file.py:function`;
+which Python runs a module of busrl, and where that looks for modules; imports without the collector of cycles.
 
-Used for rewards, losses, advantage estimators, metrics, optimisers, filters, episodes, parsers of tools and sinks.
-Talks to the import system only; knows nothing of what a function is for.
+`load` is the one way to such code, for every role, `busrl check` and `busrl evaluate` alike: rewards, losses, advantage
+estimators, metrics, optimisers, filters, episodes, parsers of tools and sinks. Talks to the import system only; knows
+nothing of what a function is for.
 
 - A function that cannot be imported is an error that holds the key, the import path, the cause and its place.
-- A file is run once per process: functions of one file share its state.
+- A file is run once per process: functions of one file share their state.
+- A process of busrl's does not look for modules where it was started: a user's random.py or types.py may lie there.
+- Code finds what lies beside its own file and beside the topology before any installed package of that name, and never
+  in the place of a module of the standard library (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,32 +30,95 @@ from typing import Any
 from busrl.errors import UserError, cause
 
 
-def load(key: str, target: str, failure: type[UserError], base_dir: str | Path = ".") -> Callable[..., Any]:
-    """The function that `key` names; `failure` if it cannot be had. Files are relative to `base_dir`."""
+def load(key: str, target: str, failure: type[UserError], base_dir: str | Path) -> Callable[..., Any]:
+    """The function that `key` names; `failure` if it cannot be had. `base_dir`: the folder of the topology, to which
+    files are relative."""
     named = f"{key} = {target!r}"
     where, separator, name = target.rpartition(":")
     if not separator or not where or not name:
         raise failure(f"{named}: must be package.module:function or file.py:function; write both parts")
-    base = str(Path(base_dir).resolve())
-    if base not in sys.path:
-        sys.path.insert(0, base)  # so that a module beside the topology, and what it imports, are found
+    base = Path(base_dir).resolve()
     file = Path(base, where) if where.endswith(".py") else None
     if file is not None and not file.is_file():
         raise failure(f"{named}: there is no file {file}")
+    search_beside(*([file.resolve().parent] if file else []), base)
     try:
         module = importlib.import_module(where) if file is None else _run_file(file)
     except BaseException as problem:
         raise failure(f"{named}: importing it raised {cause(problem)}") from problem
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-            raise failure(f"{named}: {where} has no {name!r}; it has {', '.join(names)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise failure(f"{named}: {name} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
+            raise failure(f"{named}: {where} has no {name!r}; it has {', '.join(names)}{_taken(where, base)}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise failure(f"{named}: {name} is a {type(value).__name__}, not a function{_taken(where, base)}")
+    function: Callable[..., Any] = value
     return function
+
+
+def _taken(where: str, base: Path) -> str:
+    """What to write instead, where a module beside the topology has the name of one of the standard library."""
+    file = Path(base, *where.split(".")).with_suffix(".py")
+    if where.partition(".")[0] not in sys.stdlib_module_names or not file.is_file():
+        return ""
+    return f"; a module of the standard library has that name: write {file.relative_to(base)}:NAME"
+
+
+def search_beside(*folders: Path) -> None:
+    """Look for modules in these folders first of all but the standard library, and in those of earlier calls next."""
+    _beside[:] = dict.fromkeys([*map(str, folders), *_beside])
+    library = [one for one in sys.path if _is_standard(one)]
+    sys.path[:] = dict.fromkeys([*library, *_beside, *sys.path])
+
+
+_beside: list[str] = []  # folders of the user's code
+STANDARD = os.path.dirname(os.__file__)
+ARCHIVE = f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
+
+
+def _is_standard(folder: str) -> bool:
+    """Whether the standard library lies there: its folder, that of its compiled modules, its archive."""
+    return folder == STANDARD or os.path.basename(folder) in ("lib-dynload", ARCHIVE)
+
+
+# -- processes ----------------------------------------------------------------
+
+PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where busrl is
+# The first lines of `python -c`, which looks for modules in the current directory before anything else; `-P` and
+# PYTHONSAFEPATH came with Python 3.11.
+APART = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
+RUN = APART + "import runpy\nrunpy._run_module_as_main(sys.argv.pop(1))\n"
+# This busrl, and what lies beside it where the Python has none of its own.
+OURS = APART + f"sys.path.insert(0, {PACKAGES!r})\nimport busrl\ndel sys.path[0]\n" + (
+    f"if {PACKAGES!r} not in sys.path: sys.path.append({PACKAGES!r})\n" + RUN)
+SAFE = ["-P"] if sys.version_info >= (3, 11) else []  # it holds for processes that multiprocessing starts, too
+
+
+def interpreter(python: str = "", with_busrl: bool = False) -> list[str]:
+    """The command that runs a module of busrl, whose name and arguments follow: of this busrl, by this Python; or by
+    another one (`with_busrl`: that has a busrl of its own)."""
+    if not python or python == sys.executable:
+        return [sys.executable, *SAFE, "-c", OURS]
+    return [python, "-c", RUN if with_busrl else OURS]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """For `busrl check`: the folder of the topology, then pairs of key and import path. One JSON line: for each why it
+    cannot be had, "" if it can."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what user code prints is no answer
+    base_dir, *pairs = arguments
+    faults = []
+    for key, target in zip(pairs[::2], pairs[1::2], strict=True):
+        try:
+            load(key, target, UserError, base_dir)
+            faults.append("")
+        except UserError as problem:
+            faults.append(str(problem))
+    os.write(answers, json.dumps(faults).encode())
+    return 0
 
 
 @contextmanager
@@ -75,8 +143,35 @@ def _run_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _own_neighbours(path.resolve().parent):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+@contextmanager
+def _own_neighbours(folder: Path) -> Iterator[None]:
+    """A file imports the modules of its own folder, also where a file of another folder has imported others of the same
+    names before."""
+    def is_other(name: str) -> bool:
+        home = _home(sys.modules[name]) if (folder / f"{name}.py").exists() or (folder / name).is_dir() else ""
+        return home in _beside and home != str(folder)
+
+    names = {name for name in list(sys.modules) if "." not in name and is_other(name)}
+    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+    try:
+        yield
+    finally:
+        sys.modules.update(others)
+
+
+def _home(module: ModuleType) -> str:
+    """The folder in which a module, or the folder of a package, lies."""
+    place = next(iter(getattr(module, "__path__", ())), "") or getattr(module, "__file__", "")
+    return os.path.dirname(str(place or ""))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

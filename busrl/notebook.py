@@ -12,7 +12,6 @@ import os
 import re
 import select
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +21,12 @@ from typing import Any
 
 from busrl.errors import NoSuchRun, PeerTimeout, UserError
 from busrl.files import LineFollower, read_map
+from busrl.imports import interpreter
 from busrl.monitor.sources import holder_of
 from busrl.monitor.status import status
 from busrl.paths import RunPaths
 
-BUSRL = (sys.executable, "-m", "busrl.cli")
+BUSRL = (*interpreter(), "busrl.cli")
 LOOK_S = 0.5
 START_S = 300.0  # a model is checked, prompts are tokenized
 ALL = 1 << 40  # bytes of a file: all of it

@@ -1,4 +1,4 @@
-"""The child's side of the pipes to its parent, for processes in which code of the user's runs; which Python runs it.
+"""The child's side of the pipes to its parent, for processes in which code of the user's runs.
 
 Used by the children of `rewards` and of `agents`, which say what the lines are. Knows nothing of either.
 
@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where busrl is
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 1 << 20
 PRINTED_BYTES = 1 << 20  # of a call, and of importing it
@@ -68,15 +67,6 @@ class Printed(io.FileIO):
 
 
 printed = Printed(2, "w", closefd=False)
-
-
-def interpreter(python: str = "") -> tuple[list[str], dict[str, str] | None]:
-    """The command that runs a module of busrl, and its environment variables (None: those of this process); by another
-    Python, which need not have busrl installed."""
-    if not python or python == sys.executable:
-        return [sys.executable], None
-    paths = [PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return [python], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def die_with_parent(parent: int) -> None:

@@ -160,7 +160,7 @@ class World:
     def __post_init__(self) -> None:
         self.tree = Tree(self.limits)
         source = self.chat._text.template()  # type: ignore[attr-defined]
-        self.maker = MessageMaker(parser_of("auto", source))
+        self.maker = MessageMaker(parser_of("auto", source, "."))
         self.streams: list[int] = []
 
     def ask(self, messages: Sequence[Any], tools: Any = None, wanted: int = 4096, arguments: Any = None) -> Any:

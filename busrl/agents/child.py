@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ class EpisodeSetup(msgspec.Struct, tag="setup"):
     `trial`: begin an episode of it at once. `python`: the interpreter of the child, where it is another."""
 
     function: str
-    base_dir: str = "."
+    base_dir: str
     environment: str = ""
     options: dict[str, Any] = {}
     trial: bool = False
@@ -140,8 +141,8 @@ class Process:
     async def _load(self, setup: EpisodeSetup) -> None:
         """A class is made once, and keeps state: `setup()` before the first episode, `close()` after the last."""
         if setup.environment:
-            beside = os.path.abspath(setup.base_dir)
-            sys.path.insert(0, beside)
+            beside = os.path.realpath(setup.base_dir)
+            imports.search_beside(Path(beside))
             # Of programs that an environment starts, too: verifiers runs a tool server as a module.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [beside, os.environ.get("PYTHONPATH")]))
             made = await adapters.load(setup.environment, setup.options, setup.trial, beside)

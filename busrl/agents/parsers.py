@@ -281,7 +281,7 @@ def kind_of(template: str) -> str:
     return next((kind for mark, kind in _TAUGHT if mark in template), "none")
 
 
-def parser_of(named: str, template: str, base_dir: str = ".") -> Parser:
+def parser_of(named: str, template: str, base_dir: str) -> Parser:
     """The parser that `agents.tools` names: a format, "auto", or `file.py:function` of the user's, which gets a text
     and the tools, and returns (what is left of the text, [(name, arguments), ...])."""
     if named == "auto":
@@ -305,7 +305,7 @@ def _guarded(function: Callable[..., Any]) -> Parser:
             read = [one for one in made if one is not None]
             if len(read) == len(made) and _can_be_sent(f"{rest}."):
                 return Parsed(str(rest), read)
-        except Exception:  # it is foreign code
+        except (Exception, SystemExit):  # it is foreign code
             pass
         return Parsed(text, [], 1)
 

@@ -31,12 +31,12 @@ from typing import Any
 
 import msgspec
 
-from busrl import pipes
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
 from busrl.guardian import MARK, end_marked, own_mark
+from busrl.imports import APART, interpreter
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
@@ -107,11 +107,10 @@ class Child:
     async def start(self, setup: EpisodeSetup) -> None:
         """AgentNotLoaded with the cause, if the function cannot be had; ChildLost if the process dies before."""
         # From the main thread: the child is tied to the life of the thread that starts it.
-        command, environment = pipes.interpreter(setup.python)
         self._mark = own_mark()
         self._process = subprocess.Popen(
-            [*command, "-m", "busrl.agents.child", str(os.getpid())],
-            env={**(environment or os.environ), MARK: self._mark},
+            [*interpreter(setup.python), "busrl.agents.child", str(os.getpid())],
+            env={**os.environ, MARK: self._mark},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         loop = asyncio.get_running_loop()
@@ -350,7 +349,7 @@ class Children:
 OUTPUT_BYTES = 1 << 20
 # Becomes the program, which then ends with this process (PR_SET_PDEATHSIG = 1 stays over exec). No import of busrl: an
 # interpreter's start is paid for each episode.
-LAUNCHER = """import ctypes, os, sys
+LAUNCHER = APART + """import ctypes, os
 ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() != int(sys.argv[1]): os._exit(1)
 try: os.execvp(sys.argv[2], sys.argv[2:])

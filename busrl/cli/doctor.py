@@ -22,6 +22,7 @@ from pathlib import Path
 
 import busrl
 from busrl.config import machine, memory
+from busrl.imports import APART
 
 GIB = 1 << 30
 LITTLE_SHM = GIB  # a container's default is 64 MiB
@@ -141,7 +142,7 @@ def _bus() -> Iterator[Line]:
 
 def _torch() -> Iterator[Line]:
     try:
-        done = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, timeout=IMPORT_S)
+        done = subprocess.run([sys.executable, "-c", APART + SEEN], capture_output=True, text=True, timeout=IMPORT_S)
         version, missing, names = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         yield Line("torch", f"not imported after {IMPORT_S:g} s", "is its folder on a slow or broken disk?", bad=True)

@@ -355,7 +355,8 @@ class Evaluation:
         """Every row in order; `watch` is called now and then while it lasts."""
         rollouts = [one.name for one in self.topology.processes() if one.role == "rollout"]
         device, prompt_key = self.topology.device_of("reward/0"), self.topology.data.prompt_key
-        with RewardPool(self.topology.reward, prompt_key=prompt_key, device=device, ready_s=READY_S) as pool:
+        own, base_dir = self.topology.reward, self.topology.base_dir
+        with RewardPool(own, base_dir=base_dir, prompt_key=prompt_key, device=device, ready_s=READY_S) as pool:
             if not pool.wait_ready(READY_S):
                 raise UserError(f"reward.function: not loaded within {READY_S:g} s; see what it does when imported")
             engine = make_engine(self.topology, rollouts[0] if rollouts else "")

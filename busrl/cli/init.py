@@ -12,7 +12,6 @@ import argparse
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +24,7 @@ from busrl.config.pretrained import context_of, model_facts, read_config, usual_
 from busrl.data.chat import template_of
 from busrl.data.sources import Event, Job, Source, format_of
 from busrl.errors import UserError
+from busrl.imports import interpreter
 from busrl.rewards.kinds import NUMBER
 
 TIMEOUT_S = 900.0
@@ -237,7 +237,7 @@ def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
     for source in _sources(data, ask):
         job = Job(
             sources=[source], out=str(out), seed=0, model="", prompt_key="prompt", answer_key="answer", answers=True,
-            template="none", system="", tools_key="", template_arguments={},
+            template="none", system="", tools_key="", template_arguments={}, base_dir=".",
         )
         event = _converted(job)
         if not event.problems:
@@ -274,7 +274,7 @@ def _sources(data: Path | None, ask: str) -> Iterator[Source]:
 
 
 def _converted(job: Job) -> Event:
-    command = [sys.executable, "-m", "busrl.data.sources"]
+    command = [*interpreter(), "busrl.data.sources"]
     try:
         done = subprocess.run(command, input=msgspec.json.encode(job) + b"\n", capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -284,5 +284,5 @@ def _converted(job: Job) -> Event:
     event = msgspec.json.decode(last[0], type=Event) if last and not done.returncode else Event()
     if not (event.made or event.problems):
         said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise UserError(f"making the prompts failed: {''.join(said)}; see whether {' '.join(command)} starts")
+        raise UserError(f"making the prompts failed: {''.join(said)}; see whether python -m busrl.data.sources starts")
     return event

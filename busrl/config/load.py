@@ -156,6 +156,11 @@ def _draft(reader: Reader, source: Source, overrides: Sequence[str]) -> Topology
     metrics = tuple(_function_path(path, source, ("learner", "metrics")) for path in draft.learner.metrics)
     learner = dataclasses.replace(draft.learner, **named, metrics=metrics)
     draft = _with_origins(draft, source)
+    tools = _function_path(draft.agents.tools, source, ("agents", "tools"))
+    sinks = tuple(_function_path(one, source, ("sinks", "to")) for one in draft.sinks.to)
+    draft = dataclasses.replace(
+        draft, agents=dataclasses.replace(draft.agents, tools=tools), sinks=dataclasses.replace(draft.sinks, to=sinks)
+    )
     made = dataclasses.replace(
         draft, learner=learner, reward=reward, process=tuple(entries), generation=_generation(draft, source)
     )

@@ -24,11 +24,11 @@ from busrl.config.declare import FUNCTION
 from busrl.config.prompt_tokens import UNKNOWN, Limit, limit_of
 from busrl.config.rules import Finding
 from busrl.config.schema import ATROPOS, EXTRACTING, SCRIPTED, SERVE, SINKS, TINY, Topology
-from busrl.config.trial import TRIED, Trial, try_episodes, try_first, try_functions
+from busrl.config.trial import TRIED, Trial, try_episodes, try_first, try_functions, try_imports
 from busrl.data import trace
 from busrl.data.chat import template_of
 from busrl.data.prompts import Scan, scan
-from busrl.data.sources import PARQUET
+from busrl.data.sources import BESIDE, PARQUET
 from busrl.device import expected
 from busrl.errors import BadKeys, DataError, Problem
 from busrl.scheduling.lengths.rules import Fault, Keywords, check
@@ -371,8 +371,7 @@ class _Inspection:
             if one.not_loaded:
                 why = one.not_loaded.partition("': ")[2] or one.not_loaded
                 rule = f"cannot be used: {why}"
-                remedy = "a module has to be importable from the current directory, a file is relative to the topology"
-                self._add(one.key, rule, remedy if one.key.endswith("function") else "see docs/rewards.md#code")
+                self._add(one.key, rule, BESIDE if one.key.endswith("function") else "see docs/rewards.md#code")
             elif failed := one.failed:
                 rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
                 self._add(one.key, rule, "correct it: every sample of the run would be lost")
@@ -383,9 +382,11 @@ class _Inspection:
             self._add("learner.optimizer", "8-bit states need the package bitsandbytes", "pip install 'busrl[adam8]'")
         if self._sound("process"):
             for key, fault in try_episodes(self.t):
-                remedy = "a module has to be importable from the current directory, a file is relative to the topology"
-                remedy = remedy if key.endswith("function") else "see Environments in docs/agents.md"
+                remedy = BESIDE if key.endswith("function") else "see Environments in docs/agents.md"
                 self._add(key, f"cannot be used: {fault}", remedy)
+        if self._sound("sinks.to", "agents.tools", "process"):
+            for key, fault in try_imports(self.t):
+                self._add(key, f"cannot be used: {fault}", BESIDE)
         keys = ("loss", "advantage", "metrics", "optimizer", "options", "betas", "eps", "weight_decay")
         if self._sound(*(f"learner.{key}" for key in keys), "process"):
             for key, fault in try_functions(self.t):

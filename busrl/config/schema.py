@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -659,6 +660,11 @@ class Topology:
     source: str = ""
     overrides: tuple[str, ...] = ()
     here: str = ""  # the name of the host that these processes are for; empty = the one of the run directory
+
+    @property
+    def base_dir(self) -> str:
+        """The folder of the topology file: code of the user's is looked for there (`busrl.imports`)."""
+        return os.path.dirname(self.source) or "."
 
     @property
     def max_prompt_tokens(self) -> int:

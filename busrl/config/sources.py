@@ -243,7 +243,7 @@ def _job(t: Topology, target: Target, out: str, answers: bool) -> Job:
     return Job(
         sources=sources, out=out, seed=target.seed, model=str(folder or ""), prompt_key=own.prompt_key,
         answer_key=t.reward.answer_key or own.answer_key, answers=answers, template=own.template, system=own.system,
-        tools_key=own.tools_key, template_arguments=own.template_arguments,
+        tools_key=own.tools_key, template_arguments=own.template_arguments, base_dir=t.base_dir,
         without=own.train if tasks and not own.train.startswith(TINY) else "",
     )
 
@@ -276,6 +276,7 @@ def _fingerprint(t: Topology, target: Target, answers: bool) -> str:
     """Settings, and age and size of every file, as one number."""
     stats = [_age(path) for one in target.sources for path in _read(one, target.split)]
     settings = msgspec.structs.asdict(_job(t, target, "", answers))
+    del settings["base_dir"]  # of functions `stats` has the files
     settings["sources"] = [msgspec.structs.asdict(one) for one in settings["sources"]]
     if settings["without"]:
         file = Path(settings["without"])

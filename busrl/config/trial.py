@@ -33,7 +33,7 @@ from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import open_file, prompt_lines, prompt_of
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import DataError
-from busrl.pipes import interpreter
+from busrl.imports import interpreter
 
 # -- the first prompt and its reward -----
 
@@ -115,7 +115,7 @@ def try_first(t: Topology, kinds: Sequence[str] = ()) -> Trial:
 
 def boxes() -> str:
     """What this machine has of a box for code that a model wrote."""
-    words = [*interpreter()[0], "-m", "busrl.rewards.box"]
+    words = [*interpreter(), "busrl.rewards.box"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=LOAD_S)
     return "; ".join(done.stdout.splitlines()) or done.stderr.strip()[-SHOWN_TEXT:]
 
@@ -137,9 +137,9 @@ def _subjects(t: Topology) -> Iterator[Subject]:
         return  # its episodes judge themselves
     if not own.part:
         told = ("kind", "function", "extract", "answer_key", "timeout_s", "memory_mb")
-        setup = {name: getattr(own, name) for name in told}
+        setup = {name: getattr(own, name) for name in told} | {"base_dir": t.base_dir}
         yield Subject("reward.function", "", setup, own.timeout_s)
-    more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0")}
+    more = {"prompt_key": t.data.prompt_key, "device": t.device_of("reward/0"), "base_dir": t.base_dir}
     for index, part in enumerate(own.part):
         if part.kind == AGENT:
             continue  # there is no episode yet
@@ -267,11 +267,11 @@ class Foreign:
 def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator[Foreign]:
     """With the environment of that role; killed at the end. It prints to a file, and so never waits for a reader."""
     entry = next((one for one in t.process if one.role == role and not one.command), None)
-    program, variables = interpreter(python or (entry.python if entry else ""))
-    environment = {**(variables or os.environ), **(entry.env if entry else {})}
+    program = interpreter(python or (entry.python if entry else ""))
+    environment = {**os.environ, **(entry.env if entry else {})}
     with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen(
-            [*program, "-m", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
+            [*program, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,
             env=environment, start_new_session=True,
         )
         try:
@@ -322,9 +322,25 @@ def try_functions(t: Topology) -> list[tuple[str, str]]:
         asked.append(("learner.optimizer", own.optimizer))
         adam = {"betas": own.betas, "eps": own.eps, "weight_decay": own.weight_decay, "parts": t.ranks > 1}
         arguments += "learner.optimizer", json.dumps({"target": own.optimizer, "options": own.options, **adam})
+    return _refused(t, "learner", "busrl.training.custom", asked, arguments)
+
+
+def try_imports(t: Topology) -> list[tuple[str, str]]:
+    """(key, what is wrong) of the user's sinks, and of a parser of tools of the user's."""
+    named = [("agents.tools", t.agents.tools)] if t.has_callers else []
+    named += [("sinks.to", one) for one in t.sinks.to]
+    asked = [(key, path) for key, path in named if FUNCTION.fullmatch(path)]
+    return _refused(t, "sinks", "busrl.imports", asked, [text for pair in asked for text in pair])
+
+
+Asked = list[tuple[str, str]]  # keys and import paths
+
+
+def _refused(t: Topology, role: str, module: str, asked: Asked, arguments: Sequence[str]) -> Asked:
+    """Those of `asked` that a process of this module finds something wrong with, and what."""
     if not asked:
         return []
-    with foreign(t, "learner", "busrl.training.custom", *arguments) as one:
+    with foreign(t, role, module, t.base_dir, *arguments) as one:
         try:
             faults = json.loads(one.child.communicate(timeout=LOAD_S)[0])
         except subprocess.TimeoutExpired:
@@ -365,8 +381,7 @@ def try_episodes(t: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _episode_fault(t: Topology, entry: Process) -> str:
-    base = str(Path(t.source).parent)
-    setup = {"type": "setup", "function": entry.function, "base_dir": base, "environment": entry.environment,
+    setup = {"type": "setup", "function": entry.function, "base_dir": t.base_dir, "environment": entry.environment,
              "options": entry.options, "trial": True}
     until = time.monotonic() + LOAD_S
     with foreign(t, AGENT, "busrl.agents.child", str(os.getpid()), python=entry.python) as child:

@@ -47,6 +47,7 @@ PARQUET = (".parquet", ".pq")
 OTHERS = (".csv", ".tsv", ".json", ".gz", ".zst", ".zip")  # that have rows too; as path one says how it is converted
 TAG, PLACE = "tag", re.compile(r"\{([^{}]+)\}")
 EVENT_S = 0.5
+BESIDE = "a file is relative to the topology, and a module lies beside it or is installed"
 TRIES = 8  # of shortening a text until it fits
 LEFT, RIGHT = "truncate_left", "truncate_right"
 
@@ -88,6 +89,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     tools_key: str
     template_arguments: dict[str, Any]
+    base_dir: str  # of the topology, for code of the user's
     without: str = ""  # a file of prompt lines, none of whose prompts is taken
 
 
@@ -133,10 +135,10 @@ def format_of(path: str, given: str = "auto", function: str = "", tasks: Mapping
     return "parquet" if path.endswith(PARQUET) else "jsonl"
 
 
-def rows_of(source: Source, seed: int) -> Rows:
+def rows_of(source: Source, seed: int, base_dir: str) -> Rows:
     """All rows of a source; `Refused` where it cannot be read."""
     if source.format == "function":
-        return _function_rows(source)
+        return _function_rows(source, base_dir)
     if source.format == "reasoning_gym":
         return _gym_rows(source, seed)
     if source.format == "environment":
@@ -261,9 +263,9 @@ def _indices(source: Source, seed: int) -> Rows:
         yield f"{source.path}: index {number}", {"prompt": str(number), INDEX: number}
 
 
-def _function_rows(source: Source) -> Rows:
+def _function_rows(source: Source, base_dir: str) -> Rows:
     try:
-        rows: Iterable[Any] = load("function", source.function, UserError)()
+        rows: Iterable[Any] = load("function", source.function, UserError, base_dir)()
         for number, record in enumerate(rows, 1):
             if not isinstance(record, dict) or not all(isinstance(name, str) for name in record):
                 rule, remedy = f"yields {type(record).__name__}, not a map with strings as keys", "yield dicts"
@@ -272,7 +274,7 @@ def _function_rows(source: Source) -> Rows:
     except Refused:
         raise
     except UserError as problem:
-        raise Refused(source.name, str(problem), "a file is relative to the topology") from None
+        raise Refused(source.name, str(problem), BESIDE) from None
     except BaseException as problem:  # foreign code
         raise Refused(source.function, f"it raised {cause(problem)}", "correct it") from None
 
@@ -414,7 +416,7 @@ class Conversion:
     def _source(self, rules: Rules, source: Source, made: Made, file: IO[bytes], number: int) -> Iterator[Event]:
         left_out: Counter[str] = Counter()
         told = time.monotonic()
-        for place, record in rows_of(source, self.job.seed):
+        for place, record in rows_of(source, self.job.seed, self.job.base_dir):
             made.read += 1
             if time.monotonic() - told > EVENT_S:
                 yield Event(place)
@@ -454,9 +456,9 @@ class Rules:
         self._filter: Callable[[Record], Any] = lambda record: True
         if source.filter:
             try:
-                self._filter = load("filter", source.filter, UserError)
+                self._filter = load("filter", source.filter, UserError, job.base_dir)
             except UserError as problem:
-                raise Refused(source.name, str(problem), "a file is relative to the topology") from None
+                raise Refused(source.name, str(problem), BESIDE) from None
         self._tokens: LightTokenizer | None = None
         if source.min_prompt_tokens or source.max_prompt_tokens:
             self._tokens = LightTokenizer.of(Path(job.model)) if job.model else None

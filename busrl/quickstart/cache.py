@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from busrl.errors import LockTimeout, MachineError, PeerTimeout
+from busrl.imports import interpreter
 from busrl.quickstart.task import Recipe, find
 
 WAIT_S = 900.0  # many times what making takes on a loaded machine
@@ -55,15 +56,13 @@ def ensure(name: str) -> Paths:
     found = paths(name)
     if found is not None:
         return found
-    command = [sys.executable, "-m", "busrl.quickstart", "--name", name]
-    places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]  # this very package
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-    ended = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    command = ["busrl.quickstart", "--name", name]
+    ended = subprocess.run([*interpreter(), *command], stdout=sys.stderr, check=False)
     found = paths(name)
     if ended.returncode != 0 or found is None:
         raise MachineError(
             f"quickstart {name!r}: making it ended with status {ended.returncode}; its last lines above say why; "
-            f"try again with: {' '.join(command)}"
+            f"try again with: {sys.executable} -m {' '.join(command)}"
         )
     return found
 

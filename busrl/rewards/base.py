@@ -90,13 +90,13 @@ class MalformedReward(ValueError):
 
 class Setup(msgspec.Struct, frozen=True):
     """The function that judges: fields of [reward] or of one [[reward.part]] (docs/rewards.md says what they mean),
-    `place` by which messages name it, and the directory that paths of files are relative to."""
+    `place` by which messages name it, and the folder of the topology."""
 
     kind: str
     function: str = ""
     extract: str = ""
     answer_key: str = ""
-    base_dir: str = "."
+    base_dir: str = "."  # of kinds that load code of the user's
     place: str = "reward"
     batch: bool = False
     pattern: str = ""

@@ -25,7 +25,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from busrl.errors import MachineError, RewardNotLoaded
+from busrl.imports import interpreter
 from busrl.rewards.base import Setup
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class ChildProcess:
     def __init__(self, setup: Setup, poller: select.epoll) -> None:
         # From the main thread: the child is tied to the life of the thread that starts it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "busrl.rewards.child", str(os.getpid())],
+            [*interpreter(), "busrl.rewards.child", str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout
@@ -372,7 +372,7 @@ class RewardPool:
     """Make it in the main thread: the children die with the thread that made them. `counts`: outcomes by `error`."""
 
     def __init__(
-        self, settings: Reward, *, base_dir: str | Path = ".", ready_s: float = 120.0, prompt_key: str = "prompt",
+        self, settings: Reward, *, base_dir: str | Path, ready_s: float = 120.0, prompt_key: str = "prompt",
         device: str = "auto",
     ) -> None:
         self.counts: Counter[str] = Counter()

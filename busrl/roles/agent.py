@@ -36,9 +36,9 @@ class Agent(EpisodeHolder):
         self.standing: set[int] = set()  # pids of children whose loop user code blocks
         self.children: Children | Programs
         if spec.program:
-            self.children = Programs(spec.program, self.base_dir, self.paths.root, own.episode_s)
+            self.children = Programs(spec.program, self.topology.base_dir, self.paths.root, own.episode_s)
             return
-        played = EpisodeSetup(spec.function, self.base_dir, spec.environment, spec.options, python=spec.python)
+        played = EpisodeSetup(spec.function, self.topology.base_dir, spec.environment, spec.options, python=spec.python)
         self.children = Children(played, own.children, own.episode_s)
         with self.activity("load the function of episodes", self.topology.limits.ready_s):
             self.loop.run_until_complete(self.children.start())

@@ -77,7 +77,6 @@ class EpisodeHolder(Actor):
     failed: BaseException | None = None  # what ended a task of this process: a fault of its own
 
     def setup(self) -> None:
-        self.base_dir = str(Path(self.topology.source).parent)
         self._understand(Path(self.topology.model.path))
         self.calls = Ring.attach(self.paths.calls_name, calls=True)
         self.calls.register(self.role, self.name)
@@ -104,7 +103,7 @@ class EpisodeHolder(Actor):
             log.info("turns are continued as the chat template allows:\n%s", "\n".join([*kinds, last]))
             if any(probe.how == "fresh" for probe in self.renderer.probes):
                 self.warn(self.role, last, kind="fresh turns")
-        self.maker = MessageMaker(parser_of(own.tools, source, self.base_dir), own.reasoning)
+        self.maker = MessageMaker(parser_of(own.tools, source, self.topology.base_dir), own.reasoning)
         self.limits = Limits(*self.topology.episode_limits, own.max_turns, own.max_sequences)
 
     def subscriptions(self) -> list[str]:

@@ -83,7 +83,8 @@ class Reward(Actor):
     def setup(self) -> None:
         own, device = self.topology.reward, self.topology.device_of(self.name)
         ready_s, prompt_key = self.topology.limits.ready_s, self.topology.data.prompt_key
-        self.pool = RewardPool(own, ready_s=ready_s, prompt_key=prompt_key, device=device)
+        base_dir = self.topology.base_dir
+        self.pool = RewardPool(own, base_dir=base_dir, ready_s=ready_s, prompt_key=prompt_key, device=device)
         # Not ready before its function is: one that cannot be loaded ends the run instead of many restarts.
         with self.activity("load the reward function", self.topology.limits.ready_s):
             while not self.stopping and not self.pool.wait_ready(LOAD_LOOK_S):

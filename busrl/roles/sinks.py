@@ -3,7 +3,8 @@
 Talks to `busrl.sinks`, and to the ring for what Prometheus asks about this moment. Knows nothing of what a sink does
 with a number.
 
-- A sink that fails is told of once, until it works again; the run goes on.
+- A sink that fails is told of once, until it works again; the run goes on. One whose code cannot be imported is left
+  out until the next start.
 - At the end they have half of limits.stop_s to give the last numbers on; one that needs longer is named and left.
 """
 
@@ -12,13 +13,13 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from busrl import files, imports
 from busrl.config.schema import SINKS
 from busrl.errors import UserError
 from busrl.roles.actor import Actor
-from busrl.sinks import Live, RunCard
+from busrl.sinks import Live, RunCard, Sink
 from busrl.sinks.feed import Feed
 from busrl.sinks.known import KNOWN
 from busrl.states import HeaderWord
@@ -34,18 +35,29 @@ class Sinks(Actor):
     def setup(self) -> None:
         self._told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._broken: set[str] = set()
-        own, folders = self.topology.sinks, self.paths.sinks
-        topology = files.read_map(self.paths.topology)
-        self._feeds = []
-        for name in own.to:
-            made = KNOWN[name] if name in SINKS else imports.load("sinks.to", name, UserError)
-            folder = folders / name.replace("/", "-").replace(":", "-")
-            folder.mkdir(parents=True, exist_ok=True)
-            card = RunCard(self.topology.run.name, self.ring.uuid.hex(), own.project, folder, topology, own.host,
-                           own.port, self._at_once, log.info)
-            self._feeds.append(Feed(name, made, card, self.paths, lambda who, what: self._told.put((who, what))))
+        self._feeds = [Feed(name, make, self._card(name), self.paths, lambda who, what: self._told.put((who, what)))
+                       for name in self.topology.sinks.to if (make := self._maker(name)) is not None]
         for feed in self._feeds:
             feed.start()
+
+    def _maker(self, name: str) -> Callable[[RunCard], Sink] | None:
+        """The class of a sink; None, and a warning, for code of the user's that cannot be imported."""
+        if name in SINKS:
+            return KNOWN[name]
+        try:
+            return imports.load("sinks.to", name, UserError, self.topology.base_dir)
+        except UserError as problem:
+            self.warn("sinks", f"{problem}; the run goes on without it: correct it, and start the run again", "error")
+            return None
+
+    def _card(self, name: str) -> RunCard:
+        own = self.topology.sinks
+        shown = name if name in SINKS else name.removeprefix(f"{self.topology.base_dir}/")
+        folder = self.paths.sinks / shown.replace("/", "-").replace(":", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        topology = files.read_map(self.paths.topology)
+        return RunCard(self.topology.run.name, self.ring.uuid.hex(), own.project, folder, topology, own.host, own.port,
+                       self._at_once, log.info)
 
     def work(self) -> bool:
         while not self._told.empty():

@@ -38,14 +38,14 @@ TRIAL_S = 90  # to load and try all of them; the process that asked has given up
 class _Checked:
     """A function of the user's with the name it has in messages."""
 
-    def __init__(self, key: str, target: str) -> None:
+    def __init__(self, key: str, target: str, base_dir: str) -> None:
         self.named = f"{key} = {target!r}"
-        self.function = imports.load(key, target, FunctionRefused)
+        self.function = imports.load(key, target, FunctionRefused, base_dir)
 
     def call(self, *arguments: Any) -> Any:
         try:
             return self.function(*arguments)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             raise FunctionRefused(f"{self.named}: it raised {cause(problem)}; correct it and start again") from problem
 
     def refuse(self, what: str, remedy: str) -> FunctionRefused:
@@ -63,8 +63,8 @@ class OwnLoss(_Checked):
     """A loss of the user's. Its attribute `streamable` (False) says that a sample's losses depend on no other sample,
     `uses` what of USES it reads; left out, it gets what there is."""
 
-    def __init__(self, target: str) -> None:
-        super().__init__(LOSS, target)
+    def __init__(self, target: str, base_dir: str) -> None:
+        super().__init__(LOSS, target, base_dir)
         self.streamable = getattr(self.function, "streamable", False)
         self.uses = getattr(self.function, "uses", None)
         if not isinstance(self.streamable, bool):
@@ -94,15 +94,15 @@ class OwnLoss(_Checked):
         return replace(inputs, **unread)
 
 
-def load_loss(target: str) -> LossFunction:
+def load_loss(target: str, base_dir: str) -> LossFunction:
     """The loss of that name, or that of an import path."""
-    return losses.LOSSES[target] if ":" not in target else OwnLoss(target)
+    return losses.LOSSES[target] if ":" not in target else OwnLoss(target, base_dir)
 
 
-def load_estimator(target: str) -> AdvantageEstimator:
+def load_estimator(target: str, base_dir: str) -> AdvantageEstimator:
     if ":" not in target:
         return advantages.ADVANTAGES[target]
-    own = _Checked(ADVANTAGE, target)
+    own = _Checked(ADVANTAGE, target, base_dir)
 
     def estimator(rewards: Sequence[float], lengths: Sequence[int]) -> Sequence[float]:
         found = own.call(rewards, lengths)
@@ -123,8 +123,8 @@ class Metrics:
     """The user's metrics of a run: functions of a step's trained samples and its line of metrics.jsonl, which give
     numbers by name."""
 
-    def __init__(self, targets: Sequence[str]) -> None:
-        self._own = [_Checked(METRICS, target) for target in targets]
+    def __init__(self, targets: Sequence[str], base_dir: str) -> None:
+        self._own = [_Checked(METRICS, target, base_dir) for target in targets]
         self.failures: list[str] = []  # of the last step
 
     def measure(self, samples: Sequence[SampleRecord], row: Mapping[str, Any]) -> dict[str, float]:
@@ -155,11 +155,11 @@ def _numbers(own: _Checked, found: Any) -> dict[str, float]:
 ROWS, HIDDEN = (4, 3, 5), (1, 0, 2)  # trained tokens of the samples of the trial, and masked ones behind them
 
 
-def try_loss(target: str) -> None:
+def try_loss(target: str, base_dir: str) -> None:
     """FunctionRefused if it cannot be loaded or breaks its contract on random tokens of three samples: a finite loss
     and gradient of the right shape, the same at each call, without influence of masked tokens, and of other samples
     where it says that it is streamable."""
-    loss = load_loss(target)
+    loss = load_loss(target, base_dir)
     assert isinstance(loss, OwnLoss)
     for seed in range(3):
         whole = _random_tokens(seed)
@@ -228,9 +228,9 @@ def _same(own: OwnLoss, one: Tensor, other: Tensor, how: str, remedy: str) -> No
         raise own.refuse(f"gave a token the {what} {values}", remedy)
 
 
-def try_estimator(target: str) -> None:
+def try_estimator(target: str, base_dir: str) -> None:
     """FunctionRefused if it cannot be loaded, or breaks its contract on a few groups of 2 to 16."""
-    estimator, random = load_estimator(target), np.random.default_rng(0)
+    estimator, random = load_estimator(target, base_dir), np.random.default_rng(0)
     groups = [([1.0, 0.0, 0.0, 0.5], [3, 7, 1, 4]), ([0.0, 1.0], [1, 2])]
     groups += [(random.normal(size=size).tolist(), random.integers(1, 9, size).tolist()) for size in (2, 3, 8, 16)]
     for rewards, lengths in groups:
@@ -242,9 +242,9 @@ def try_estimator(target: str) -> None:
             )
 
 
-def try_metric(target: str) -> None:
+def try_metric(target: str, base_dir: str) -> None:
     """FunctionRefused if it cannot be loaded, or breaks its contract on a group of two samples."""
-    metrics = Metrics([target])
+    metrics = Metrics([target], base_dir)
     metrics.measure([_sample(0, 2), _sample(1, 3)], ROW)
     if metrics.failures:
         raise FunctionRefused(metrics.failures[0])
@@ -262,30 +262,32 @@ def _sample(member: int, length: int) -> SampleRecord:
     )
 
 
-def try_optimizer(asked: str) -> None:
+def try_optimizer(asked: str, base_dir: str) -> None:
     """FunctionRefused if the optimiser described by a JSON map (`target`, `options`, the keys of AdamW, and whether it
     updates `parts` on several ranks) cannot be used; `optimizers.try_optimizer` says what is tried."""
     own = json.loads(asked)
     target, options, parts = own.pop("target"), own.pop("options"), own.pop("parts", False)
-    optimizers.try_optimizer(target, own, options)
+    optimizers.try_optimizer(target, own, options, base_dir)
     if parts:
-        optimizers.require_elementwise(target, own, options)
+        optimizers.require_elementwise(target, own, options, base_dir)
 
 
-TRIALS: dict[str, Callable[[str], None]] = {
+TRIALS: dict[str, Callable[[str, str], None]] = {
     LOSS: try_loss, ADVANTAGE: try_estimator, METRICS: try_metric, optimizers.KEY: try_optimizer,
 }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: pairs of key and import path. One JSON line: for each what is wrong with it, "" if nothing."""
+    """`arguments`: the folder of the topology, then pairs of key and import path. One JSON line: for each what is wrong
+    with it, "" if nothing."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what user code prints is no answer
     signal.alarm(TRIAL_S)  # ends it even if its parent is gone
     found = []
-    for key, target in zip(arguments[::2], arguments[1::2], strict=True):
+    base_dir, *pairs = arguments
+    for key, target in zip(pairs[::2], pairs[1::2], strict=True):
         try:
-            TRIALS[key](target)
+            TRIALS[key](target, base_dir)
             found.append("")
         except FunctionRefused as problem:
             found.append(str(problem))

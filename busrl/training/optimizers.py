@@ -37,18 +37,20 @@ Optimizer = torch.optim.Optimizer
 Settings = Mapping[str, Any]
 
 
-def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Any:
+def make(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings, base_dir: str) -> Any:
     """The optimiser over these parameters, or over this rank's parts of them where it cannot take spread ones; its rate
     is 0 until it is set. `adam`: betas, eps and weight_decay of [learner]; `options`: [learner.options], which
     Adafactor and a class of the user's take."""
     of_spread = name == ADAFACTOR or (name == ADAMW and sharded.alike(parameters))
     if of_spread or not sharded.any_spread(parameters):
-        return _made(name, parameters, adam, options)
-    require_elementwise(name, adam, options)
-    return OverParts(parameters, lambda parts: _made(name, parts, adam, options), name == ADAMW8)
+        return _made(name, parameters, adam, options, base_dir)
+    require_elementwise(name, adam, options, base_dir)
+    return OverParts(parameters, lambda parts: _made(name, parts, adam, options, base_dir), name == ADAMW8)
 
 
-def _made(name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings) -> Optimizer:
+def _made(
+    name: str, parameters: Sequence[Tensor], adam: Settings, options: Settings, base_dir: str
+) -> Optimizer:
     if name == ADAMW:
         return torch.optim.AdamW(_groups(parameters, adam), lr=0.0, betas=adam["betas"], eps=adam["eps"], fused=True)
     if name == ADAMW8:
@@ -59,7 +61,7 @@ def _made(name: str, parameters: Sequence[Tensor], adam: Settings, options: Sett
         given = {"weight_decay": adam["weight_decay"], **options}
         own = SpreadAdafactor if sharded.any_spread(parameters) else torch.optim.Adafactor
         return _built(name, own, parameters, given)
-    return _built(name, _own(name), parameters, options)
+    return _built(name, _own(name, base_dir), parameters, options)
 
 
 def _groups(parameters: Sequence[Tensor], settings: Settings) -> list[dict[str, Any]]:
@@ -78,8 +80,8 @@ def _bitsandbytes() -> Any:
         raise ModelNotLoaded(f'{KEY} = "{ADAMW8}": {problem}; pip install \'busrl[adam8]\'') from problem
 
 
-def _own(target: str) -> Callable[..., Any]:
-    found = imports.load(KEY, target, FunctionRefused)
+def _own(target: str, base_dir: str) -> Callable[..., Any]:
+    found = imports.load(KEY, target, FunctionRefused, base_dir)
     if not (inspect.isclass(found) and issubclass(found, Optimizer)):
         raise FunctionRefused(f"{KEY} = {target!r}: it is no class of torch.optim.Optimizer; name a subclass of that")
     return found
@@ -101,20 +103,20 @@ def _built(name: str, make_one: Callable[..., Any], parameters: Sequence[Tensor]
 # -- parts of tensors on several ranks ------------------------------------------------
 
 
-def require_elementwise(name: str, adam: Settings, options: Settings) -> None:
+def require_elementwise(name: str, adam: Settings, options: Settings, base_dir: str) -> None:
     """FunctionRefused for an optimiser that updates a part of a tensor in another way than it does in the whole."""
-    if name not in (ADAMW, ADAMW8, ADAFACTOR) and not _is_elementwise(name, adam, options):
+    if name not in (ADAMW, ADAMW8, ADAFACTOR) and not _is_elementwise(name, adam, options, base_dir):
         raise FunctionRefused(
             f"{KEY} = {name!r}: it updates a part of a matrix in another way than the whole, so ranks that hold parts "
             f'would train something else; use an elementwise one ("{ADAMW}"), or ranks = 1'
         )
 
 
-def _is_elementwise(name: str, adam: Settings, options: Settings) -> bool:
+def _is_elementwise(name: str, adam: Settings, options: Settings, base_dir: str) -> bool:
     """Whether two halves of the rows of a matrix, and of a vector, are updated as they are in the whole."""
-    whole = _tried(name, adam, options)
+    whole = _tried(name, adam, options, base_dir)
     parts = [one.clone() for both in whole[0] for one in both.chunk(2)]
-    halves = parts, make(name, parts, adam, options)
+    halves = parts, make(name, parts, adam, options, base_dir)
     for seed in (1, 2, 3):
         random = torch.Generator().manual_seed(seed)
         gradients = [torch.randn(one.shape, generator=random) for one in whole[0]]
@@ -361,10 +363,10 @@ def _plain(value: Any) -> Any:
 TRIED_RATE = 1e-2
 
 
-def try_optimizer(target: str, adam: Settings, options: Settings) -> None:
+def try_optimizer(target: str, adam: Settings, options: Settings, base_dir: str) -> None:
     """FunctionRefused if it cannot be made, moves at a rate of 0, does not move at another one, gives a value that is
     not finite, or does not continue from its state as a checkpoint keeps it."""
-    one, two = _tried(target, adam, options), _tried(target, adam, options)
+    one, two = (_tried(target, adam, options, base_dir) for _ in range(2))
     _update(target, one, 0.0, 1)
     if not all(torch.equal(mine, fresh) for mine, fresh in zip(one[0], two[0], strict=True)):
         raise _refused(target, "moved the parameters at a learning rate of 0", 'read it from param_groups[i]["lr"]')
@@ -399,10 +401,10 @@ def _try_to_continue(target: str, one: _Tried, two: _Tried) -> None:
 _Tried = tuple[list[Tensor], Optimizer]
 
 
-def _tried(target: str, adam: Settings, options: Settings) -> _Tried:
+def _tried(target: str, adam: Settings, options: Settings, base_dir: str) -> _Tried:
     random = torch.Generator().manual_seed(0)
     parameters = [torch.randn(80, 64, generator=random), torch.randn(8, generator=random)]
-    return parameters, make(target, parameters, adam, options)
+    return parameters, make(target, parameters, adam, options, base_dir)
 
 
 def _update(target: str, tried: _Tried, rate: float, seed: int) -> None:

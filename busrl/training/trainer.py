@@ -68,17 +68,19 @@ class TrainerSettings(LossSettings):
     attention: str = "auto"
     compile: bool = False
     value: ValueSettings | None = None  # with a value head
+    base_dir: str = field(default=".", repr=False)  # of the topology, for code of the user's
 
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
-        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one", "value"}
+        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one", "value", "base_dir"}
         places = (topology.learner.memory, topology.learner, topology.experiments)
         values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
         own = topology.learner.value
         value = ValueSettings(own.coef, own.clip, own.rate) if topology.learner.advantage == catalog.GAE else None
         pois = topology.segments.loss == "pois"
-        return cls(compute_dtype=topology.model.dtype, ratio_one=pois, value=value, **values)
+        more = {"compute_dtype": topology.model.dtype, "ratio_one": pois, "value": value}
+        return cls(base_dir=topology.base_dir, **more, **values)
 
     @property
     def few_bits(self) -> torch.dtype | None:
@@ -117,14 +119,14 @@ class Trainer:
     ) -> None:
         """`named` gives the weights to publish; others than the model's own where it has an adapter."""
         self.model, self.settings, self._named = model, settings, named
-        self.loss = load_loss(settings.loss)
+        self.loss = load_loss(settings.loss, settings.base_dir)
         self.forward, self._masters = _prepared(model, settings, forward)
         self.parameters = list(self.trained_tensors().values())
         self._device = self.forward.where or self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
         self._dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
         adam = {key: getattr(settings, key) for key in optimizers.ADAM_KEYS}
-        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options)
+        self.optimizer = optimizers.make(settings.optimizer, self.parameters, adam, settings.options, settings.base_dir)
         value = settings.value
         self.value_head = None if value is None else ValueHead.of(model, value, self._dtype, self._device)
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch, a scored one too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,7 +19,7 @@ from aiohttp import WSMsgType, web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from busrl import pipes
+from busrl import imports
 from busrl.agents import adapters
 from busrl.agents.llm import ChatRequest, Choice, Choices, Ended, Llm, Request, Response, RewardRequest, play
 from busrl.errors import AgentNotLoaded
@@ -210,8 +211,8 @@ asyncio.run(main())
 @pytest.mark.slow
 @pytest.mark.skipif(not AGENTS_PYTHON.exists(), reason="make agents-env")
 def test_games_of_textarena_are_the_same_alone_and_beside_each_other_and_have_seats() -> None:
-    command, environment = pipes.interpreter(str(AGENTS_PYTHON))
-    done = subprocess.run([*command, "-c", GAMES], env=environment, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": imports.PACKAGES}
+    done = subprocess.run([AGENTS_PYTHON, "-c", GAMES], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     alone, together, won, untouched = json.loads(done.stdout.splitlines()[-1])
     assert alone == together and untouched, "each game has the random numbers of its seed"

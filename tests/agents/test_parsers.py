@@ -177,7 +177,7 @@ def test_a_parser_of_the_users_own_that_fails_leaves_the_text_alone(tmp_path: Pa
 
 def test_an_unknown_format_is_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match=r"agents.tools = 'xml': must be one of auto, hermes, .*file.py:function"):
-        parser_of("xml", "")
+        parser_of("xml", "", ".")
 
 
 PIECES = [

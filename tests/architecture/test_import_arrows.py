@@ -36,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "agents": {"errors", "data", "imports", "rewards", "pipes", "guardian"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
-    "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "pipes"},
-    "quickstart": {"errors", "data", "ring"},
+    "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "imports"},
+    "quickstart": {"errors", "data", "imports", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
     "engines": {
         "errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "imports", "pipes",
@@ -51,17 +51,17 @@ ARROWS: dict[str, set[str]] = {
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "watching",
-        "device", "monitor", "guardian",
+        "device", "monitor", "guardian", "imports",
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
     "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway"},
     "report": {"errors", "files", "paths", "ledger", "monitor"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
-        "data", "simulate", "roles", "engines", "training", "guardian", "rewards", "report",
+        "data", "simulate", "roles", "engines", "training", "guardian", "imports", "rewards", "report",
         "protocol",
     },
-    "notebook": {"errors", "files", "paths", "monitor"},
+    "notebook": {"errors", "files", "imports", "paths", "monitor"},
 }
 BY_ALL = {"states"}
 TYPES_OF = {"config": {"data", "faults", "rewards"}}  # named by these for the type checker alone

@@ -32,7 +32,7 @@ def source(path: Path | str = "", **keys: Any) -> Source:
 def convert(out: Path, *sources: Source, **keys: Any) -> Event:
     plain: dict[str, Any] = {
         "seed": 0, "model": "", "prompt_key": "prompt", "answer_key": "answer", "answers": False, "template": "none",
-        "system": "", "tools_key": "", "template_arguments": {},
+        "system": "", "tools_key": "", "template_arguments": {}, "base_dir": str(out),
     }
     *_, last = Conversion(Job(sources=list(sources), out=str(out / "out.jsonl"), **(plain | keys))).run()
     return last

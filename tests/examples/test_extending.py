@@ -50,9 +50,9 @@ def test_the_estimator_compares_each_reward_with_the_others() -> None:
 
 
 def test_the_examples_pass_their_trials() -> None:
-    custom.try_loss(LOSS)
-    custom.try_estimator(ADVANTAGE)
-    custom.try_metric(METRIC)
+    custom.try_loss(LOSS, ".")
+    custom.try_estimator(ADVANTAGE, ".")
+    custom.try_metric(METRIC, ".")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_function_that_breaks_its_contract_is_refused_with_its_name_and_the_re
     path = tmp_path / "own.py"
     path.write_text(f"def f(inputs, settings):\n    {body}\n")
     with pytest.raises(FunctionRefused) as caught:
-        attempt(f"{path}:f")  # type: ignore[operator]
+        attempt(f"{path}:f", ".")  # type: ignore[operator]
     assert f"{path}:f'" in str(caught.value) and words in str(caught.value)
 
 
@@ -103,7 +103,7 @@ def test_a_loss_over_all_samples_is_held_back_and_one_that_says_it_is_streamable
     (tmp_path / "own.py").write_text(text)
     made = {}
     for name in "fg":
-        custom.try_loss(f"{tmp_path}/own.py:{name}")
+        custom.try_loss(f"{tmp_path}/own.py:{name}", ".")
         topology = load(ROOT / "configs" / "quickstart.toml", [f"learner.loss={tmp_path}/own.py:{name}"])
         folder = str(pretrained.model_at(topology.model.path))
         made[name] = TrainingStep(replace(topology, model=replace(topology.model, path=folder)))

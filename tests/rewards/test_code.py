@@ -220,7 +220,7 @@ def test_it_is_a_weighted_part_and_a_broken_line_costs_its_sample_alone():
     )
     right, half = ("So:\n```python\n" + text + "\n```" for text in (RIGHT, "def f(x): return 4"))
     lines = [json.dumps({"tests": tests}).encode() for tests in (ASSERTS[:2], ASSERTS[:2], "assert f(")]
-    with RewardPool(Reward(part=parts)) as pool:
+    with RewardPool(Reward(part=parts), base_dir=".") as pool:
         pool.submit([Item(n, line, text, []) for n, (line, text) in enumerate(zip(lines, (right, half, right)))])
         found = {}
         while len(found) < 3:

@@ -128,7 +128,7 @@ def part(endpoint: Endpoint, **more: Any) -> RewardPart:
 
 
 def judged(own: RewardPart, *texts: str) -> list[Outcome]:
-    with RewardPool(Reward(part=(own,))) as pool:
+    with RewardPool(Reward(part=(own,)), base_dir=".") as pool:
         pool.submit([Item(key, b'{"prompt": "p"}', text, []) for key, text in enumerate(texts)])
         found: dict[int, Outcome] = {}
         while len(found) < len(texts):

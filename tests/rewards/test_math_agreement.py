@@ -66,7 +66,7 @@ def interval(chance: random.Random) -> list[str]:
 @pytest.mark.timeout(900)
 def test_a_part_agrees_with_the_library_on_2000_pairs() -> None:
     asked = list(pairs())
-    with RewardPool(Reward(part=(RewardPart("math", "math", 1.0, 60.0),), workers=2)) as pool:
+    with RewardPool(Reward(part=(RewardPart("math", "math", 1.0, 60.0),), workers=2), base_dir=".") as pool:
         pool.submit([
             Item(key, json.dumps({"answer": right}).encode(), text, []) for key, (right, text) in enumerate(asked)
         ])

@@ -42,7 +42,7 @@ def write(folder: Path, template: str = "", context: int = 128) -> Path:
 
 def judged(folder: Path, texts: list[str], **more: Any) -> list[Outcome]:
     part = RewardPart("model", "model", path=str(folder), timeout_s=120.0, **more)
-    with RewardPool(Reward(part=(part,)), device="cpu") as pool:
+    with RewardPool(Reward(part=(part,)), base_dir=".", device="cpu") as pool:
         pool.submit([Item(key, b'{"prompt": "abc"}', text, []) for key, text in enumerate(texts)])
         found: dict[int, Outcome] = {}
         while len(found) < len(texts):

@@ -79,7 +79,7 @@ def test_it_continues_from_a_checkpoint_to_the_bit(lab: Any, name: str, dtype: s
 def test_states_of_8_bits_are_those_of_large_tensors_alone(lab: Any) -> None:
     pytest.importorskip("bitsandbytes")
     large, small = torch.randn(64, 64), torch.randn(63, 64)
-    made = optimizers.make("adamw8bit", [large, small], ADAM, {})
+    made = optimizers.make("adamw8bit", [large, small], ADAM, {}, ".")
     for one in (large, small):
         one.grad = torch.randn_like(one)
     made.step()
@@ -142,21 +142,21 @@ def test_a_class_that_breaks_the_contract_is_refused(fault: str, tmp_path: Path)
     file = tmp_path / "own.py"
     file.write_text(OWN.replace("STEP", FAULTS[fault]))
     with pytest.raises(FunctionRefused, match=fault):
-        optimizers.try_optimizer(f"{file}:Own", ADAM, {})
+        optimizers.try_optimizer(f"{file}:Own", ADAM, {}, ".")
 
 
 def test_a_sound_class_is_taken_and_its_arguments_reach_it(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN.replace("STEP", "group['scale'] * group['lr']"))
-    optimizers.try_optimizer(f"{file}:Own", ADAM, {"scale": 2.0})
+    optimizers.try_optimizer(f"{file}:Own", ADAM, {"scale": 2.0}, ".")
     with pytest.raises(FunctionRefused, match="unexpected keyword"):
-        optimizers.try_optimizer(f"{file}:Own", ADAM, {"scales": 2.0})
+        optimizers.try_optimizer(f"{file}:Own", ADAM, {"scales": 2.0}, ".")
     with pytest.raises(FunctionRefused, match="no class of torch"):
-        optimizers.try_optimizer("collections:OrderedDict", ADAM, {})
+        optimizers.try_optimizer("collections:OrderedDict", ADAM, {}, ".")
     with pytest.raises(FunctionRefused, match="closure"):
-        optimizers.try_optimizer("torch.optim:LBFGS", ADAM, {})
+        optimizers.try_optimizer("torch.optim:LBFGS", ADAM, {}, ".")
 
 
 @pytest.mark.parametrize("name", ["adafactor", SGD, "torch.optim:NAdam", "torch.optim:RAdam", "torch.optim:RMSprop"])
 def test_optimisers_of_torch_pass_the_trial(name: str) -> None:
-    optimizers.try_optimizer(name, ADAM, {})
+    optimizers.try_optimizer(name, ADAM, {}, ".")

@@ -70,8 +70,9 @@ def test_an_optimiser_of_whole_matrices_is_refused_over_parts(tmp_path: Path) ->
         "            for one in group['params']:\n                one.grad /= one.grad.norm()\n        super().step()\n"
     )
     with pytest.raises(FunctionRefused, match="updates a part of a matrix in another way than the whole"):
-        optimizers.require_elementwise(f"{file}:Whole", {"weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}, {})
-    optimizers.require_elementwise("torch.optim:RMSprop", {}, {"alpha": 0.9})
+        adam = {"weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}
+        optimizers.require_elementwise(f"{file}:Whole", adam, {}, ".")
+    optimizers.require_elementwise("torch.optim:RMSprop", {}, {"alpha": 0.9}, ".")
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def memory_mib(pid: int) -> float:
 
 async def play(options: argparse.Namespace, ring: Ring, folder: Path, busy) -> None:
     (folder / "play.py").write_text(PLAY)
-    chat, maker = renderer(folder), MessageMaker(parser_of("none", ""))
+    chat, maker = renderer(folder), MessageMaker(parser_of("none", "", "."))
     children = Children(EpisodeSetup("play.py:episode", str(folder)), options.children, 600.0)
     await children.start()
     task, calls, ends, took = f'{{"tool": {options.tool}}}'.encode(), 0, [], []

@@ -91,7 +91,7 @@ class Learner(Actor):
             self.training.pace = self._take_as_long
         with contextlib.suppress(FateRefused):  # the keeper finds it too, and reports it
             self.ring.finish_drops()  # so that the fates hold what a predecessor set aside
-        self.own_metrics = Metrics(self.config.metrics)
+        self.own_metrics = Metrics(self.config.metrics, self.topology.base_dir)
         self.metrics = StepMetrics(
             self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved, self.topology.log.keep
         )

@@ -205,7 +205,7 @@ class TrainingStep:
         self.referred = Path(topology.model.reference) if topology.model.reference else None
         self.teacher = Path(topology.model.teacher) if topology.model.teacher else None
         self._others: dict[Path, Forward] = {}  # models that are read and not trained
-        self.estimator = load_estimator(self.config.advantage)
+        self.estimator = load_estimator(self.config.advantage, topology.base_dir)
         self._use(self._trainer(self.source))
         self.vocabulary = vocabulary(self.trainer.model)
 
