@@ -44,6 +44,7 @@ from busrl.engines.tokens import NO_IDS
 from busrl.errors import PeerTimeout, UserError, escaped
 from busrl.files import json_lines
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
+from busrl.monitor.text import nothing
 from busrl.paths import RunPaths
 from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
@@ -140,8 +141,12 @@ def _told(row: dict[str, Any]) -> str:
         f"version {row['version']}"
     )
     intervals = row.get("intervals", {})
+    title, asked = f"{row.get('set') or 'validation'}, round {row['round']}", row["samples"] + row["dropped"]
+    if not row["samples"]:
+        return f"{title}: {nothing(asked)}"
     figures = {"reward": row["val/reward"], **{key[4:]: value for key, value in row.items() if "@" in key}}
-    lines = [f"{row.get('set') or 'validation'}, round {row['round']} of {versions}: {row['samples']} answers"]
+    count = f"{row['samples']} of {asked} answers" if row["dropped"] else f"{asked} answers"
+    lines = [f"{title} of {versions}: {count}"]
     for name, value in figures.items():
         low, high = intervals.get(name, (value, value))
         lines.append(f"  {name} {value:.4f} (95 %: {low:.4f} to {high:.4f})")
@@ -184,16 +189,18 @@ def _lines(
     topology: Topology, of: AskedSet, found: EvaluationFigures, rows: list[Row], seconds: float, out: Path
 ) -> list[str]:
     error = f" ± {found.standard_error:.4f}" if found.standard_error is not None else ""
+    samples = f"{found.samples} samples" if not found.failed else f"{found.samples} of {of.answers} samples"
     lines = [
         f"{topology.model.path}",
-        f"  mean reward {found.mean:.4f}{error} (standard error over {found.prompts} prompts), {found.samples} samples "
-        f"of {of.data}",
+        f"  {nothing(of.answers)}, of {of.data}" if found.mean is None else f"  mean reward {found.mean:.4f}{error} "
+        f"(standard error over {found.prompts} prompts), {samples} of {of.data}",
         *(
             f"  {name} {one.value:.4f} (95 %: {one.low:.4f} to {one.high:.4f}, over {one.prompts} prompts)"
             for name, one in found.figures.items()
         ),
         *(f"  {tag}: reward {one['val/reward']:.4f} over {one['prompts']} prompts" for tag, one in found.by.items()),
-        f"  {found.length:.1f} tokens per answer, {found.cut_share:.0%} cut at {of.max_new_tokens}; {seconds:.1f} s",
+        f"  {found.length:.1f} tokens per answer, {found.cut_share:.0%} cut at {of.max_new_tokens}; {seconds:.1f} s"
+        if found.length is not None and found.cut_share is not None else f"  {seconds:.1f} s",
     ]
     if kinds := Counter(row.error.split("\n", 1)[0] for row in rows if row.error):
         lines.append(f"  {found.failed} samples without a reward are not in the mean:")
@@ -202,7 +209,9 @@ def _lines(
 
 
 def _progress(evaluation: Evaluation) -> str:
-    return f"{len(evaluation.rewards)} of {evaluation.asked.of.answers} samples, mean {evaluation.mean():.3f}"
+    mean = evaluation.mean()
+    known = f", mean {mean:.3f}" if mean is not None else ""
+    return f"{len(evaluation.rewards)} of {evaluation.asked.of.answers} samples judged{known}"
 
 
 # -- which checkpoint is meant, and its model -----
@@ -328,13 +337,13 @@ class EvaluationFigures:
     """The figures of a measurement, over `samples` of `prompts` different prompts; `failed`: those without a reward.
     `figures`: pass@k and the others by name; `by`: the same of each tag, as in validation.jsonl."""
 
-    mean: float
+    mean: float | None  # nothing was measured
     standard_error: float | None
     samples: int
     prompts: int
     failed: int
-    length: float
-    cut_share: float
+    length: float | None
+    cut_share: float | None
     figures: dict[str, Figure]
     by: dict[str, dict[str, Any]]
 
@@ -382,13 +391,13 @@ class Evaluation:
             len(judged),
             len({row.line for row in judged}),
             sum(bool(row.error) for row in self.rows.values()),
-            float(np.mean([row.tokens for row in judged])) if judged else 0.0,
-            float(np.mean([row.finish == "length" for row in judged])) if judged else 0.0,
+            float(np.mean([row.tokens for row in judged])) if judged else None,
+            float(np.mean([row.finish == "length" for row in judged])) if judged else None,
             {name: one for name, one in figures.by_name().items() if name != "reward"},
             by_tag(figures, tags),
         )
 
-    def mean(self) -> float:
+    def mean(self) -> float | None:
         return self._figures().mean()
 
     def _figures(self) -> Figures:

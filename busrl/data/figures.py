@@ -133,9 +133,9 @@ class Figures:
         """The mean of a field over the answers to each prompt."""
         return _means((one.line, float(getattr(one, value))) for one in self.judged)
 
-    def mean(self, value: str = "reward") -> float:
-        """Over prompts; 0.0 without any."""
-        return float(np.mean(found)) if (found := self.of_prompt(value)) else 0.0
+    def mean(self, value: str = "reward") -> float | None:
+        """Over prompts; None without any, for what measured nothing is not 0."""
+        return float(np.mean(found)) if (found := self.of_prompt(value)) else None
 
     def parts(self) -> dict[str, float]:
         names = dict.fromkeys(name for one in self.judged for name in one.parts)

@@ -38,7 +38,7 @@ from busrl.ledger.audit import AuditReport
 from busrl.ledger.errors import Throttle, record_error
 from busrl.monitor.runfiles import in_words
 from busrl.monitor.state import ProcessRow, RecentErrors, RunState
-from busrl.monitor.text import alike, duration, rises, safe, short
+from busrl.monitor.text import alike, duration, nothing, rises, safe, short
 from busrl.monitor.waits import Link, said
 from busrl.paths import RunPaths
 from busrl.protocol import messages as m
@@ -69,9 +69,10 @@ class Progress:
             self.run.handle(message, now)
         if not isinstance(message, (m.ValidationDone, m.ValidationSetDone)):
             return []
-        mixed = ", versions mixed" if message.mixed else ""
-        judged = f"{message.mean:.3f} over {message.samples} samples{mixed}"
-        name = ""
+        mixed, asked = ", versions mixed" if message.mixed else "", message.samples + message.dropped
+        samples = f"{message.samples} of {asked} samples, {message.dropped} had no reward"
+        judged = f"{message.mean:.3f} over {samples if message.dropped else f'{asked} samples'}{mixed}"
+        judged, name = judged if message.samples else nothing(asked), ""
         if isinstance(message, m.ValidationSetDone):
             name = f" of {safe(message.set)}" if message.set else ""
             at_k = {key: value for key, value in message.figures.items() if re.fullmatch(r"val/(pass|maj)@[0-9]+", key)}
@@ -313,7 +314,7 @@ def build(
         "seen": {"groups": progress.groups, "samples": progress.samples, "tokens": progress.tokens},
         "generated_tokens": run.ring.tokens if run.ring else 0,
         "reward": {"first": run.first_reward, "last_10_steps": run.steps.recent(lambda one: one.reward)},
-        "validation": run.judged(),
+        **run.judged(),
         "processes": {"launch": usage.get("launch", {}), **processes},
         "slots": residence,
         "faults": progress.faults, "faults_that_never_came": crashes_missing,
@@ -331,7 +332,7 @@ def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunP
     first, last = summary["reward"]["first"], summary["reward"]["last_10_steps"]
     if first is not None:
         facts.append(f"reward {first:.3f} → {last:.3f}")
-    if judged := rises((one.get("set", ""), one["mean"]) for one in summary["validation"]):
+    if judged := rises(summary["validation"], summary["validation_unmeasured"]):
         facts.append(judged)
     lines.append("  " + " · ".join(facts))
     busy = [

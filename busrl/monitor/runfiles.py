@@ -33,6 +33,7 @@ from busrl.paths import RunPaths
 from busrl.states import Fate, fate_name
 
 SAMPLES_KEPT: Final = 24
+ROUNDS_BYTES: Final = 1 << 26
 SAMPLE_BYTES: Final = 1 << 18
 HEAD_LINES: Final = 100
 WORDS: Final[dict[int, str]] = {
@@ -64,7 +65,7 @@ class RunFiles:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._metrics, self._errors = LineFollower(paths.metrics), LineFollower(paths.errors)
-        self._rounds = LineFollower(paths.validation)
+        self._rounds = LineFollower(paths.validation, ROUNDS_BYTES)  # the first round is to be among them
         self._samples = LineFollower(paths.samples, SAMPLE_BYTES)
         self.samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
         self._controls = 0  # bytes of control.jsonl that the state has

@@ -180,6 +180,18 @@ class RoundRecord(msgspec.Struct, frozen=True, rename={"mean": "val/reward"}):
     samples: int = 0
     set: str = ""  # its name; "" is [validation] itself
     time: float | None = None  # when its line was written, seconds since 1970
+    dropped: int = 0  # samples that ended without a reward
+
+    @property
+    def measured(self) -> bool:
+        """Whether any sample was judged: a mean of none is no mean, whatever an older line calls it."""
+        return self.mean is not None and (self.samples > 0 or not self.dropped)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON; `set` is there for a named one, `dropped` where samples ended without a reward."""
+        told = {"set": self.set, "dropped": self.dropped}
+        mean = self.mean if self.measured else None
+        return {"round": self.round, "mean": mean, "samples": self.samples, **{k: v for k, v in told.items() if v}}
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -497,11 +509,16 @@ class RunState:
             self._stepped_at = ended
 
     def validated(self, seen: RoundRecord) -> None:
-        """A round of validation, which the file and the bus both tell of; the last word on a round counts."""
+        """A round of validation, which the file and the bus both tell of; the last word on a round that measured
+        anything counts."""
+        before = self.validations.get((seen.set, seen.round))
+        if before is not None and before.measured and not seen.measured:
+            return
         self.validations.pop((seen.set, seen.round), None)
         self.validations[seen.set, seen.round] = seen
         if len(self.validations) > MAX_ROUNDS:
-            del self.validations[next(iter(self.validations))]
+            firsts = {one.set: (one.set, one.round) for one in reversed(self.rounds())}.values()
+            del self.validations[next((key for key in self.validations if key not in firsts), (seen.set, seen.round))]
 
     def handle(self, message: m.Message, now: float) -> None:
         """A message of the bus, in any order, doubled or not; `HEARD` are the kinds that say anything here."""
@@ -516,9 +533,10 @@ class RunState:
                 self.validating = True
             case m.ValidationDone() | m.ValidationSetDone():
                 self.validating = False
-                mean = message.mean if math.isfinite(message.mean) else None
+                mean = message.mean if message.samples and math.isfinite(message.mean) else None
                 name = message.set if isinstance(message, m.ValidationSetDone) else ""
-                self.validated(RoundRecord(message.round, message.version, mean, message.samples, name))
+                told = message.round, message.version, mean, message.samples, name
+                self.validated(RoundRecord(*told, dropped=message.dropped))
             case m.Error():
                 seen = message.time_ns / 1e9, message.sender, message.severity, message.where, message.text
                 self.errors.add(ErrorRecord(*seen), "bus")
@@ -588,13 +606,21 @@ class RunState:
         per_s = self._steps_done.per_s() if steps_per_min is None else steps_per_min / 60
         return max(0.0, self.facts.max_steps - self.at_step) / per_s if per_s > 0 else None
 
-    def judged(self) -> list[dict[str, Any]]:
-        """The rounds of validation in which a sample was judged, for JSON; `set` is there for a named one."""
-        return [
-            {"round": one.round, "mean": one.mean, "samples": one.samples, **({"set": one.set} if one.set else {})}
-            for one in self.validations.values()
-            if one.mean is not None and one.samples
-        ]
+    def rounds(self) -> list[RoundRecord]:
+        """The rounds of validation that measured anything, by their numbers: of each set the first of them is what it
+        was before, and the last is what it is now, in every place that shows either."""
+        return sorted((one for one in self.validations.values() if one.measured), key=lambda one: one.round)
+
+    def unmeasured(self) -> list[RoundRecord]:
+        """Those of which no sample was judged."""
+        return sorted((one for one in self.validations.values() if not one.measured), key=lambda one: one.round)
+
+    def judged(self) -> dict[str, list[dict[str, Any]]]:
+        """Both, for JSON, by their keys there."""
+        return {
+            "validation": [one.plain() for one in self.rounds()],
+            "validation_unmeasured": [one.plain() for one in self.unmeasured()],
+        }
 
     def rows(self, now: float) -> list[ProcessRow]:
         """The processes, those of the ring first, in the order of their entries."""

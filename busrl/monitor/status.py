@@ -129,7 +129,7 @@ def as_data(found: RunStatus) -> dict[str, Any]:
         **{key: getattr(facts, key) or None for key in ("name", "run_dir", "run_id", "launch_pid", "started")},
         "state": found.state, "step": run.at_step, "version": run.version, "max_steps": facts.max_steps or None,
         "reward": {"first": run.first_reward, "last_10_steps": steps.recent(lambda one: one.reward)},
-        "validation": run.judged(),
+        **run.judged(),
         **steps.policy(idle),
         "newest_step": asdict(newest) if newest is not None else None,
         "sample": found.sample or None,

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from busrl.errors import first_line
@@ -151,16 +151,32 @@ def step(run: RunState) -> str:
 
 
 def judged(run: RunState) -> str:
-    return rises([(one.set, one.mean) for one in run.validations.values() if one.mean is not None])
+    return rises(**run.judged())
 
 
-def rises(means: Iterable[tuple[str, float]]) -> str:
-    """The first and the newest mean of each set, of (name, mean) in the order of their rounds."""
-    of_set: dict[str, list[str]] = {}
-    for name, mean in means:
-        of_set.setdefault(name, []).append(f"{mean:.3f}")
-    named = (f"{safe(name) or 'validation'} {' → '.join(m[:1] + m[1:][-1:])}" for name, m in of_set.items())
-    return " · ".join(named)
+def rises(validation: Sequence[dict[str, Any]], validation_unmeasured: Sequence[dict[str, Any]] = ()) -> str:
+    """The first and the newest mean of each set, from its rounds as JSON has them: those that measured anything, in
+    their order, and those that did not."""
+    of_set: dict[str, list[dict[str, Any]]] = {}
+    for one in validation:
+        of_set.setdefault(one.get("set", ""), []).append(one)
+    empty = {one.get("set", ""): one.get("dropped", 0) for one in validation_unmeasured}
+    said = {name: _mean(own[-1]) for name, own in of_set.items()}
+    said |= {name: f"{_mean(own[0], True)} → {said[name]}" for name, own in of_set.items() if own[1:]}
+    said |= {name: nothing(asked) for name, asked in empty.items() if name not in said}
+    return " · ".join(f"{safe(name) or 'validation'} {words}" for name, words in said.items())
+
+
+def _mean(one: dict[str, Any], first: bool = False) -> str:
+    """With what it is the mean of where answers are missing, and with its step where the first is not of the start."""
+    dropped, step = one.get("dropped", 0), one["round"] if first else 0
+    more = _joined(f"step {step}" if step else "", f"{one['samples']} of {one['samples'] + dropped}" if dropped else "")
+    return f"{one['mean']:.3f}" + (f" ({more})" if more else "")
+
+
+def nothing(asked: int) -> str:
+    """A round that measured nothing, of so many answers."""
+    return f"nothing measured (none of {asked} answers was judged)" if asked else "nothing measured"
 
 
 def left(run: RunState, now: float) -> str:

@@ -170,13 +170,14 @@ class ValidationStarted(Message, tag="VALIDATION_STARTED"):
 
 
 class ValidationDone(Message, tag="VALIDATION_DONE"):
-    """Round `round` ended; `mixed` says that more than one version answered."""
+    """Round `round` ended; `mixed` says that more than one version answered. With `samples` 0 nothing was measured."""
 
     round: Count
     version: Count
     samples: Count
     mean: float = 0.0
     mixed: bool = False
+    dropped: Count = 0
 
 
 class ValidationSetDone(Message, tag="VALIDATION_SET_DONE"):
@@ -189,6 +190,7 @@ class ValidationSetDone(Message, tag="VALIDATION_SET_DONE"):
     mixed: bool = False
     set: Name = ""
     figures: Numbers = field(default_factory=dict)
+    dropped: Count = 0
 
 
 # scheduler -> everybody

@@ -21,8 +21,8 @@ import numpy as np
 from busrl.files import as_map
 from busrl.monitor.runfiles import number, whole
 from busrl.monitor.status import problems
-from busrl.monitor.text import duration, printable, safe, short
-from busrl.report.record import Floats, RunRecord, column_of
+from busrl.monitor.text import duration, judged, printable, safe, short
+from busrl.report.record import Floats, RunRecord
 from busrl.report.trace import overlap, slices
 from busrl.report.waste import SHARES, Waste, waste_of
 
@@ -192,7 +192,7 @@ class Run:
         self.record, self.label = record, label
         self.steps, self.waste = record.column("step"), waste_of(record)
         self.overlap = overlap(slices(record))
-        self.problems = problems(record.paths.errors)
+        self.problems, self.rounds = problems(record.paths.errors), record.validation()
 
     def line(self, column: str, label: str) -> Line:
         return Line(label, self.steps, self.column(column))
@@ -212,10 +212,10 @@ class Run:
         return np.asarray(np.nancumsum(self.record.column("seconds")) / 60)
 
     def validation(self) -> Iterator[Line]:
-        rows = self.record.rounds
-        for name in dict.fromkeys(str(row.get("set") or "") for row in rows):
-            own = [row for row in rows if str(row.get("set") or "") == name]
-            yield Line(name, column_of(own, "round"), column_of(own, "val/reward"), True)
+        rounds = self.rounds.rounds()
+        for name in dict.fromkeys(one.set for one in rounds):
+            x, y = np.array([(one.round, one.mean) for one in rounds if one.set == name], np.float64).T
+            yield Line(name, x, y, True)
 
     def busy(self) -> dict[str, float]:
         """By process: as the summary says, else of the learner and the rollouts as their own files say."""
@@ -274,7 +274,7 @@ FACTS: dict[str, Callable[[Run], str]] = {
     "steps": lambda run: f"{whole(run.steps[-1]) if len(run.steps) else 0}",
     "training time": lambda run: duration(60 * float(run.minutes()[-1])) if len(run.steps) else "–",
     "reward": lambda run: _ends(run.column("reward")),
-    "validation": lambda run: "<br>".join(f"{text_of(line.label)} {_ends(line.y)}" for line in run.validation()) or "–",
+    "validation": lambda run: text_of(judged(run.rounds)).removeprefix("validation ") or "–",
     "seconds per step": lambda run: _median(run.column("seconds")),
     "tokens drawn": lambda run: num(run.waste.drawn),
     "of them trained": lambda run: f"{share(run.waste.share)} (validation apart)",

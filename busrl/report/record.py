@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -24,6 +25,7 @@ from busrl.files import as_map, dropped, read_map, whole_file
 from busrl.ledger.trained import of_step
 from busrl.monitor.runfiles import number
 from busrl.monitor.sources import holder_of
+from busrl.monitor.state import RoundRecord, RunState
 from busrl.paths import RunPaths
 from busrl.states import Fate
 
@@ -97,6 +99,14 @@ class RunRecord:
 
     def column(self, name: str) -> Floats:
         return column_of(self.steps, name)
+
+    def validation(self) -> RunState:
+        """The rounds as every view of a run has them: which stand, which is the first, and what measured nothing."""
+        state = RunState()
+        for row in self.rounds:
+            with suppress(msgspec.ValidationError):
+                state.validated(msgspec.convert(row, RoundRecord, strict=False))
+        return state
 
     def errors(self) -> Iterator[dict[str, Any]]:
         return self._lines(self.paths.errors, dict[str, Any])

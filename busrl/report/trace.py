@@ -81,6 +81,7 @@ def _rounds(record: RunRecord) -> Iterator[Slice]:
         time, seconds = _times(row, "time", "seconds")
         if time and seconds:
             args = {name: row.get(name) for name in ("round", "set", "version", "val/reward", "samples")}
+            args["val/reward"] = args["val/reward"] if args["samples"] else None
             yield Slice(VALIDATOR, f"round {row.get('round')}", time - seconds, time, args, str(row.get("set") or ""))
 
 

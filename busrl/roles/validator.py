@@ -12,13 +12,18 @@ Figures of tokens of several versions, in one answer or in several, are labelled
 - The uid of a sample is round x answers of all sets + place: a round that was cut short is finished, not repeated.
 - Every round asks the same prompts, spread over the file, and each prompt has the same weight in the mean.
 - A round on demand has the learner's step as its number, and is finished by a successor like any other.
+- A round of which no sample was judged measured nothing: its line has null for a mean, it does not count as done, and
+  it is asked again: at the next start, and while the run goes on after one more step, after two, four, ...
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +47,7 @@ from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
-from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
+from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
 
 log = logging.getLogger("busrl")
 PRIORITY = 1 << 20
@@ -97,10 +102,12 @@ class Request(msgspec.Struct):
 
 
 class Rounds:
-    """Which rounds are due, from the learner's step and what validation.jsonl says is done."""
+    """Which rounds are due, from the learner's step and what validation.jsonl says is done: `done` measured something,
+    `failed` did not in this life, in their order. `late`: what is asked first is not what the run began with."""
 
-    def __init__(self, before: bool, every: int, at_end: bool, done: set[int]) -> None:
-        self.before, self.every, self.at_end, self.done = before, every, at_end, done
+    def __init__(self, before: bool, every: int, at_end: bool, done: set[int], late: bool = False) -> None:
+        self.before, self.every, self.at_end, self.done, self.late = before, every, at_end, done, late
+        self.failed: list[int] = []
 
     def due(self, step: int, finished: bool, newest: int | None = None) -> int | None:
         """The round to run now, numbered by the step it stands for; None if there is none. A run may end before
@@ -108,13 +115,24 @@ class Rounds:
 
         A missed step is not made up for: the newest multiple of `every` counts, or `newest` where groups are counted.
         """
+        known = max(self.done, default=-1)
         if finished:
-            return step if self.at_end and step not in self.done else None
+            return step if self.at_end and step not in (*self.done, *self.failed[-1:]) else None
+        if failed := [number for number in self.failed if number > known]:
+            # Steps were made since, so answers are judged by now; if these are not, it is asked more and more rarely.
+            pause = min(1 << min(len(failed) - 1, 20), self.every or sys.maxsize)
+            return step if step >= failed[-1] + pause else None
         if self.before and not self.done:
-            return 0
+            return step if self.late else 0
         if newest is None:
             newest = step - step % self.every if self.every else 0
-        return newest if newest and newest not in self.done and newest > max(self.done, default=0) else None
+        return newest if newest and newest not in self.done and newest > max(0, known) else None
+
+    def ended(self, number: int, measured: bool) -> None:
+        if measured:
+            self.done.add(number)
+        else:
+            self.failed.append(number)
 
 
 @dataclass
@@ -146,6 +164,8 @@ class Validator(Actor):
 
     def setup(self) -> None:
         topology, config = self.topology, self.topology.validation
+        start = next(iter(deque(json_lines(self.paths.starts), maxlen=1)), {})
+        self.begun_at = step if isinstance(step := start.get("step"), int) else 0  # steps that were done by then
         self.sets = [self._measured(asked) for asked in topology.sets]
         self.answers = topology.derived.val_samples
         self.log_path, keep = self.paths.validation_log, topology.log.keep
@@ -169,7 +189,9 @@ class Validator(Actor):
     def _measured(self, asked: AskedSet) -> MeasuredSet:
         topology, config = self.topology, self.topology.validation
         done = _finished_rounds(self.paths.validation, asked.name)
-        rounds = Rounds(config.at_start, asked.every, config.at_end, set(done))
+        begun = self.validate_fates.view()[asked.first : asked.first + asked.answers].any()  # the first round
+        late = (self.begun_at > 0 and not begun) or 0 in _rounds(self.paths.validation, asked.name)
+        rounds = Rounds(config.at_start, asked.every, config.at_end, set(done), late)
         stream = JsonlStream(asked.data, topology.run.seed, False, topology.data.prompt_key)
         return MeasuredSet(asked, stream, rounds, max(done.values(), default=0))
 
@@ -198,6 +220,8 @@ class Validator(Actor):
 
     def _maybe_start(self) -> None:
         finished = self.ring.header(HeaderWord.RUN_STATE) == RunPhase.FINISHING
+        if self.begun_at and self.ring.header(HeaderWord.GENERATION_PAUSE) & PAUSE_STARTING:
+            return  # the learner has not said yet which step the run is at
         step, request = self.ring.header(HeaderWord.STEP), None
         found = self._scheduled(step, finished)
         if found is None and (request := self._asked(step)) is not None:
@@ -281,12 +305,28 @@ class Validator(Actor):
         for one in due:
             one.groups_done = max(self.groups, one.groups_done)
             one.results = {uid: result for uid, result in known.items() if self._is_of(one, uid, result)}
+            if not one.results:
+                self._forget(self._uids(one))
             self.pending += [u for u in self._uids(one) if self.validate_fates.get(u & ~VALIDATE_BIT) == Fate.NONE]
         self.ring.activity(f"validate round {number}", self.topology.limits.ready_s)
         version = self.ring.header(HeaderWord.VERSION)
         asked = sum(one.asked.answers for one in due)
         self.bus.send(m.ValidationStarted(round=number, version=version, samples=asked))
         log.info("round %d of %s begins at version %d", number, ", ".join(one.asked.title for one in due), version)
+
+    def _forget(self, uids: range) -> None:
+        """A round that is over and measured nothing is asked again as it was: its samples have no fate then."""
+        first, last = uids.start & ~VALIDATE_BIT, uids.stop & ~VALIDATE_BIT
+        codes = self.validate_fates.view()[first:last]
+        if codes.size and np.isin(codes, [*TERMINAL]).all() and not self._in_slots(uids):
+            with open(self.validate_fates.path, "r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), bytes(codes.size), first)
+
+    def _in_slots(self, uids: range) -> bool:
+        """Whether a slot still holds one of them: whoever frees it would store its fate once more."""
+        lines = self.ring.lines()
+        held = lines["uid"][lines["state"] != State.FREE]
+        return bool(((held >= uids.start) & (held < uids.stop)).any())
 
     def _uids(self, one: MeasuredSet) -> range:
         """Rounds are numbered by steps, so their uids are apart by the answers of all sets and never meet."""
@@ -388,9 +428,10 @@ class Validator(Actor):
     def _finish(self) -> None:
         """Write a line for each set; what is not written is written by a successor."""
         number = self.round or 0
-        for one in self.due:
-            if number not in one.rounds.done and not self._finish_set(one, number):
+        while self.due:
+            if not self._finish_set(self.due[0], number):
                 return
+            del self.due[0]
         version_pin.unpin(self.ring)
         self.ring.activity("")
         if self.request is not None:
@@ -401,25 +442,29 @@ class Validator(Actor):
         record = self._record(one, number)
         if not self.write_or_wait("validation", lambda: self.rows.append(msgspec.json.encode(record))):
             return False
-        one.rounds.done.add(number)
+        one.rounds.ended(number, record["samples"] > 0)
         self._announce(one, record)
         if record["dropped"]:
+            means = "its mean is over the others" if record["samples"] else (
+                "nothing was measured, and it is asked again when the run has made steps, and at its next start"
+            )
             self.warn(
                 "validator",
                 f"{one.asked.title}, round {number}: {record['dropped']} of {one.asked.answers} samples ended without "
-                f"a reward; {'its mean is over the others' if record['samples'] else 'it has no mean, and says 0'}",
+                f"a reward; {means}",
             )
         found = (one.asked.title, number, record["val/reward"], record["samples"], record["versions"])
-        log.info("%s, round %d: mean reward %.3f over %d samples of versions %s", *found)
+        log.info("%s, round %d: mean reward %s over %d samples of versions %s", *found)
         return True
 
     def _announce(self, one: MeasuredSet, record: dict[str, Any]) -> None:
         said = {"round": record["round"], "version": record["version"], "samples": record["samples"],
-                "mean": record["val/reward"], "mixed": record["mixed"]}
+                "mean": record["val/reward"] or 0.0, "mixed": record["mixed"], "dropped": record["dropped"]}
         if not one.asked.name and one.asked.k == 1:
             self.bus.send(m.ValidationDone(**said))
             return
-        figures = {name: value for name, value in record.items() if name.startswith("val/") and name != "val/parts"}
+        figures = {name: value for name, value in record.items()
+                   if name.startswith("val/") and name != "val/parts" and value is not None}
         self.bus.send(m.ValidationSetDone(**said, set=one.asked.name, figures=figures))
 
     def _record(self, one: MeasuredSet, number: int) -> dict[str, Any]:
@@ -449,11 +494,21 @@ def _short(answer: str | None) -> str | None:
     return f"{answer[: ANSWER_LENGTH // 2]}... {hashlib.sha1(answer.encode(errors='replace')).hexdigest()[:16]}"
 
 
+def _rounds(path: Path, name: str = "") -> dict[int, dict[str, Any]]:
+    """The line of each round of a set, of several the last that measured something; damaged ones are left out."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in json_lines(path):
+        number = row.get("round")
+        if isinstance(number, int) and row.get("set", "") == name and (number not in found or row.get("samples") != 0):
+            found[number] = row
+    return found
+
+
 def _finished_rounds(path: Path, name: str = "") -> dict[int, int]:
-    """The rounds of a set with a line, and how many groups were trained when each began. A round whose line was damaged
-    is finished again: its samples are in the log."""
-    rows = [row for row in json_lines(path) if isinstance(row.get("round"), int) and row.get("set", "") == name]
-    return {row["round"]: row["groups"] if isinstance(row.get("groups"), int) else 0 for row in rows}
+    """The rounds of a set that measured something, and how many groups were trained when each began. A round whose line
+    was damaged is finished again: its samples are in the log."""
+    rows = {number: row for number, row in _rounds(path, name).items() if row.get("samples") != 0}
+    return {number: row["groups"] if isinstance(row.get("groups"), int) else 0 for number, row in rows.items()}
 
 
 def _read_log(path: Path, round_number: int, tail: int) -> dict[int, Result]:

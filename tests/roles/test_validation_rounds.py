@@ -18,6 +18,8 @@ from busrl.config.prompts import AskedSet, Validation
 from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged
 from busrl.data.prompts import lines_of
+from busrl.files import LineFile
+from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import write_parts, write_segment, write_text
 from busrl.roles.validator import MeasuredSet, Result, Rounds, Validator, _finished_rounds, _short
@@ -64,6 +66,57 @@ def test_where_groups_are_counted_the_newest_round_is_given() -> None:
     assert rounds.due(12, False, newest=12) is None
 
 
+def asked_when_nothing_is_judged(rounds: Rounds, steps: range) -> list[int]:
+    """The steps at which a round is asked, if every one of them measures nothing."""
+    found = []
+    for step in steps:
+        if (number := rounds.due(step, False)) is not None:
+            assert number in (step, 0)
+            found.append(step)
+            rounds.ended(number, measured=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "asked"), [(0, [0, 1, 3, 7, 15, 31]), (4, [0, 1, 3, 7, 11, 15, 19, 23, 27, 31]), (1, [*range(33)])]
+)
+def test_a_round_that_measured_nothing_is_asked_again_ever_more_rarely(every: int, asked: list[int]) -> None:
+    rounds = Rounds(before=True, every=every, at_end=True, done=set())
+    assert asked_when_nothing_is_judged(rounds, range(33)) == asked
+
+
+def test_while_no_step_is_made_a_round_is_not_asked_again() -> None:
+    rounds = Rounds(before=True, every=10, at_end=True, done=set())
+    rounds.ended(0, measured=False)
+    assert rounds.due(0, False) is None and rounds.due(0, True) is None
+    assert rounds.due(1, False) == 1
+    rounds.ended(1, measured=True)
+    assert rounds.due(2, False) is None and rounds.due(10, False) == 10
+
+
+def test_a_last_round_that_measured_nothing_ends_the_run_all_the_same() -> None:
+    rounds = Rounds(before=False, every=0, at_end=True, done=set())
+    assert rounds.due(7, True) == 7
+    rounds.ended(7, measured=False)
+    assert rounds.due(7, True) is None
+
+
+def test_a_first_round_that_comes_late_has_the_number_of_its_step() -> None:
+    """Weights of step 30 are not those that the run began with, whatever the first round is called."""
+    assert Rounds(before=True, every=10, at_end=True, done=set(), late=True).due(34, False) == 34
+
+
+def test_of_a_round_the_last_line_that_measured_something_stands(tmp_path: Path) -> None:
+    path = tmp_path / "validation.jsonl"
+    lines = [
+        '{"round": 0, "samples": 0, "val/reward": null}', '{"round": 5, "samples": 3, "groups": 40}',
+        '{"round": 5, "samples": 0}', '{"round": 7, "samples": 0, "val/reward": 0.0}', '{"round": 9}',
+        '{"round": 8, "samples": 2, "set": "other"}',
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    assert _finished_rounds(path) == {5: 40, 9: 0}, "neither null nor the 0 of an older busrl is a result"
+
+
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_the_prompts_of_a_round_are_spread_over_the_file_and_always_the_same(samples: int, lines: int) -> None:
     asked = lines_of(samples, lines)
@@ -85,7 +138,7 @@ def test_each_prompt_has_the_same_weight_however_often_a_round_asks_it() -> None
     asked = lines_of(5, 3)  # prompts 0 and 1 twice
     judged = [Judged(int(line), 0, reward) for line, reward in zip(asked, (1.0, 0.0, 0.0, 1.0, 0.0))]
     assert Figures(judged).mean() == pytest.approx(1 / 3)
-    assert Figures([Judged(2, 0, 0.5)]).mean() == 0.5 and Figures([]).mean() == 0.0
+    assert Figures([Judged(2, 0, 0.5)]).mean() == 0.5 and Figures([]).mean() is None
 
 
 @pytest.fixture
@@ -193,6 +246,92 @@ def test_k_answers_to_a_prompt_stand_beside_each_other_and_give_its_figures(make
     assert row["val/maj@4"] == pytest.approx((1.0 + 0.25) / 2), "four answers of one vote each: one of them is right"
     assert row["by"]["easy"]["val/pass@1"] == 0.75 and row["by"]["hard"]["val/pass@1"] == 0.25
     assert row["by"]["hard"]["samples"] == 4 and set(row["intervals"]) >= {"reward", "pass@4", "maj@4"}
+
+
+@pytest.fixture
+def living(make: Callable[..., Validator], tmp_path: Path) -> Iterator[Callable[[], Validator]]:
+    """A validator of three samples in round 0 with its ring and its files, as after each start in one directory."""
+    fates = [Fates(str(tmp_path / name), create=True) for name in ("fates", "validate_fates")]
+    opened: list[LineFile] = []
+
+    def made() -> Validator:
+        role = make(3)
+        role.validate_fates, role.log_path = fates[1], tmp_path / "validation.log"
+        role.log, role.rows = LineFile(role.log_path), LineFile(tmp_path / "validation.jsonl")
+        opened.extend((role.log, role.rows))
+        role.groups, role.request, role.pins, role.heard = 0, None, False, []
+        role.bus = SimpleNamespace(send=role.heard.append)
+        role.warn = lambda where, text, **more: role.heard.append(text)
+        role.write_or_wait = lambda what, write: write() is None
+        role.topology.limits = SimpleNamespace(ready_s=9.0)
+        role.topology.derived = SimpleNamespace(val_reserve=4)
+        role.sets[0].rounds.done = set(_finished_rounds(tmp_path / "validation.jsonl"))
+        return role
+
+    yield made
+    for file in opened:
+        file.close()
+
+
+def play(role: Validator, ring: Ring, judge: Callable[[int], float | None]) -> None:
+    """Round 0 to its end: each sample gets the reward of its place, or none."""
+    role._begin(0, list(role.sets))
+    while role.round is not None:
+        role._dispatch_some()
+        for slot, word in ring.take(State.QUEUED, State.GENERATING, cls=1, limit=9):
+            write_segment(ring, slot, word, 0, np.ones(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.uint32))
+            write_text(ring, slot, word, 0, "x")
+            word = ring.claim(slot, ring.commit_segment(slot, word, True), State.REWARDING)
+            reward = judge(int(ring.line(slot)["uid"]) & ~VALIDATE_BIT)
+            if reward is None:
+                ring.drop(slot, word, "R")
+                continue
+            ring.set(slot, word, reward=reward)
+            ring.release(slot, word, State.REWARDED)
+        role._collect()
+        if role._is_over():
+            role._finish()
+
+
+def lines(tmp_path: Path) -> list[dict[str, object]]:
+    return [msgspec.json.decode(line) for line in (tmp_path / "validation.jsonl").read_bytes().splitlines()]
+
+
+def test_a_round_of_which_nothing_was_judged_is_null_and_is_asked_again_by_a_successor(
+    ring: Ring, living: Callable[[], Validator], tmp_path: Path
+) -> None:
+    first = living()
+    play(first, ring, lambda place: None)
+    (row,) = lines(tmp_path)
+    assert (row["val/reward"], row["val/length"], row["samples"], row["dropped"]) == (None, None, 0, 3)
+    assert first.sets[0].rounds.done == set()
+    told = [one for one in first.heard if isinstance(one, m.ValidationDone)]
+    assert [(one.samples, one.dropped) for one in told] == [(0, 3)]
+    again = living()
+    assert again.sets[0].rounds.due(0, False) == 0
+    play(again, ring, lambda place: 0.25 * place)
+    assert lines(tmp_path)[1]["val/reward"] == 0.25 and lines(tmp_path)[1]["dropped"] == 0
+    assert living().sets[0].rounds.due(0, False) is None, "what was measured is not asked again"
+
+
+def test_a_round_of_which_a_part_was_judged_says_so_and_stands(
+    ring: Ring, living: Callable[[], Validator], tmp_path: Path
+) -> None:
+    role = living()
+    play(role, ring, lambda place: 1.0 if place else None)
+    (row,) = lines(tmp_path)
+    assert (row["val/reward"], row["samples"], row["dropped"]) == (1.0, 2, 1)
+    assert role.sets[0].rounds.done == {0}
+    assert any("1 of 3 samples" in said for said in role.heard if isinstance(said, str))
+
+
+def test_a_round_whose_samples_stand_in_slots_keeps_its_fates(ring: Ring, living: Callable[[], Validator]) -> None:
+    role = living()
+    role._begin(0, list(role.sets))
+    role._dispatch_some()
+    before = role.validate_fates.view()[:3].tolist()
+    role._forget(role._uids(role.sets[0]))
+    assert role.validate_fates.view()[:3].tolist() == before == [ord("D")] * 3
 
 
 def test_results_of_other_prompts_than_are_asked_now_are_not_counted(make: Callable[..., Validator]) -> None:

@@ -149,6 +149,10 @@ HISTORY: Final[dict[str, dict[str, str]]] = {
         "REMOTE_CLAIM": "digest",
         "GATEWAY_TASKS": "differs",
     },
+    "1.9": {
+        "VALIDATION_DONE": "dropped",
+        "VALIDATION_SET_DONE": "dropped",
+    },
 }
 REMOVED: Final[frozenset[tuple[str, str]]] = frozenset()  # (message, field) that HISTORY keeps although they are gone
 

@@ -210,7 +210,8 @@ MEANINGS: Final[dict[str, str]] = {
     "VALIDATION_SET_DONE.samples": "How many samples were judged.",
     "VALIDATION_SET_DONE.set": "The name of the set; empty: what `[validation]` itself measures.",
     "VALIDATION_SET_DONE.figures": "Its figures as in `validation.jsonl`: `val/pass@4` and others.",
-    "mean": "Mean reward of the round.",
+    "mean": "Mean reward of the round; of nothing where `samples` is 0.",
+    "dropped": "How many samples ended without a reward.",
     "mixed": "True if weights of more than one version answered.",
     # scheduler
     "admitted": "Groups admitted so far.",

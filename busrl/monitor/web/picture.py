@@ -153,8 +153,5 @@ def steps_after(run: RunState, step: int) -> dict[str, Any]:
     rows = [
         [*(getattr(one, name) for name in COLUMNS), *(one.reward_parts.get(name) for name in parts)] for one in steps
     ]
-    rounds = [
-        [one.set, one.round, one.mean, one.time]
-        for one in run.validations.values() if one.mean is not None and one.samples
-    ]
+    rounds = [[one.set, one.round, one.mean, one.time] for one in run.rounds()]
     return {"columns": [*COLUMNS, *(PART + text.safe(name) for name in parts)], "rows": rows, "rounds": rounds}
