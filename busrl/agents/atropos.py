@@ -12,6 +12,7 @@ those of `busrl.agents.http`. Knows nothing of slots, rings or engines.
 from __future__ import annotations
 
 import hashlib
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ import numpy as np
 from aiohttp import web
 
 from busrl.agents import openai
-from busrl.agents.episode import Episode
-from busrl.agents.http import Door, answer_of, same_key
+from busrl.agents.episode import Episode, beside
+from busrl.agents.http import ROOM_BYTES, STATUS, TOKEN_BYTES, Door, answer_of, same_key
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Limits, Trajectory
 from busrl.errors import CallRefused, CallUnanswered
@@ -31,8 +32,10 @@ from busrl.states import Finish
 
 IGNORED = -100  # of a mask: the token is not trained
 MOST_GROUPS, MOST_ENVIRONMENTS, LONGEST_NAME = 256, 1024, 200
+LIST_BYTES = 64 << 20  # of a list of groups, or as many as its first group may have
 ZIPPED_BYTES = 1000  # an answer from here on is compressed, for clients that want it
 NOT_TRAINED = ("advantages", "images", "overrides", "group_overrides", "distill_token_ids", "distill_logprobs")
+log = logging.getLogger("busrl")
 Token = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
@@ -55,6 +58,9 @@ class Group(msgspec.Struct):
         """16 bytes that a copy has too."""
         own = (self.env_id, self.tokens, self.masks, self.scores, self.inference_logprobs)
         return hashlib.blake2b(msgspec.json.encode(own), digest_size=16).digest()
+
+
+Posted = tuple[bytes, Group, list[Trajectory]]  # a group with its digest and its members
 
 
 class Environment(msgspec.Struct):
@@ -177,8 +183,10 @@ class AtroposDoor(Door):
     sample. `sampling`: the rule, temperature and top-p of those. Use `async with`."""
 
     def __init__(self, trainer: Trainer, rules: Rules, renderer: Renderer, sampling: openai.Sampling, host: str,
-                 port: int, name: str, key: str) -> None:
-        super().__init__(rules.limits.context, renderer, sampling[0], host, port, name, None, key)
+                 port: int, name: str, key: str, tell: Callable[[str], object] = log.warning) -> None:
+        super().__init__(rules.limits.context, renderer, sampling[0], host, port, name, None, key, tell)
+        group = ROOM_BYTES + TOKEN_BYTES * min(rules.limits.context, rules.limits.tokens) * rules.size
+        self._posts = {"scored_data": group, "scored_data_list": max(group, min(LIST_BYTES, MOST_GROUPS * group))}
         self._trainer, self._rules, self._asked = trainer, rules, sampling
         self._environments: list[Environment] = []
         self._latest: Group | None = None
@@ -199,6 +207,9 @@ class AtroposDoor(Door):
         episode.gone_wrong = gone_wrong
         return episode
 
+    def _is_known(self, request: web.Request) -> bool:
+        return same_key(request.match_info.get("key", ""), self._key) or super()._is_known(request)
+
     def _distribution(self, episode: Episode) -> openai.Sampling:
         return self._asked
 
@@ -217,11 +228,14 @@ class AtroposDoor(Door):
             if not same_key(request.match_info["key"], self._key):
                 raise CallRefused("invalid_api_key", "the address must hold the run's key: atropos.json has it")
             try:
-                response = answer_of(await handler(request, await request.read()))
+                most = self._posts.get(request.path.rpartition("/")[2], 0)
+                response = answer_of(await handler(request, await self._body(request, most)))
             except web.RequestPayloadError:
                 response = answer_of({"detail": "the body is not what its Content-Encoding says", "field": ""}, 422)
                 response.force_close()  # what follows on this connection cannot be told from the rest of it
             except CallRefused as refused:
+                if refused.code in STATUS:
+                    raise
                 status = 503 if refused.code == "no_room" else 422
                 response = answer_of({"detail": str(refused), "field": refused.param}, status)
             if isinstance(response.body, bytes) and len(response.body) >= ZIPPED_BYTES:
@@ -232,20 +246,25 @@ class AtroposDoor(Door):
 
     async def _post(self, request: web.Request, body: bytes) -> dict[str, Any]:
         several = request.path.endswith("_list")
+        count, posted = await beside(len(body), self._members, body, several, *self._trainer.state()[-2:])
+        await self._keep(posted)
+        return {"status": "received", **({"groups_processed": count} if several else {})}
+
+    def _members(self, body: bytes, several: bool, version: int, step: int) -> tuple[int, list[Posted]]:
+        """How many groups a body holds, and those that are new."""
         groups: list[Group] = openai.read(body, list[Group]) if several else [openai.read(body, Group)]
         if len(groups) > MOST_GROUPS:
             raise _refused("the body", f"has {len(groups)} groups: at most {MOST_GROUPS}")
-        await self._keep(groups)
-        return {"status": "received", **({"groups_processed": len(groups)} if several else {})}
+        new = {digest: group for group in groups if not self._trainer.known(digest := group.digest())}
+        decode = self._renderer.decode
+        return len(groups), [(digest, group, self._rules.members(group, decode, version, step))
+                             for digest, group in new.items()]
 
-    async def _keep(self, groups: Sequence[Group]) -> None:
+    async def _keep(self, posted: list[Posted]) -> None:
         """None is kept of a list in which one is malformed; where the room ends those before it are, and known when
         their client posts the list again."""
-        new = {digest: group for group in groups if not self._trainer.known(digest := group.digest())}
-        decode, now = self._renderer.decode, self._trainer.state()[-2:]
-        made = {digest: self._rules.members(group, decode, *now) for digest, group in new.items()}
-        for digest, group in new.items():
-            if not await self._trainer.keep(digest, made[digest], group.scores, group.env_id):
+        for digest, group, members in posted:
+            if not await self._trainer.keep(digest, members, group.scores, group.env_id):
                 raise CallRefused("no_room", "no room for a group now: post it again")
             self._latest = group
 

@@ -3,7 +3,8 @@
 Talks to a function that answers a call (token ids in; ids, log-probabilities and versions out) and to asyncio. Knows
 nothing of slots, pipes or HTTP: a role wires it to them.
 
-- A call's parent is fixed when its request arrives. Calls of an episode run beside each other, at most `parallel`.
+- A call's parent is fixed when its request arrives; a long one is made ids beside the loop first. Calls of an episode
+  run beside each other, at most `parallel`.
 - A call that could have more room when others have ended waits for them; one that has none then is refused.
 - A call that is cancelled, or whose engine fails, leaves nothing in the tree.
 - A request that is repeated by its client, as the same one, joins the first; one whose clients have all gone runs on
@@ -19,9 +20,10 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +38,10 @@ from busrl.states import Finish
 
 MOST_ANSWERS = 8  # of one request
 ID_BYTES = 512  # more than an id of any vocabulary stands for, on average
+LONG_BYTES = 1 << 14  # from here on a body, or what it asks, is worked on beside the loop
+LONG_AT_ONCE = 2
+T = TypeVar("T")
+_threads = ThreadPoolExecutor(LONG_AT_ONCE, "long request")
 
 
 @dataclass(frozen=True)
@@ -180,9 +186,8 @@ class Episode:
             if isinstance(request, RewardRequest):
                 self.reward(request)
                 return Delivery([]), Choices([])
-            with self._at_work():
-                asked = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
-                given = await self._several(asked, heard)
+            with self.at_work():
+                given = await self._several(await self._question(request), heard)
             return given, Choices([choice_of(turn) for turn in given.turns])
         except CallRefused as refused:
             self.counts["refused"] += 1
@@ -238,7 +243,8 @@ class Episode:
         return task
 
     @contextlib.contextmanager
-    def _at_work(self) -> Any:
+    def at_work(self) -> Iterator[None]:
+        """Inside, time is not the episode's own."""
         if not self._busy:
             self._own_s += self._clock() - self._since
         self._busy += 1
@@ -251,9 +257,17 @@ class Episode:
 
     # -- calls -----
 
+    async def _question(self, request: ChatRequest | CompleteRequest) -> Question:
+        if isinstance(request, ChatRequest):
+            size = sum(map(len, request.messages)) + len(request.tools) + len(request.arguments)
+            require_some_fit(self._settings.limits.context, len(request.messages), size)
+            return await beside(size, self._chat, request)
+        given = request.prompt
+        parts, size = (len(given), 0) if isinstance(given, list) else (1, len(given))
+        require_some_fit(self._settings.limits.context, parts, size)
+        return await beside(max(parts, size), self._completion, request)
+
     def _chat(self, request: ChatRequest) -> Question:
-        size = sum(map(len, request.messages))
-        require_some_fit(self._settings.limits.context, len(request.messages), size)
         history = self.tree.read(request.messages, request.tools, request.arguments)
         tools = msgspec.json.decode(request.tools) or []
         arguments = msgspec.json.decode(request.arguments) or {}
@@ -266,8 +280,6 @@ class Episode:
 
     def _completion(self, request: CompleteRequest) -> Question:
         given = request.prompt
-        parts, size = (len(given), 0) if isinstance(given, list) else (1, len(given))
-        require_some_fit(self._settings.limits.context, parts, size)
         ids = given if isinstance(given, list) else self._renderer.encode(given)
         most = self._renderer.vocabulary
         if wrong := next((f"{one}" for one in ids if not 0 <= one < most), ""):
@@ -365,6 +377,14 @@ class Episode:
         if turn is None:
             raise CallRefused("invalid", f"turn {request.turn}: this episode has no such turn", "turn")
         turn.reward = (turn.reward or 0.0) + request.value
+
+
+async def beside(size: int, function: Callable[..., T], *given: Any) -> T:
+    """What a function returns. Where what it works on has a great `size` it runs in a thread, few at the same time, so
+    that nobody else's request waits for it."""
+    if size < LONG_BYTES:
+        return function(*given)
+    return await asyncio.get_running_loop().run_in_executor(_threads, function, *given)
 
 
 def choice_of(turn: Turn) -> Choice:

@@ -6,6 +6,8 @@ are those of `busrl.agents.openai`. Knows nothing of slots, rings or engines.
 - The key of a request names its episode: a wrong or old one is 401, never another episode.
 - An answer is delivered once it was written; a client that went away before has not got it, and may ask again.
 - Waiting for an engine is no error: the connection stays, and a stream says so every few seconds.
+- A body is as long as its context allows, and comes within a time that follows from its length; what is long is worked
+  on beside the loop. A client without a key has one request for each connection (`busrl.listener`).
 - 409 and 429 are asked again by OpenAI's clients: the first is for `/end` alone, the second is never used.
 """
 
@@ -15,7 +17,9 @@ import asyncio
 import hashlib
 import hmac
 import itertools
+import logging
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,24 +28,30 @@ from typing import Any, Protocol
 import msgspec
 
 from busrl.agents import openai
-from busrl.agents.episode import Delivery, Episode, require_some_fit
+from busrl.agents.episode import Delivery, Episode, beside, require_some_fit
 from busrl.agents.llm import Refusal, Request
 from busrl.agents.renderer import Renderer
 from busrl.agents.tree import Tree
 from busrl.errors import CallRefused, CallUnanswered, UserError
+from busrl.listener import Listener, room
 
 try:
     from aiohttp import web
 except ImportError as missing:
     raise UserError('episodes over HTTP need aiohttp, which is not installed: pip install "busrl[agents]"') from missing
 
-BODY_BYTES = 64 << 20
+TOKEN_BYTES = 64  # of a body for each token of the context: several times what text, escapes and ids take
+ROOM_BYTES = 1 << 20  # of a body besides: for tools, and for what a template leaves out
+BODY_S, BODY_BYTES_PER_S = 10.0, 1 << 16  # the time for a body
+KEPT_S = 120.0  # that the connection of a client with a key may stay without a request
+STATUS = {"invalid_api_key": 401, "too_slow": 408, "ended": 409, "too_large": 413}  # of what is refused; others: 400
 WAIT_S = 5.0  # between two signs of life in a stream
 MOST_CLAIMS, LONGEST_WAIT_S = 256, 30.0
 CALLS = {  # of a path: what it takes, and the shape of what it answers
     "/v1/chat/completions": (openai.ChatBody, "chat"), "/v1/completions": (openai.CompletionBody, "completion"),
     "/generate": (openai.CompletionBody, "native"), "/inference/v1/generate": (openai.GenerateBody, "generated"),
 }
+log = logging.getLogger("busrl")
 EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
@@ -80,32 +90,38 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 class Door:
     """A listener, and the episodes that may be reached through it. Use `async with`. `context`: ids of the longest
-    call; `sampling`: the rule of agents.sampling; `key`: of the run, which claims need."""
+    call; `sampling`: the rule of agents.sampling; `key`: of the run, which claims need; `tell` takes lines about
+    connections of strangers."""
 
     def __init__(self, context: int, renderer: Renderer, sampling: str, host: str = "127.0.0.1", port: int = 0,
-                 model: str = "policy", desk: ClaimDesk | None = None, key: str = "") -> None:
+                 model: str = "policy", desk: ClaimDesk | None = None, key: str = "",
+                 tell: Callable[[str], object] = log.warning) -> None:
         self._context, self._renderer, self._rule, self._model = context, renderer, sampling, model
+        self._most, self._tell = ROOM_BYTES + TOKEN_BYTES * context, tell
         self._host, self._port, self._desk, self._key = host, port, desk, key
         self._episodes: dict[bytes, Episode] = {}  # by a digest of the key: a look-up tells nothing of a key's bytes
         self._sampling: dict[Episode, tuple[float, float]] = {}
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> Door:
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._guard])
+        app = web.Application(middlewares=[self._guard])
         app.add_routes(self._routes())
         # A client that goes away cancels its handler: what nobody gets is not trained.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0,
+                                     keepalive_timeout=KEPT_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
+            bound = await _bound(self._host, self._port)
         except OSError as problem:
             await self._runner.cleanup()
             raise UserError(f"serve.host = {self._host!r}, serve.port = {self._port}: cannot listen there: {problem}; "
                             "take another, or port = 0 for any") from None
-        self._port = self._runner.addresses[0][1]
+        self._port, self._listener = bound.getsockname()[1], Listener(bound, room(), self._tell)
+        await self._listener.open(self._runner.server)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
         await self._runner.cleanup()
 
     @property
@@ -144,20 +160,61 @@ class Door:
     def _is_the_runs(self, request: web.Request) -> bool:
         return same_key(self._key_of(request), self._key)
 
+    def _is_known(self, request: web.Request) -> bool:
+        """Whether the client has a key of this server."""
+        return self._is_the_runs(request) or _digest(self._key_of(request)) in self._episodes
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every refusal as OpenAI has it."""
+        """Every refusal as OpenAI has it. A stranger's connection ends with its answer."""
+        connection, known = request.protocol, self._is_known(request)
+        self._listener.heard(connection)
+        response = await self._answered(request, handler)
+        if not known:
+            response.force_close()
+            self._listener.answered(connection)
+        return response
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except CallRefused as refused:
-            status = 401 if refused.code == "invalid_api_key" else 409 if refused.code == "ended" else 400
-            return answer_of(openai.error(str(refused), refused.code, refused.param), status)
-        except web.HTTPRequestEntityTooLarge:
-            text = f"the body is larger than {BODY_BYTES >> 20} MiB"
-            return answer_of(openai.error(text, "invalid"), 413)
+            return answer_of(openai.error(str(refused), refused.code, refused.param), STATUS.get(refused.code, 400))
         except web.HTTPException as problem:
             text = f"{request.method} {request.path}: {problem.reason}"
             return answer_of(openai.error(text, "not_found"), problem.status)
+
+    async def _body(self, request: web.Request, most: int = 0) -> bytes:
+        """The whole of a body. CallRefused: it is too long, or too slow."""
+        most, length = most or self._most, request.content_length
+        if length is not None and length > most:
+            raise self._too_large(most)
+        limit_s = BODY_S + (most if length is None else length) / BODY_BYTES_PER_S
+        try:
+            reading = self._pieces(request, most)
+            return await (reading if request.content.is_eof() else asyncio.wait_for(reading, limit_s))
+        except asyncio.TimeoutError:
+            raise CallRefused("too_slow", f"the body was not whole after {limit_s:.0f} s") from None
+
+    async def _pieces(self, request: web.Request, most: int) -> bytes:
+        """A body as it comes. An episode's own client is not silent meanwhile."""
+        episode, body = self._episodes.get(_digest(self._key_of(request))), bytearray()
+        while piece := await request.content.readany():
+            body += piece
+            if len(body) > most:
+                raise self._too_large(most)
+            if episode is not None and self._desk is not None:
+                self._desk.touch(episode)
+        return bytes(body)
+
+    def _too_large(self, most: int) -> CallRefused:
+        return CallRefused("too_large", f"the body is larger than the {most:,} bytes that the context of "
+                           f"{self._context:,} tokens allows (agents.context)")
+
+    async def _read(self, request: web.Request, kind: type[Any], instead: bytes = b"") -> Any:
+        """A body by its type; `instead` of an empty one."""
+        raw = await self._body(request) or instead
+        return await beside(len(raw), openai.read, raw, kind)
 
     def _routes(self) -> list[web.RouteDef]:
         found = [
@@ -175,14 +232,9 @@ class Door:
 
     async def _call(self, kind: type[Any], shape: str, request: web.Request) -> web.StreamResponse:
         """A body of this kind, and its answer in that of the shapes of `openai.Answers`."""
-        episode, raw = self._episode(request), await request.read()
-        body = openai.read(raw, kind)
-        if isinstance(body, openai.GenerateBody):
-            body = body.completion()
-        if body.stream and shape == "native":
-            raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
-        make = openai.chat_request if shape == "chat" else openai.complete_request
-        asked, changed = make(body, self._distribution(episode))
+        episode, raw = self._episode(request), await self._body(request)
+        with episode.at_work():
+            body, asked, changed = await beside(len(raw), _asked, raw, kind, shape, self._distribution(episode))
         episode.counts["overridden"] += changed
         answers = openai.Answers([], body, self._model, next(self._numbers), self._renderer.decode)
         stream = Stream(request, answers, shape) if body.stream else None
@@ -239,19 +291,23 @@ class Door:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         self._known(request)
-        body: openai.TokenizeBody = openai.read(await request.read(), openai.TokenizeBody)
-        require_some_fit(self._context, max(1, len(body.messages)), sum(map(len, body.messages)) + len(body.prompt))
-        if body.messages:
-            tree = Tree()
-            history = tree.read(body.messages, body.tools)
-            found = self._renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
-        else:
-            found = self._renderer.encode(body.prompt)
+        body: openai.TokenizeBody = await self._read(request, openai.TokenizeBody)
+        size = sum(map(len, body.messages)) + len(body.prompt) + len(body.tools)
+        require_some_fit(self._context, max(1, len(body.messages)), size)
+        found = await beside(size, self._ids_of, body)
         return answer_of({"tokens": found, "count": len(found), "max_model_len": self._context})
+
+    def _ids_of(self, body: openai.TokenizeBody) -> list[int]:
+        if not body.messages:
+            return self._renderer.encode(body.prompt)
+        tree = Tree()
+        history = tree.read(body.messages, body.tools)
+        return self._renderer.prompt(tree, history, msgspec.json.decode(body.tools)).new
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         self._known(request)
-        body: openai.DetokenizeBody = openai.read(await request.read(), openai.DetokenizeBody)
+        body: openai.DetokenizeBody = await self._read(request, openai.DetokenizeBody)
+        require_some_fit(self._context, len(body.tokens), 0)
         if wrong := [one for one in body.tokens if not 0 <= one < self._renderer.vocabulary]:
             raise CallRefused("invalid", f"tokens: {wrong[0]} is no token id", "tokens")
         return answer_of({"prompt": self._renderer.decode(body.tokens)})
@@ -265,7 +321,7 @@ class Door:
     async def _claim(self, request: web.Request) -> web.Response:
         if not self._is_the_runs(request):
             raise CallRefused("invalid_api_key", "claiming needs the run's key: serve.key in its directory")
-        body: ClaimBody = openai.read(await request.read() or b"{}", ClaimBody)
+        body: ClaimBody = await self._read(request, ClaimBody, b"{}")
         if not 1 <= body.n <= MOST_CLAIMS or not 0 <= body.wait_s <= LONGEST_WAIT_S:
             rule = f"1 to {MOST_CLAIMS} episodes, at most {LONGEST_WAIT_S:g} s"
             raise CallRefused("invalid", f"n = {body.n}, wait_s = {body.wait_s:g}: {rule}", "n")
@@ -274,7 +330,7 @@ class Door:
 
     async def _end(self, request: web.Request) -> web.Response:
         desk = self._owner(request)
-        body: EndBody = openai.read(await request.read() or b"{}", EndBody)
+        body: EndBody = await self._read(request, EndBody, b"{}")
         return answer_of(desk.end(request.match_info["name"], body))
 
     async def _extend(self, request: web.Request) -> web.Response:
@@ -344,6 +400,24 @@ class Stream:
             self.begun = True
             await self._response.prepare(self._request)
         await self._response.write(data)
+
+
+def _asked(raw: bytes, kind: type[Any], shape: str, sampling: openai.Sampling) -> tuple[Any, Request, bool]:
+    """The body of a call, its request, and whether sampling parameters were overridden."""
+    body = openai.read(raw, kind)
+    if isinstance(body, openai.GenerateBody):
+        body = body.completion()
+    if body.stream and shape == "native":
+        raise CallRefused("unsupported", "stream: /generate answers whole; /v1/completions streams", "stream")
+    make = openai.chat_request if shape == "chat" else openai.complete_request
+    return (body, *make(body, sampling))
+
+
+async def _bound(host: str, port: int) -> socket.socket:
+    """A socket bound to the first address of a name."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = found[0]
+    return socket.create_server(address[:2], family=family)
 
 
 def same_key(key: str, expected: str) -> bool:

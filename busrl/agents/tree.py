@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,9 +100,11 @@ class History:
 
 
 class Index:
-    """Numbers for beginnings of conversations: equal numbers, equal canonical messages. Exact, not by digests."""
+    """Numbers for beginnings of conversations: equal numbers, equal canonical messages. Exact, not by digests. Any
+    thread may use it; the lock is held for look-ups alone, not while a message is made canonical."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._spelt: dict[bytes, int] = {}  # a message as it came -> number of its canonical form
         self._forms: defaultdict[bytes, int] = defaultdict(itertools.count().__next__)
         # a beginning and the next message -> the longer beginning
@@ -110,19 +113,23 @@ class Index:
 
     def read(self, messages: Sequence[Any], tools: Any, arguments: Any) -> History:
         """All of them as objects, or as their JSON (`bytes` or `msgspec.Raw`)."""
-        last, here, state = self._last, [], self._next[self._next[0, self._around(tools)], self._around(arguments)]
-        states = [state]
+        last, here = self._last, []
+        tools, arguments = self._around(tools), self._around(arguments)
         for place, message in enumerate(messages):
             raw = _raw(message)
             known = place < len(last) and last[place][0] == raw
             here.append(last[place] if known else (raw, self._form_of(raw)))
-            state = self._next[state, here[-1][1]]
-            states.append(state)
+        with self._lock:
+            states = [self._next[self._next[0, tools], arguments]]
+            for _, form in here:
+                states.append(self._next[states[-1], form])
         self._last = here
         return History(tuple(raw for raw, _ in here), tuple(states))
 
     def add(self, state: int, message: Message) -> int:
-        return self._next[state, self._form_of(_raw(message))]
+        form = self._form_of(_raw(message))
+        with self._lock:
+            return self._next[state, form]
 
     def _around(self, value: Any) -> int:
         """The number of what stands around messages; keys in any order."""
@@ -130,6 +137,11 @@ class Index:
         number = self._spelt.get(raw)
         if number is None:
             form = json.dumps(msgspec.json.decode(raw[1:]) or None, sort_keys=True).encode() if raw else b"null"
+            number = self._number(raw, form)
+        return number
+
+    def _number(self, raw: bytes, form: bytes) -> int:
+        with self._lock:
             number = self._spelt[raw] = self._forms[form]
         return number
 
@@ -142,7 +154,7 @@ class Index:
                 raise CallRefused("invalid", f"a message is no JSON: {problem}", "messages") from None
             if not isinstance(message, dict):
                 raise CallRefused("invalid", f"a message is a {type(message).__name__}: must be an object", "messages")
-            number = self._spelt[raw] = self._forms[canonical(message)]
+            number = self._number(raw, canonical(message))
         return number
 
 

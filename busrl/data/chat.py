@@ -103,12 +103,15 @@ class LightTokenizer:
             raise DataError(f"the chat template refuses the messages: {problem}") from problem
 
     def ids(self, prompt: Prompt) -> list[int]:
-        found: list[int] = self._core.encode(self.text(prompt), add_special_tokens=isinstance(prompt, str)).ids
-        return found
+        return self._encoded(self.text(prompt), isinstance(prompt, str))
 
     def encode(self, text: str) -> list[int]:
         """Ids of what a template wrote: special tokens in it are such, and none are added."""
-        found: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        return self._encoded(text, False)
+
+    def _encoded(self, text: str, add: bool) -> list[int]:
+        """By the call of many texts: it alone lets other threads run meanwhile, seconds where the text is long."""
+        found: list[int] = self._core.encode_batch([text], add_special_tokens=add)[0].ids
         return found
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -50,7 +50,8 @@ class Agent(EpisodeHolder):
             return
         from busrl.agents.http import Door  # only here: aiohttp is optional
 
-        async with Door(self.limits.context, self.renderer, self.topology.agents.sampling) as self.door:
+        sampling = self.topology.agents.sampling
+        async with Door(self.limits.context, self.renderer, sampling, tell=self.strangers) as self.door:
             yield
 
     def work(self) -> bool:

@@ -64,7 +64,8 @@ class Atropos(EpisodeHolder):
         own, generation = self.topology.serve, self.topology.generation
         rules = Rules(self.size, self.renderer.vocabulary, self.limits, self.renderer.end_ids)
         sampling = self.topology.agents.sampling, generation.temperature, generation.top_p
-        door = AtroposDoor(self, rules, self.renderer, sampling, own.host, own.port, self.topology.run.name, self.key)
+        door = AtroposDoor(self, rules, self.renderer, sampling, own.host, own.port, self.topology.run.name, self.key,
+                           self.strangers)
         async with door:
             with self.told(url=door.url, base_url=door.base_url):
                 yield

@@ -176,6 +176,10 @@ class EpisodeHolder(Actor):
         finally:
             file.unlink(missing_ok=True)
 
+    def strangers(self, text: str) -> None:
+        """Tell what a listener says of connections that nobody should have made."""
+        self.warn(self.role, text, kind="strangers")
+
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Let it run beside the passes; what it raises ends this process."""
         task = asyncio.ensure_future(work)

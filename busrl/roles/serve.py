@@ -4,7 +4,8 @@ Talks to clients through `busrl.agents.http`; all else is in `busrl.roles.holder
 of engines, groups or advantages.
 
 States of an episode: claimed -> committed | dropped | given back | lost. It is a lease of `limits.lease_s`, renewed
-by every request with its key and by every open call; a silent one is lost, and its sample given back.
+by every request with its key and by every open call; a silent one is lost, and its sample given back. Time in which
+this process heard nobody is not counted.
 
 - A sample is claimed when a client asks for it, and not before: what nobody plays stays QUEUED for others. On another
   host it is fetched from home then, so clients' wishes are told at once.
@@ -62,6 +63,7 @@ class Serve(EpisodeHolder):
         self.wanted = 0  # samples that clients wait for
         self.missed, self.missed_until = 0, 0.0  # that one went away without, who may ask again
         self.key = run_key(self.paths.serve_key)
+        self.looked = math.inf  # when leases were looked at last
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -69,13 +71,15 @@ class Serve(EpisodeHolder):
         place = int(self.name.partition("/")[2] or 0)
         port = own.port + place if own.port else 0
         async with Door(self.limits.context, self.renderer, self.topology.agents.sampling, own.host, port,
-                        self.topology.run.name, self, self.key) as self.door:
+                        self.topology.run.name, self, self.key, self.strangers) as self.door:
             with self.told(base_url=self.door.base_url):
                 yield
 
     def work(self) -> bool:
         now = time.monotonic()
+        deaf_s, self.looked = max(0.0, now - self.looked - self.tick_s), now
         for lease in list(self.leases.values()):
+            lease.until += deaf_s
             if lease.episode.busy:  # its client waits: the lease begins when that has an answer
                 lease.until = now + self.lease_s
             elif lease.until < now:

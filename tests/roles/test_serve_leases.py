@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Lease, Any]:
     serve.__dict__.update(
         lease_s=20.0, leases={"7-1": lease}, by_episode={episode: lease}, answers={}, given_back=[],
         _passed=asyncio.Event(), news=asyncio.Event(), wanted=0, stopping="", warn=lambda *_, **__: None,
-        take=lambda most: [],
+        take=lambda most: [], looked=math.inf, tick_s=0.2,
     )
     serve.give_back = serve.given_back.append
     monkeypatch.setattr(EpisodeHolder, "work", lambda self: False)
@@ -59,6 +60,19 @@ def test_a_silent_client_has_lost_its_episode_and_its_end_is_refused(served: tup
     with pytest.raises(CallRefused, match=r"7-1 is not open: its client was silent for 20 s") as refused:
         serve.end("7-1", EndBody(reward=1.0))
     assert refused.value.code == "ended" and serve.look("7-1")["outcome"] == "lost"
+
+
+def test_time_in_which_the_server_heard_nobody_costs_no_client_its_episode(served: tuple[Any, Lease, Any]) -> None:
+    serve, lease, _ = served
+    lease.until = time.monotonic() + 5
+    serve.work()
+    serve.looked -= 100  # so long it did not look
+    lease.until -= 100
+    serve.work()
+    assert not serve.given_back and lease.until < time.monotonic() + 20, "it has what was left of it, and no more"
+    lease.until = time.monotonic() - 1
+    serve.work()
+    assert serve.given_back == [lease.claim]
 
 
 @pytest.mark.parametrize("kind", ["agent", "regex"])

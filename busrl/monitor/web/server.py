@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from busrl.bus.security import tcp_table
 from busrl.errors import UserError
+from busrl.listener import Listener, room
 from busrl.monitor.sources import DRAW_S, DRAW_SHARE, NICE, WAKE_S, Watcher, catch_up, give_way
 from busrl.monitor.status import to_json
 from busrl.monitor.web.picture import History, picture, steps_after
@@ -39,7 +40,7 @@ except ImportError as missing:
     raise UserError('the monitor\'s page needs aiohttp, which is not installed: pip install "busrl[web]"') from missing
 
 MOST_CONNECTIONS, MOST_STREAMS = 64, 16
-REQUEST_S, WRITE_S = 10.0, 10.0
+WRITE_S = 10.0
 SCRIPT, STYLE = "text/javascript", "text/css"
 FILES: Final = {
     "/": ("page.html", "text/html"), "/page.js": ("page.js", SCRIPT), "/draw.js": ("draw.js", SCRIPT),
@@ -101,8 +102,7 @@ class Server:
         self.url = f"http://{named}:{self._port}/" + (f"?token={self.token}" if self.token else "")
         self._cookie = f"busrl_{self._port}"
         self._picture, self._drawn, self._streams, self._gave_way = b"", 0.0, 0, False
-        self._asking: dict[Any, float] = {}  # connections without a whole request, and how long that is allowed
-        self._new = 0  # connections that the handlers do not count yet
+        self._listener = Listener(self._socket, min(MOST_CONNECTIONS, room()), lambda line: None)
 
     async def run(self, ready: Callable[[str], object] = print) -> None:
         """Serve until SIGINT, SIGTERM or SIGHUP."""
@@ -116,15 +116,13 @@ class Server:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, lingering_time=0.0, logger=QUIET,
         )
         await runner.setup()
-        assert runner.server is not None
-        self._handlers = runner.server
-        listener = await loop.create_server(self._accepted, sock=self._socket)
+        await self._listener.open(runner.server)
         try:
             self._look(time.monotonic())
             ready(self.url)
             await self._follow()
         finally:
-            listener.close()
+            self._listener.close()
             await runner.cleanup()
 
     # -- the run -----
@@ -142,9 +140,6 @@ class Server:
                 begun = time.process_time()
                 self._draw(now)
                 due = now + max(DRAW_S, (time.process_time() - begun) / DRAW_SHARE)
-            for late in [one for one, limit in self._asking.items() if now > limit]:
-                del self._asking[late]
-                late.force_close()
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), WAKE_S)
         self._news.set()
@@ -161,37 +156,10 @@ class Server:
 
     # -- who asks -----
 
-    def _accepted(self) -> asyncio.Protocol:
-        """The protocol of a new connection. Where there are too many the one that has been silent longest goes, so that
-        a flood of them shuts nobody out who asks at once; if all of them have asked, the new one goes."""
-        if len(self._handlers.connections) + self._new >= MOST_CONNECTIONS:
-            silent = self._silent()
-            if silent is None:
-                return Closed()
-            silent.force_close()
-        handler: asyncio.Protocol = self._handlers()
-        self._asking[handler] = time.monotonic() + REQUEST_S
-        self._new, loop = self._new + 1, asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._made)  # it has its transport in the next turn of the loop
-        return handler
-
-    def _made(self) -> None:
-        self._new -= 1
-
-    def _silent(self) -> Any:
-        """The connection that has been without a request longest, which is not waited for any more; None if there is
-        none. Those that are gone are forgotten; the new ones are the last."""
-        while len(self._asking) > self._new:
-            one = next(iter(self._asking))
-            del self._asking[one]
-            if one.transport is not None:
-                return one
-        return None
-
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what is not for us. A connection serves one request, so that none waits for a second one's head."""
-        self._asking.pop(request.protocol, None)
+        self._listener.heard(request.protocol)
         try:
             response = self._refusal(request) or await handler(request)
         except web.HTTPException as refused:
@@ -280,11 +248,6 @@ class Server:
         if samples[at:]:
             seen.sample = samples[-1]
             yield _event("samples", samples[at:])
-
-
-class Closed(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 def _event(name: str, told: Any) -> bytes:
