@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from busrl import proxies
 from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetup, FromChild, Over, Ready, ToChild
 from busrl.agents.episode import Episode
 from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
@@ -40,6 +41,7 @@ from busrl.imports import APART, interpreter
 
 READY_S = 120.0  # importing the user's code may take long
 GRACE_S = 2.0  # for an episode that was cancelled, and for a child that may end by itself
+DRAIN_S = 0.2  # for what a program that has ended wrote of its errors
 END_S = 5.0  # a killed process that does not go within this time is stuck in the kernel
 SILENT_S, LOOK_S = 4.0, 0.02
 NO_END = "no end after {:g} s of its own time (agents.episode_s)"
@@ -110,7 +112,7 @@ class Child:
         self._mark = own_mark()
         self._process = subprocess.Popen(
             [*interpreter(setup.python), "busrl.agents.child", str(os.getpid())],
-            env={**os.environ, MARK: self._mark},
+            env={**proxies.environment(), MARK: self._mark},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         loop = asyncio.get_running_loop()
@@ -347,6 +349,7 @@ class Children:
 
 
 OUTPUT_BYTES = 1 << 20
+ERRORS = 2  # the descriptor of this process's own
 # Becomes the program, which then ends with this process (PR_SET_PDEATHSIG = 1 stays over exec). No import of busrl: an
 # interpreter's start is paid for each episode.
 LAUNCHER = APART + """import ctypes, os
@@ -399,47 +402,59 @@ class Programs:
             file.flush()
             names = {"OPENAI_BASE_URL": episode.openai["base_url"], "OPENAI_API_KEY": episode.openai["api_key"],
                      "BUSRL_TASK": file.name, MARK: mark}
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *self._command, cwd=self._base_dir,
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-                env={**os.environ, **names},
-            )
-            output = asyncio.ensure_future(_tail(process))
-            try:
-                return await self._ended(episode, process, output, wrong)
-            finally:
-                if process.returncode is None:
-                    kill_group(process.pid)
-                output.cancel()
-                await process.wait()
-                await asyncio.to_thread(end_marked, mark)  # what it started in sessions of their own
+            errors, written = await Tail.of_a_pipe(ERRORS)
+            with contextlib.closing(errors):
+                process = await self._process(written, names)
+                assert process.stdout is not None
+                output = Tail(process.stdout)
+                try:
+                    return await self._ended(episode, process, output, errors, wrong)
+                finally:
+                    if process.returncode is None:
+                        kill_group(process.pid)
+                    output.close()
+                    await process.wait()
+                    await asyncio.to_thread(end_marked, mark)  # what it started in sessions of their own
 
-    async def _ended(self, episode: Episode, process: asyncio.subprocess.Process, output: asyncio.Future[bytes],
+    async def _process(self, errors: int, names: dict[str, str]) -> asyncio.subprocess.Process:
+        """Start the program; it writes its errors to a descriptor, which is closed here."""
+        try:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *self._command, cwd=self._base_dir,
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=errors,
+                start_new_session=True, env={**proxies.environment(), **names},
+            )
+        finally:
+            os.close(errors)
+
+    async def _ended(self, episode: Episode, process: asyncio.subprocess.Process, output: Tail, errors: Tail,
                      wrong: asyncio.Future[CallUnanswered]) -> Ended:
         over = asyncio.ensure_future(process.wait())
         try:
             if not await ended_in_time(episode, self._episode_s, over, wrong):
-                return Ended("hung", text=NO_END.format(self._episode_s))
+                return Ended("hung", text=errors.cause() + NO_END.format(self._episode_s))
             if wrong.done():
                 raise wrong.result()
         finally:
             over.cancel()
         kill_group(process.pid)  # what it left behind may hold its output open
-        return verdict_of(process.returncode or 0, await output)
+        await output.reading
+        await asyncio.wait({errors.reading}, timeout=DRAIN_S)  # a part of it in a session of its own may hold this open
+        return verdict_of(process.returncode or 0, output.kept, errors.cause())
 
 
-def verdict_of(status: int, output: bytes) -> Ended:
-    """How a program ended, by its exit status and the last of what it wrote."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    last = lines[-1] if lines else b""
+def verdict_of(status: int, output: bytes, cause: str = "") -> Ended:
+    """How a program ended, by its exit status and the last of what it wrote; `cause`: what it wrote of its errors."""
+    last = last_line(output)
     said = last[:TEXT_LIMIT].decode(errors="replace")
     if status:
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return Ended("raised", text=f"its program ended with {how}; its last line: {said or 'none'}")
+        return Ended("raised", text=f"{cause}its program ended with {how}; its last line: {said or 'none'}")
     try:
         found = msgspec.json.decode(last, type=Verdict)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        return Ended("malformed", text=f'its last line must be JSON, {{"reward": 1.0}}: {problem}; it was: {said}')
+        rule = f'its last line must be JSON, {{"reward": 1.0}}: {problem}; it was: {said}'
+        return Ended("malformed", text=cause + rule)
     why = found.why[:TEXT_LIMIT]
     if found.again:
         return Ended("again", text=why)
@@ -448,10 +463,44 @@ def verdict_of(status: int, output: bytes) -> Ended:
     return judged("failed" if found.failed else "returned", found.reward, why)
 
 
-async def _tail(process: asyncio.subprocess.Process) -> bytes:
-    """The last of what it writes to its standard output."""
-    assert process.stdout is not None
-    kept = b""
-    while part := await process.stdout.read(1 << 16):
-        kept = (kept + part)[-OUTPUT_BYTES:]
-    return kept
+class Tail:
+    """The last of what a program writes, which goes on to a descriptor `to` besides."""
+
+    _pipe: asyncio.BaseTransport | None = None
+
+    def __init__(self, stream: asyncio.StreamReader, to: int = -1) -> None:
+        self.kept, self._to = b"", to
+        self.reading = asyncio.ensure_future(self._read(stream))
+
+    @classmethod
+    async def of_a_pipe(cls, to: int) -> tuple[Tail, int]:
+        """And the end to write to. asyncio would not see a program end while something it left behind holds a pipe of
+        its own."""
+        read, write = os.pipe()
+        stream = asyncio.StreamReader()
+        made = cls(stream, to)
+        file = os.fdopen(read, "rb", 0)
+        made._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), file)
+        return made, write
+
+    def close(self) -> None:
+        self.reading.cancel()
+        if self._pipe is not None:
+            self._pipe.close()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while part := await stream.read(1 << 16):
+            self.kept = (self.kept + part)[-OUTPUT_BYTES:]
+            if self._to >= 0:
+                with contextlib.suppress(OSError):  # a full disk costs the log
+                    os.write(self._to, part)
+
+    def cause(self) -> str:
+        """The last line, before what became of its program."""
+        said = last_line(self.kept)[:TEXT_LIMIT].decode(errors="replace").strip()
+        return f"{said}: " if said else ""
+
+
+def last_line(output: bytes) -> bytes:
+    return next((line for line in reversed(output.splitlines()) if line.strip()), b"")

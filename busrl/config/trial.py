@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import msgspec
 
+from busrl import proxies
 from busrl.config import pretrained
 from busrl.config.declare import FUNCTION
 from busrl.config.prompt_tokens import tokenizer_of
@@ -268,7 +269,7 @@ def foreign(t: Topology, role: str, *command: str, python: str = "") -> Iterator
     """With the environment of that role; killed at the end. It prints to a file, and so never waits for a reader."""
     entry = next((one for one in t.process if one.role == role and not one.command), None)
     program = interpreter(python or (entry.python if entry else ""))
-    environment = {**os.environ, **(entry.env if entry else {})}
+    environment = proxies.environment({**os.environ, **(entry.env if entry else {})})
     with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen(
             [*program, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=printed,

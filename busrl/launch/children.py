@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from busrl import proxies
 from busrl.config import ProcessName
 from busrl.config.schema import AGENT
 from busrl.errors import RETRY, TRACE, VERDICT, BugError, first_line
@@ -122,12 +123,15 @@ def own_python(process: ProcessName) -> str:
     return "" if process.role == AGENT else process.spec.python
 
 
-def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a child: thread counts from `threads`, where the run is, what the topology adds, then `more`."""
+def environment_of(
+    process: ProcessName, paths: RunPaths, more: Mapping[str, str], hosts: Sequence[str] = ()
+) -> dict[str, str]:
+    """Variables of a child: thread counts from `threads`, where the run is, what the topology adds, then `more`; and no
+    proxy for the run's own addresses, `hosts` among them."""
     # Another Python has a busrl of its own; what is installed must not come before the standard library.
     own = [] if own_python(process) or os.path.basename(PACKAGES).endswith("-packages") else [PACKAGES]
     searched = [*own, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
+    return proxies.environment({
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(process.spec.threads)),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning workers of one process would starve the others
@@ -138,15 +142,15 @@ def environment_of(process: ProcessName, paths: RunPaths, more: Mapping[str, str
         "BUSRL_NAME": process.name,
         **process.spec.env,
         **more,
-    }
+    }, *hosts)
 
 
 def start(
     process: ProcessName, paths: RunPaths, keep_fds: tuple[int, ...] = (), env: Mapping[str, str] | None = None,
-    cores: frozenset[int] = frozenset(), mark: str = "",
+    cores: frozenset[int] = frozenset(), mark: str = "", hosts: Sequence[str] = (),
 ) -> RunningChild:
     """Start one child on these cores (none named: any), with its mark and `env`; its output goes to its log."""
-    known = environment_of(process, paths, {**(env or {}), MARK: mark})
+    known = environment_of(process, paths, {**(env or {}), MARK: mark}, hosts)
     command, log = command_of(process, paths), paths.log(process.name)
     if process.spec.command:
         return spawn(process.name, command, log, known, (), cores, mark)

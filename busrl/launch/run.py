@@ -217,7 +217,8 @@ class Launch:
             devices = device.environment(topology.device_of(child.name), process.devices, known)
             bound = machine.cores_of(topology, process.spec, machine.cores())
             sign = f"{self._mark}{child.name}/{child.restarts}/"
-            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound, sign)
+            running = start(process, self._paths, (self._run.lock.fileno(),), {**devices, **crash}, bound, sign,
+                            (topology.serve.host,))
         except OSError as error:
             child.started(0, time.monotonic())
             if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -23,6 +23,7 @@ from typing import Any
 
 from busrl.data.prompts import plain_text
 from busrl.errors import RewardNotLoaded, may_pass, retry_after_s
+from busrl.proxies import named, proxy_of
 from busrl.rewards.base import Setup, compiled
 
 try:
@@ -71,6 +72,7 @@ class Judge:
 
     def __init__(self, setup: Setup) -> None:
         self.url = setup.base_url.rstrip("/") + "/chat/completions"
+        self.proxy = proxy_of(self.url)
         self.template, self.model = setup.template or TEMPLATE, setup.model
         self.verdict = compiled(setup.verdict or VERDICT, f"{setup.place}.verdict")
         self.answer_key, self.prompt_key = setup.answer_key or "answer", setup.prompt_key
@@ -119,7 +121,7 @@ class Judge:
                 why = problem
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
                 said = str(problem) or f"no answer within {self.timeout.total:g} s"
-                why = TryFailed(f"{type(problem).__name__}: {said}")
+                why = TryFailed(f"{type(problem).__name__}: {said}{named(self.proxy)}")
             if number == self.tries or not why.again:
                 raise JudgeFailed(f"{self.url}: {why} (try {number} of {self.tries})")
             await asyncio.sleep(pause(number, why.wait_s))
@@ -131,10 +133,10 @@ class Judge:
             self._session = aiohttp.ClientSession(headers=self.headers, timeout=self.timeout, connector=connector)
         asked = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": self.max_tokens}
         asked |= {"model": self.model} if self.model else {}
-        async with self._session.post(self.url, json=asked) as response:
+        async with self._session.post(self.url, json=asked, proxy=self.proxy) as response:
             body = await _body(response)
             if response.status != 200:
-                why = f"status {response.status}: {_shown(body)}"
+                why = f"status {response.status}{named(self.proxy)}: {_shown(body)}"
                 raise TryFailed(why, may_pass(response.status), retry_after_s(response.headers.get("Retry-After", "")))
         try:
             content = json.loads(body)["choices"][0]["message"]["content"]

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from busrl import proxies
 from busrl.errors import MachineError, RewardNotLoaded
 from busrl.imports import interpreter
 from busrl.rewards.base import Setup
@@ -81,7 +82,7 @@ class ChildProcess:
     def __init__(self, setup: Setup, poller: select.epoll) -> None:
         # From the main thread: the child is tied to the life of the thread that starts it.
         self._process = subprocess.Popen(
-            [*interpreter(), "busrl.rewards.child", str(os.getpid())],
+            [*interpreter(), "busrl.rewards.child", str(os.getpid())], env=proxies.environment(),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout

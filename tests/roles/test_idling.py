@@ -291,3 +291,30 @@ def test_the_figures_of_lengths_keep_the_newest_groups_where_no_step_is_ever_mad
         skew.ended(draw, [draw], "f")
     row = skew.step([])
     assert row["length_dispatched_mean"] == row["length_drawn_mean"] == 10 + (MOST_GROUPS - 1) / 2
+
+
+def playing(tmp_path: Path, **given: Any) -> Idling:
+    """Of a run whose samples are episodes."""
+    base = load(QUICK.with_name("agents.toml"), [])
+    made = Idling(replace(base, limits=replace(base.limits, **given)), RunPaths.of(tmp_path))
+    made.look(view(), [])
+    return made
+
+
+@pytest.mark.parametrize("role", ["agent", "serve"])
+def test_a_run_whose_every_episode_fails_ends_soon_and_names_the_last_failure(tmp_path: Path, role: str) -> None:
+    idle, told = playing(tmp_path), []
+    paths = RunPaths.of(tmp_path)
+    for _ in range(9):
+        idle.look(view(ended=["RR"]), [])
+        record_error(paths, f"{role}/0", "warning", role, "sample 4 is dropped: refused by a proxy", uids=[4])
+        told.append([*idle.quarters()])
+    assert {quarter: told.index([quarter]) + 1 for quarter in (1, 4)} == {1: 2, 4: 8}
+    assert "the last error: sample 4 is dropped: refused by a proxy" in idle.text(0)
+
+
+def test_episodes_of_which_some_came_to_a_reward_have_the_patience_of_all_runs(tmp_path: Path) -> None:
+    idle = playing(tmp_path)
+    idle.add_rewards([0.0, 1.0])
+    idle.look(view(ended=["RR"] * 8), [])
+    assert idle.patience >= 32 and playing(tmp_path, idle_groups=500).patience == 500

@@ -33,6 +33,7 @@ import msgspec
 
 from busrl.engines.base import Request, seed_of
 from busrl.errors import PeerTimeout, UserError, may_pass, retry_after_s
+from busrl.proxies import named, proxy_of
 
 try:
     import aiohttp
@@ -259,6 +260,7 @@ class Client:
         """`vocabulary`: how many ids the model knows, 0 = unknown."""
         self.settings, self.vocabulary, self.eos_ids = settings, vocabulary, eos_ids
         self.url = settings.base_url.rstrip("/")
+        self._proxy = proxy_of(self.url)
         self.chat = settings.endpoint == "chat"
         self._answers_url = self.url + ("/chat/completions" if self.chat else "/completions")
         self.given = False  # the server has weights that it would not have after a restart
@@ -373,7 +375,7 @@ class Client:
         if self.chat:
             sent.ids.clear()
         try:
-            async with self._session.post(self._answers_url, json=self._body(sent)) as response:
+            async with self._session.post(self._answers_url, json=self._body(sent), proxy=self._proxy) as response:
                 await self._check_status(response)
                 # Closed here: left to the collector it may outlive the loop that has to close it.
                 async with contextlib.aclosing(self._events(response)) as events:
@@ -396,7 +398,7 @@ class Client:
         except asyncio.TimeoutError as problem:
             raise RequestFailed(f"nothing for {self.settings.timeout_s:g} s") from problem
         except (aiohttp.ClientError, OSError) as problem:
-            raise Lost(f"{type(problem).__name__}: {problem}") from problem
+            raise Lost(f"{type(problem).__name__}: {problem}{named(self._proxy)}") from problem
 
     async def _whole(self, sent: Sent, events: AsyncGenerator[bytes, None]) -> Part:
         """A streamed answer by chat: it cannot be continued, so the request has nothing before the last chunk. Chunks
@@ -425,7 +427,7 @@ class Client:
         if response.ok:
             return
         text = (await response.content.read(ERROR_BYTES)).decode("utf-8", "replace")
-        reply = f"{response.status} {response.reason}: {text}".strip()
+        reply = f"{response.status} {response.reason}{named(self._proxy)}: {text}".strip()
         if may_pass(response.status):
             raise RequestFailed(reply, retry_after_s(response.headers.get("Retry-After", "")))
         raise Refused(reply, response.status)
@@ -535,7 +537,8 @@ class Client:
             timeout = aiohttp.ClientTimeout(total=max(0.1, deadline - time.monotonic()), sock_connect=CONNECT_S)
             asked_s = 0.0
             try:
-                async with self._session.request(method, url, json=body, timeout=timeout) as response:
+                asking = self._session.request(method, url, json=body, timeout=timeout, proxy=self._proxy)
+                async with asking as response:
                     await self._check_status(response)
                     return (await response.read()).decode("utf-8", "replace")
             except Refused as problem:
@@ -543,7 +546,7 @@ class Client:
             except RequestFailed as problem:
                 last, asked_s = str(problem), problem.asked_s
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as problem:
-                last = f"{type(problem).__name__}: {problem}"
+                last = f"{type(problem).__name__}: {problem}{named(self._proxy)}"
             failures += 1
             self.errors += 1
             wait_s = backoff_s(failures, asked_s, random.random())

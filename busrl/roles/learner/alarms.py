@@ -22,7 +22,7 @@ from busrl.config import Topology
 from busrl.files import TAIL_BYTES, json_lines
 from busrl.paths import RunPaths
 from busrl.scheduling.groups import GroupView
-from busrl.states import ACCIDENTS, Fate, Finish, fate_name
+from busrl.states import ACCIDENTS, CALLER_ROLES, Fate, Finish, fate_name
 
 Ints = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
@@ -198,6 +198,8 @@ class Alarms:
 # -- a run without a step --------------------------------------------------------
 
 AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
+EPISODES = 8  # where episodes alone failed since the start: they are slow, and this is no chance either
+FAILED = {fate.letter for fate in (Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.POISON)}
 RARE = 32  # a streak in which so many usable groups were to be expected is no chance
 QUARTERS = 4
 BY_RULE = (Fate.FLAT.letter, Fate.OLD.letter, Fate.LONG.letter)  # in the order in which they explain a group
@@ -276,6 +278,7 @@ class Idling:
     def __init__(self, topology: Topology, paths: RunPaths) -> None:
         wanted, n_min = topology.limits.idle_groups, topology.learner.trigger.n_min
         self.limit = max(LEAST, AUTO * n_min) if isinstance(wanted, str) else wanted
+        self._auto, self._episodes = isinstance(wanted, str), topology.has_callers
         self.paths, self._n_min = paths, n_min
         self._usable = self._ended = 0  # groups in this life; those that ended unused, without the streak
         self._ready: set[int] = set()
@@ -339,8 +342,15 @@ class Idling:
         """Groups in a row without one that can be trained until the run ends; 0 = it never does."""
         if not self.limit:
             return 0
+        if self._auto and self._playing_fails and not self._usable and self._best < self._worst:
+            return min(self.limit, EPISODES)
         seen = self._usable + self._ended + self._n_min
         return max(self.limit, RARE * seen // self._usable if self._usable else 0)
+
+    @property
+    def _playing_fails(self) -> bool:
+        """Whether all groups of the streak are episodes that came to no reward."""
+        return self._episodes and bool(self.causes) and self.causes.keys() <= FAILED
 
     def quarters(self) -> range:
         """The quarters of the patience that were reached since the last call; the last one ends the run."""
@@ -369,8 +379,10 @@ class Idling:
             seen = self.flat.text() if self.flat.answers else ""
             parts = [head, seen, ALWAYS if always else REMEDY[cause], self._answer()]
         else:
-            error = last_error(self.paths, WHERE.get(cause, ""))
-            parts = [head, error and f"the last error: {error}", REMEDY[cause]]
+            played = self._playing_fails
+            error = last_error(self.paths, (*CALLER_ROLES, "reward") if played else (WHERE.get(cause, ""),))
+            remedy = "see the log of the process that plays them" if played else REMEDY[cause]
+            parts = [head, error and f"the last error: {error}", remedy]
         return "; ".join(part for part in parts if part)
 
     def _answer(self) -> str:
@@ -388,11 +400,11 @@ def cause_of(fates: npt.NDArray[np.uint8]) -> str:
     return rule or (accidents.most_common(1)[0][0] if accidents else Fate.INCOMPLETE.letter)
 
 
-def last_error(paths: RunPaths, where: str) -> str:
-    """The newest line of errors.jsonl that is about samples, of that role; of any with `where` empty. "" if none."""
+def last_error(paths: RunPaths, where: Sequence[str]) -> str:
+    """The newest line of errors.jsonl that is about samples, of these roles; "" is any of them. "" if none."""
     with contextlib.suppress(OSError):
         for row in reversed(list(json_lines(paths.errors, TAIL_BYTES))):
-            if row.get("uids") and "text" in row and where in ("", row.get("where")):
+            if row.get("uids") and "text" in row and ("" in where or row.get("where") in where):
                 return _short(row["text"], quoted=False)
     return ""
 
