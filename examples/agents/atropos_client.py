@@ -23,12 +23,13 @@ from typing import Any
 
 GROUP = 8
 START_S, SILENT_S = 120.0, 60.0
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the run is behind no proxy
 
 
 def post(url: str, body: dict[str, Any], key: str = "") -> Any:
     head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", "Content-Encoding": "gzip"}
     asked = urllib.request.Request(url, gzip.compress(json.dumps(body).encode()), head)
-    with urllib.request.urlopen(asked, timeout=300) as answer:
+    with DIRECTLY.open(asked, timeout=300) as answer:
         return json.load(answer)
 
 

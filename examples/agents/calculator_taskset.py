@@ -13,6 +13,8 @@ import verifiers.v1 as vf
 from games import shown
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
+SHARED = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of the episode")  # 20 to 50 ms of CPU time to make
+
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
     """What it shows after both digits were typed."""
@@ -61,7 +63,8 @@ class CallsTools(vf.Harness[vf.HarnessConfig]):
         _, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "user", "content": prompt}]
         served = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client, AsyncExitStack() as stack:
+        client = SHARED.with_options(base_url=endpoint, api_key=secret)
+        async with AsyncExitStack() as stack:
             tools, named, servers = await connect_mcp(served, stack)
             for room in (2, 1):  # two digits to add, one to say
                 made = await client.chat.completions.create(

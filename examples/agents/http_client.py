@@ -21,11 +21,12 @@ from typing import Any
 
 SECOND_TRY = 0.5  # a right answer is worth this much then
 START_S, SILENT_S = 120.0, 60.0
+DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the run is behind no proxy
 
 
 def post(url: str, key: str, body: dict[str, Any]) -> Any:
     head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=300) as answer:
+    with DIRECTLY.open(urllib.request.Request(url, json.dumps(body).encode(), head), timeout=300) as answer:
         return json.load(answer)
 
 

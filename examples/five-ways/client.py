@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,16 @@ from sorting import reward
 START_S = 120.0
 
 
-async def play(episode: dict[str, Any]) -> float:
-    """One episode: any code that uses OpenAI's client."""
+async def play(shared: openai.AsyncOpenAI, episode: dict[str, Any]) -> float:
+    """One episode: any code that uses OpenAI's client. One of its own for each episode would cost more than the call."""
     prompt = episode["task"]["prompt"]
-    async with openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
-        messages: Any = [{"role": "user", "content": prompt}]
-        answer = await client.chat.completions.create(model="policy", messages=messages)
+    client = shared.with_options(base_url=episode["base_url"], api_key=episode["api_key"])
+    messages: Any = [{"role": "user", "content": prompt}]
+    answer = await client.chat.completions.create(model="policy", messages=messages)
     return reward(prompt, answer.choices[0].message.content or "")
 
 
-async def work(server: str, head: dict[str, str]) -> None:
+async def work(shared: openai.AsyncOpenAI, server: str, head: dict[str, str]) -> None:
     """Claim, play and end one episode after another until nobody answers."""
     async with aiohttp.ClientSession(server, headers=head) as run:
         try:
@@ -36,7 +37,7 @@ async def work(server: str, head: dict[str, str]) -> None:
                 async with run.post("/busrl/v1/episodes", json={"n": 1, "wait_s": 10}) as answer:
                     claimed = await answer.json()
                 for episode in claimed if answer.ok else []:
-                    worth = await play(episode)
+                    worth = await play(shared, episode)
                     await run.post(f"/busrl/v1/episodes/{episode['episode']}/end", json={"reward": worth})
         except (aiohttp.ClientError, openai.APIError, ConnectionError):
             return
@@ -52,7 +53,10 @@ async def main() -> None:
         await asyncio.sleep(0.1)
     about = json.loads(told.read_text())
     head = {"Authorization": f"Bearer {Path(about['key']).read_text()}"}
-    await asyncio.gather(*(work(about["base_url"].removesuffix("/v1"), head) for _ in range(options.at_once)))
+    server = about["base_url"].removesuffix("/v1")
+    os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))  # the run is not behind one
+    async with openai.AsyncOpenAI(base_url=about["base_url"], api_key="of the episode") as shared:
+        await asyncio.gather(*(work(shared, server, head) for _ in range(options.at_once)))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import verifiers.v1 as vf
 from sorting import reward
 
 TASKS = 1000
+SHARED = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of the episode")  # 20 to 50 ms of CPU time to make
 
 
 class SortData(vf.TaskData):
@@ -39,8 +40,8 @@ class AskOnce(vf.Harness[vf.HarnessConfig]):
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
     ) -> Any:
         _, prompt = self.resolve_prompt(data)
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
-            await client.chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": prompt}])
+        client = SHARED.with_options(base_url=endpoint, api_key=secret)
+        await client.chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": prompt}])
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
