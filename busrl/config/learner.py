@@ -99,8 +99,11 @@ def ranks_at(ranks: int, hosts: tuple[str, ...], host: str) -> range:
 class Parity:
     """[learner.parity]: engines answer fixed prompts, and the learner scores them; see docs/parity.md."""
 
-    every: int = key(10, "compare every so many versions; 0 = never (but for the samples of the first step)", low=0,
-                     high=1 << 20)
+    updates: str = key("end", "after every update each engine proves by a few tokens that it has the new weights; one "
+                              "that does not is a warning, and twice in a row the end of the run",
+                       choices=("end", "warn", "off"))
+    every: int = key(10, "compare longer answers every so many versions; 0 = never (but for the samples of the first "
+                         "step)", low=0, high=1 << 20)
     limit: float = key(0.0, "mean difference in nats above which a warning names the probable cause; 0 = by number "
                             "type", low=0, high=100)
     end: float = key(0.0, "the run ends if the mean difference is above this; 0 = never", low=0, high=100)

@@ -1,10 +1,13 @@
 """Probes of parity: an engine's short answers to fixed prompts, drawn whole by one version, for the learner to score.
 
-Used by the rollout role, beside its intake; the learner (`roles/learner/parity.py`) asks here which versions are due.
-Makes requests for the engine and a message for the learner. Knows nothing of slots and of what the learner finds.
+Used by the rollout role, beside its intake; the learner (`roles/learner/parity.py`) asks here which versions are due,
+and for the prompts that prove an update. Makes requests for the engine and messages for the learner. Knows nothing of
+slots and of what the learner finds.
 
-- The prompts are the first ones that this process was given: fixed for its life, of whatever kind the run has. So the
-  same prompts meet an engine's caches at each version.
+- The prompts of a comparison are the first ones that this process was given: fixed for its life, of whatever kind the
+  run has. So the same prompts meet an engine's caches at each version.
+- Those that prove an update are made up, the same for the learner, and others at each version: they meet other
+  experts and other rows of the embedding. One token is drawn behind each, so the learner knows before what it is worth.
 - An answer during which the version changed says nothing, and is not told.
 - A probe that is lost costs a comparison, nothing else.
 """
@@ -13,15 +16,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from busrl.config import Topology
+from busrl.config.pretrained import vocabulary_size
 from busrl.engines import Finished, Request
-from busrl.engines.tokens import NO_IDS
+from busrl.engines.tokens import NO_IDS, Ids
 from busrl.protocol import messages as m
 from busrl.states import Finish
 
@@ -50,24 +55,68 @@ def workers(topology: Topology) -> set[str]:
     }
 
 
+def by_chat(topology: Topology) -> bool:
+    """Whether an engine takes chats, which can neither be cut nor made up of ids."""
+    return topology.openai.endpoint == "chat" and any(
+        one.role == "rollout" and one.engine == "openai" for one in topology.process
+    )
+
+
+PROOFS, PROOF_TOKENS, DRAWS = 4, 32, 2  # prompts that prove an update, tokens of each, and of its answers
+
+
+def proofs(topology: Topology, version: int) -> list[Ids]:
+    """The prompts that prove an update to `version`; none where engines cannot be asked, or that is turned off."""
+    words, length = vocabulary_size(Path(topology.model.path)), min(PROOF_TOKENS, topology.longest - 1)
+    on = topology.learner.parity.updates != "off" and comparable(topology) and not by_chat(topology)
+    if not on or not version or words < 4 or length < 1 or topology.generation.temperature <= 0:
+        return []
+    # Special tokens are the first or the last of most vocabularies; the raw stream is the same in every numpy.
+    low, high = words // 8, words // 2
+    drawn = np.random.Philox(key=version).random_raw(PROOFS * length) % np.uint64(high - low)
+    return list((drawn.astype(np.int32) + low).reshape(PROOFS, length))
+
+
+@dataclass
+class Asked:
+    """Requests of one message: what waits for a row, what runs, by key, and what has ended."""
+
+    waiting: list[Request] = field(default_factory=list)
+    running: dict[int, Request] = field(default_factory=dict)
+    done: list[tuple[Request, Finished]] = field(default_factory=list)
+
+    def take(self, room: int) -> list[Request]:
+        taken, self.waiting = self.waiting[:room], self.waiting[room:]
+        self.running.update((one.key, one) for one in taken)
+        return taken
+
+    def ended(self, answer: Finished) -> None:
+        request = self.running.pop(answer.key, None)
+        whole = answer.finish != Finish.ABORTED and not answer.refused and len(answer.token_ids) > 0
+        if whole and request is not None:
+            self.done.append((request, answer))
+
+    def answers(self) -> list[tuple[Request, Finished]]:
+        """All answers, once, when all have ended."""
+        if self.waiting or self.running:
+            return []
+        done, self.done = self.done, []
+        return done
+
+
 class Prober:
     """Of one rollout process: the probes that are to be asked, run, or are answered."""
 
     def __init__(self, topology: Topology, only_validates: bool) -> None:
         on = comparable(topology) and not only_validates
-        self._every = topology.learner.parity.every if on else 0
-        # By chat a prompt is a chat: it cannot be cut.
-        self._cut = not (topology.openai.endpoint == "chat" and any(
-            one.role == "rollout" and one.engine == "openai" for one in topology.process
-        ))
+        self._topology, self._every = topology, topology.learner.parity.every if on else 0
+        self._cut = not by_chat(topology)
         # Where keys of old weights may stay, a prompt loses its first token: what is kept on purpose begins otherwise.
         keeps = topology.generation.on_update == "keep" or topology.prefix_keep_s > 0
         self._first = 1 if self._cut and keeps else 0
         self._prompts: dict[bytes, Request] = {}
-        self._version, self._wanted = 0, False  # whether this version is to be asked for
-        self._waiting: list[Request] = []
-        self._running: dict[int, Request] = {}  # of this version, by key, which no slot has: below 0
-        self._done: list[tuple[Request, Finished]] = []
+        self._version, self._wanted = 0, False  # whether answers are to be compared under this version
+        self._proof, self._compared = Asked(), Asked()  # of this version; their keys, which no slot has, are below 0
         self._keys = itertools.count(-1, -1)
 
     def see(self, requests: Iterable[Request]) -> None:
@@ -80,40 +129,43 @@ class Prober:
     def loaded(self, version: int) -> None:
         """The engine has the weights of another version."""
         self._version, self._wanted = version, due(self._every, version)
-        self._waiting, self._running, self._done = [], {}, []
+        self._proof, self._compared = Asked(self._proving()), Asked()
+
+    def _proving(self) -> list[Request]:
+        temperature, seed = self._topology.generation.temperature, self._topology.run.seed
+        return [
+            Request(next(self._keys), UID + PROMPTS + i, 0, ids, NO_IDS, 1, temperature, 1.0, seed)
+            for i, ids in enumerate(proofs(self._topology, self._version) * DRAWS)
+        ]
 
     def _begin(self) -> None:
-        """Make the requests of this version, if it is due and there are prompts."""
+        """Make the requests to compare of this version, if it is due and there are prompts."""
         if self._wanted and self._prompts:
             self._wanted, own = False, list(self._prompts.values())
-            self._waiting = [
+            self._compared = Asked([
                 replace(
                     own[i % len(own)], key=next(self._keys), uid=UID + i, segment=0, prefix_ids=NO_IDS,
                     max_new_tokens=TOKENS, top_p=1.0, stop_ids=(),
                 )
                 for i in range(PROMPTS)
-            ]
+            ])
 
     def take(self, room: int) -> list[Request]:
         """At most `room` requests to submit, before anything else gets a row."""
         self._begin()
-        taken = self._waiting[:room]
-        self._waiting = self._waiting[len(taken) :]
-        self._running.update((one.key, one) for one in taken)
-        return taken
+        taken = self._proof.take(room)
+        return taken + self._compared.take(room - len(taken))
 
     def ended(self, answer: Finished) -> None:
         """One of its own has ended, perhaps of an earlier version."""
-        request = self._running.pop(answer.key, None)
-        whole = answer.finish != Finish.ABORTED and not answer.refused and len(answer.token_ids) > 0
-        if whole and request is not None:
-            self._done.append((request, answer))
+        self._proof.ended(answer)
+        self._compared.ended(answer)
 
-    def message(self, worker: str) -> m.ProbeDrawn | None:
-        """What to tell the learner, once all have ended."""
-        if not self._done or self._waiting or self._running:
-            return None
-        done, self._done = self._done, []
+    def messages(self, worker: str) -> list[m.ProbeDrawn]:
+        """What to tell the learner, once all of the same kind have ended."""
+        return [self._message(worker, done) for asked in (self._proof, self._compared) if (done := asked.answers())]
+
+    def _message(self, worker: str, done: list[tuple[Request, Finished]]) -> m.ProbeDrawn:
         return m.ProbeDrawn(
             worker_id=worker, version=self._version,
             lengths=[len(two.token_ids) for _, two in done],

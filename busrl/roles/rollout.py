@@ -258,7 +258,7 @@ class Rollout(Actor):
         # An engine that restarts numbers the tokens of each piece of an answer from 0: its answers come whole.
         for message, to in self.intake.bells(self.engine if self.restart is None else None):
             self.bus.send(message, to)
-        if (probe := self.prober.message(self.worker_id)) is not None:
+        for probe in self.prober.messages(self.worker_id):
             self.bus.send(probe)
 
     def idle(self, timeout_s: float) -> None:

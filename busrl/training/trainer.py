@@ -36,7 +36,7 @@ from busrl.training.checkpoint import WEIGHT_PREFIX, Checkpoint, buffers
 from busrl.training.custom import load_loss
 from busrl.training.forward import FLASH, Forward, Scores, checkpoint_layers, choose_forward, compile_layers
 from busrl.training.head import Head
-from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only
+from busrl.training.model import Adapter, Masters, Merged, named_weights, train_only, vocabulary
 from busrl.training.shard_files import Part, Saving, Shards, Writing
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.value_head import ValueHead
@@ -308,6 +308,10 @@ class Trainer:
                 found[index] = row
         return found
 
+    def every(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Of each sample with one generated token, the log-probabilities of every token in its place."""
+        return [rows[0] for rows in self.score(samples, EVERY)]
+
     @torch.no_grad()
     def entropy(self, samples: Sequence[Sample]) -> float:
         """Mean entropy in nats, full softmax at the sampling temperature, over the generated tokens of `samples`."""
@@ -324,12 +328,17 @@ class Trainer:
 
     @torch.no_grad()
     def at_once(self, samples: Sequence[Sample], by: str = "") -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the generated tokens, computed at once; by "reference" or "value" those
-        numbers alone. Of no sample, where a rank without work has to make a forward like the others."""
+        """Log-probabilities and entropies of the generated tokens, computed at once; by "reference", "value" or EVERY
+        those numbers alone. Of no sample, where a rank without work has to make a forward like the others."""
         chosen = list(samples) or [NOTHING]
         if by == "value":
             assert self.value_head is not None
             found = self.value_head(self.forward.states(chosen)), torch.zeros(0)
+        elif by == EVERY:
+            flat = batch.flatten(chosen, self._dtype, self._device)
+            words = torch.arange(vocabulary(self.model), device=self._device)
+            flat = replace(flat, targets=words.expand(len(flat.targets), -1))
+            found = self.forward.score(chosen, flat)[0], torch.zeros(0)
         else:
             flat = batch.flatten(chosen, self._dtype, self._device)
             referred = self._reference_logprobs(chosen, flat) if by else None
@@ -602,6 +611,7 @@ def _read_like(found: Shards, name: str, pattern: Any) -> Tensor:
 
 MASTER = "master"
 OPTIMIZER_PREFIX = "optimizer"  # what the names of its tensors in shards begin with
+EVERY = "every"  # token, in the place of a generated one
 NOTHING = Sample(
     uid=0, group=0, member=0, prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(1, np.int32),
     behaviour_logprobs=np.zeros(1, np.float32), policy_versions=np.zeros(1, np.uint32),

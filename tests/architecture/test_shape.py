@@ -21,7 +21,6 @@ LONGER: dict[str, int] = {}  # modules that are too long still; nothing may join
 REASONS: dict[str, str] = {
     "busrl.algorithms.distill": "formulas on a teacher's tokens, for losses of the user's too",
     "busrl.rewards.model": "the one file of rewards that imports torch, in a child that has a model",
-    "busrl.engines.vllm.cpu_patches": "work-arounds for vLLM on CPUs, kept out of the worker that runs on GPUs",
 }
 
 # package -> module or package in it -> the others of the package that it may import when it runs.

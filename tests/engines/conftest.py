@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "roles"))
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import OTHERS
 

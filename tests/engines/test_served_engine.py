@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from endpoint import EOS as EOS_ID
-from endpoint import answer
+from endpoint import answer, next_token
 from endpoint_process import WAIT_S, Endpoint
+from proof_scene import Proving
 from requests_ import request
 
 from busrl.config.schema import Openai
@@ -325,6 +326,45 @@ def test_at_an_update_running_requests_are_cut_and_go_on_with_the_new_weights(
     else:
         names = [entry["body"]["lora_name"] for entry in endpoint.log if entry["path"].endswith("/load_lora_adapter")]
         assert names == ["busrl-v3", "busrl-v4"][: engine.statistics().updates]
+
+
+class Learner:
+    """Scores as the server draws: with the version that it has."""
+
+    version, model = 0, None
+
+    def every(self, samples: Sequence[Any]) -> list[Any]:
+        return [self._row(one.prompt_ids.tolist()) for one in samples]
+
+    def score(self, samples: Sequence[Any]) -> list[Any]:
+        return [self._row(one.prompt_ids.tolist())[one.token_ids] for one in samples]
+
+    def _row(self, prompt: list[int]) -> Any:
+        row = np.full(40, -9.0, np.float32)
+        token, row_of_token = next_token(prompt, self.version)
+        row[token] = row_of_token
+        return row
+
+
+def test_a_server_that_keeps_old_weights_when_it_says_otherwise_is_found(
+    start: Start, make: Make, tmp_path: Path
+) -> None:
+    engine, learner = make(start().url, update="vllm"), Learner()
+    (tmp_path / "config.json").write_text('{"vocab_size": 40}')
+    settings = ("openai.base_url=http://127.0.0.1:1/v1", "openai.update=vllm", "weights.transport=checkpoint_restart")
+    proving = Proving(tmp_path, None, "process.rollout.engine=openai", *settings, trainer=learner)
+    said = []
+    for version in (1, 2, 3):
+        learner.version = version
+        proving.publish(version, {})
+        folder = Folders(tmp_path, "folder", version)
+        if version == 3:
+            (folder.path / "version").write_text("2")
+        engine.update_weights(folder)  # type: ignore[arg-type]
+        proving.answer(engine, version)
+        said += [one.text for one in proving.judged(version)]
+    [text] = said
+    assert text.startswith("engine openai of rollout-0, version 3: over 8 tokens")
 
 
 @pytest.mark.parametrize("kind", ["folder", "adapter"])

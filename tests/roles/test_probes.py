@@ -57,11 +57,11 @@ def test_the_learner_is_told_once_all_of_a_version_have_ended() -> None:
     own.loaded(1)
     first, *rest = own.take(1) + own.take(8)
     own.ended(answered(first, 1))
-    assert own.message("rollout-0") is None
+    assert own.messages("rollout-0") == []
     for one in rest:
         own.ended(answered(one, 1, count=2))
-    found = own.message("rollout-0")
-    assert found is not None and own.message("rollout-0") is None
+    found, = own.messages("rollout-0")
+    assert own.messages("rollout-0") == []
     told = Answered.of(found)
     assert told is not None and (told.worker, told.version, told.tokens) == ("rollout-0", 1, 9)
     assert [one.prompt_ids.tolist() for one in told.samples] == [[1, 2], [3], [1, 2], [3]]
@@ -79,9 +79,9 @@ def test_an_answer_over_a_change_of_version_or_one_that_was_cut_is_not_told() ->
         own.ended(answered(one, 1))
     for one in after[1:]:
         own.ended(answered(one, 2, finish=Finish.ABORTED))
-    assert own.message("rollout-0") is None
+    assert own.messages("rollout-0") == []
     own.ended(answered(after[0], 2))
-    found = own.message("rollout-0")
+    found, = own.messages("rollout-0")
     assert found is not None and found.version == 2 and found.lengths == [3]
 
 

@@ -20,7 +20,8 @@ BEGINS = {"dtype": 1, "prefix cache": 2}  # there from the start; a cache is old
 def faulty(folder: Path, fault: str, *settings: str, steps: int) -> Run:
     command = [sys.executable, str(Path(__file__).with_name("faulty_rollout.py"))]
     return Run(
-        folder / "run", *EVERY, "learner.lr=1e-3", "learner.parity.copy=true", "generation.prefix_keep_s=60",
+        folder / "run", *EVERY, "learner.lr=1e-3", "learner.parity.updates=warn", "learner.parity.copy=true",
+        "generation.prefix_keep_s=60",
         f"process.rollout.command={json.dumps(command)}",
         f"process.rollout.env={{FAULT='{fault}', FAULT_SINCE='{SINCE}', PYTHONPATH='{ROOT}'}}", *settings, steps=steps,
     )
@@ -46,12 +47,14 @@ def test_a_planted_fault_is_named_at_the_first_version_at_which_it_shows(
 
 
 @pytest.mark.long
-def test_a_run_may_end_by_what_differs_and_its_exit_names_the_cause(tmp_path: Path, quickstart: None) -> None:
-    run = faulty(tmp_path, "shift", "learner.parity.end=0.05", steps=30)
+def test_a_run_ends_by_updates_that_go_wrong_and_its_exit_names_the_cause(tmp_path: Path, quickstart: None) -> None:
+    run = faulty(tmp_path, "layer", "learner.parity.updates=end", "learner.parity.every=10", steps=30)
     with running(run):
         code = run.wait()
     assert code != 0 and run.step() < 30
-    assert "Probable cause: shift" in run.text() and "learner.parity.end = 0.05" in run.text(), run.tail()
+    text = next(row["text"] for row in read_lines(run.paths.errors) if row["text"].startswith("engine torch of"))
+    assert f"version {SINCE}:" in text, text
+    assert f"So it was at version {SINCE}: the run ends" in run.text(), run.tail()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "run")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "run"), str(HERE.parent / "roles")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

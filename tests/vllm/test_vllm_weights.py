@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from proof_scene import Proving
 from transformers import Qwen3MoeConfig
 from vllm_scene import EOS_ID, EXACT, VOCABULARY, Scene, config_of, request
 
-from busrl.errors import UserError, WeightsTimeout
+from busrl.errors import CannotTrain, UserError, WeightsTimeout
 from busrl.weights import factory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -184,6 +185,33 @@ def test_a_learner_that_trains_vllms_own_tensors_changes_them_between_two_steps_
     finally:
         sender.close()
         receiver.close()
+
+
+def test_an_update_that_goes_wrong_after_good_ones_is_found_at_its_version(scene: Scene) -> None:
+    engine, settings = scene.engine, scene.settings("shm", "proofs")
+    sender, receiver = factory.make_sender(settings), engine.receiver(settings, "rollout-0")
+    proving = Proving(scene.folder, scene.models[0])
+    assert receiver is not None
+    first, said = engine.version + 1, []
+    try:
+        for version in range(first, first + 4):
+            if version == first + 2:  # from here on all is new but the output head
+                engine.core.rpc("busrl_corrupt")
+            proving.publish(version, scene.tensors(version))
+            sender.publish(version, version, scene.tensors(version))
+            receiver.wait_for(version, 60)
+            assert engine.update_weights(receiver) == (version, version)
+            proving.answer(engine, version)
+            if version == first + 3:
+                with pytest.raises(CannotTrain, match=rf"So it was at version {first + 2}"):
+                    proving.judged(version)
+            else:
+                said += [(version, one.text) for one in proving.judged(version)]
+    finally:
+        engine.core.rpc("busrl_mend")
+        receiver.close()
+        sender.close()
+    assert [version for version, _ in said] == [first + 2]
 
 
 # -- kernels of a CPU, which read packed weights ----

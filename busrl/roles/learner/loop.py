@@ -501,7 +501,10 @@ class Learner(Actor):
             raise
 
     def _publish(self) -> float:
-        return self.publisher.publish(self.history.step, self.training.weights())
+        seconds = self.publisher.publish(self.history.step, self.training.weights())
+        if (version := self._present_version()) is not None:
+            self.parity.published(version)
+        return seconds
 
     def _checkpoint(self, wait: bool = False) -> None:
         try:

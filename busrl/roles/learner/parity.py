@@ -4,8 +4,11 @@ Used by the learner, which feeds it the probes that engines answer (`roles/probe
 and the mismatch that training measures. Talks to the trainer, which scores. Knows nothing of the ring and of the bus:
 what it finds is a text for a warning, or an error.
 
-- Compared are tokens with the weights that drew them, while the learner has these: a step waits for the engines that
-  answered the version before, `learner.parity.wait_s` at most.
+- Every update is proved. What each token is worth behind a few made-up prompts is computed when a version is out, so an
+  engine's answer can be judged whenever it comes, and nothing waits for it. An engine that fails at one version is a
+  warning; one that fails at the next as well ends the run.
+- Longer answers are compared now and then, with the weights that drew them, while the learner has these: a step waits
+  for the engines that answered the version before, `learner.parity.wait_s` at most.
 - A cause is named if it predicts the engine's numbers: under it a quarter of the difference is left, at most. Fewer
   bits predict none; they are named by the size of the differences, if nothing else explains them.
 - Nothing but log-probabilities is looked at: what changes none of them (a sampler that draws others) is not found.
@@ -25,6 +28,7 @@ import numpy.typing as npt
 
 from busrl.config import Topology
 from busrl.config.schema import ENGINES, RESTARTS
+from busrl.engines.tokens import Ids
 from busrl.errors import CannotTrain
 from busrl.ledger.wal import SampleRecord
 from busrl.protocol import messages as m
@@ -128,6 +132,8 @@ def fitted(theirs: Rows, score_at: Callable[[float], Rows]) -> float:
 
 SAMPLES, TOKENS = 64, 64  # at most and at least, of the comparison before the first step
 FEWEST = 8  # tokens of a probe that are enough
+WIDER = 3.0  # the mean of 8 tokens scatters so much more than that of 64
+PROVABLE = 8  # versions: an engine that answers later says nothing
 EXACT, ROUNDED = 1e-3, 0.1  # nats: mean differences of float32, and where 16 bits (or experts) are involved
 UNEXPLAINED = 1.0  # nats: more than old keys under new weights make
 
@@ -207,6 +213,44 @@ class Answered:
     def tokens(self) -> int:
         return sum(sample.generated for sample in self.samples)
 
+    @property
+    def proves(self) -> bool:
+        """Whether it answers the prompts that prove an update, of which there are more than of the others."""
+        return len(self.samples) == probes.PROOFS * probes.DRAWS
+
+
+@dataclass
+class Proof:
+    """What each token is worth behind each of the prompts that prove an update, at that temperature."""
+
+    version: int
+    temperature: float
+    rows: dict[bytes, npt.NDArray[np.float32]]  # by the ids of the prompt
+
+    @classmethod
+    def of(
+        cls, version: int, prompts: Sequence[Ids], temperature: float, every: Callable[[list[Sample]], Rows]
+    ) -> Proof:
+        none = np.zeros(1, np.float32)
+        asked = [
+            Sample(i, i, 0, ids, np.zeros(1, np.int32), none, none.astype(np.uint32), temperature=temperature)
+            for i, ids in enumerate(prompts)
+        ]
+        return cls(version, temperature, {ids.tobytes(): row for ids, row in zip(prompts, every(asked), strict=True)})
+
+    def gap(self, samples: Sequence[Sample]) -> float | None:
+        """Mean size of the differences, infinite for an id of no token or another version; None if others were asked.
+        """
+        rows = [self.rows.get(one.prompt_ids.tobytes()) for one in samples]
+        if any(row is None or one.temperature != self.temperature for one, row in zip(samples, rows)):
+            return None
+        theirs, ours = [one.behaviour_logprobs for one in samples], []
+        for one, row in zip(samples, rows):
+            assert row is not None
+            known = 0 <= int(one.token_ids[0]) < len(row) and (one.policy_versions == self.version).all()
+            ours.append(row[one.token_ids] if known else np.full(1, -np.inf, np.float32))
+        return gap_of(theirs, ours)
+
 
 class Parity:
     """Compares; says what differs, and ends a run that may not go on.
@@ -244,6 +288,9 @@ class Parity:
         self._copies = self.config.copy
         self._named: dict[str, tuple[int, Explained]] = {}  # of a worker that differs: since which version, and why
         self._gaps: dict[str, float] = {}  # since the last step
+        self._topology = topology
+        self._provable: dict[int, Proof] = {}
+        self._failed: dict[str, int] = {}  # of a worker: the version at which its newest answer was wrong
 
     # -- when --------------------------------------------------------------------------------------------------------
 
@@ -265,6 +312,13 @@ class Parity:
         self._awaited -= missing  # until they answer again
         return False
 
+    def published(self, version: int) -> None:
+        """The present weights are `version` from now on: compute what the engines have to say when they have them."""
+        if prompts := probes.proofs(self._topology, version):
+            self._provable[version] = Proof.of(version, prompts, self._temperature, self._training.trainer.every)
+            for old in sorted(self._provable)[:-PROVABLE]:
+                del self._provable[old]
+
     def _at(self, version: int) -> None:
         if version != self._version:
             self._version, self._since, self._had = version, time.monotonic(), set()
@@ -284,6 +338,9 @@ class Parity:
         if version is not None:
             self._at(version)
         for answer in answers:
+            if answer.proves:
+                yield from self._look_at_proof(answer, version)
+                continue
             self._awaited.add(answer.worker)
             if version is None or answer.version < version or answer.tokens < FEWEST:
                 continue  # too late: these weights are gone
@@ -294,6 +351,39 @@ class Parity:
                 yield verdict
                 if self.config.end and verdict.gap > self.config.end:
                     raise CannotTrain(f"{verdict.text} (above learner.parity.end = {self.config.end:g})")
+
+    def _look_at_proof(self, answer: Answered, version: int | None) -> Iterator[Verdict]:
+        """CannotTrain if the answer before was wrong too, of an earlier version."""
+        proof = self._provable.get(answer.version)
+        if proof is None or (verdict := self._proven(answer, proof, version)) is None:
+            self._failed.pop(answer.worker, None)
+            return
+        yield verdict
+        before = self._failed.setdefault(answer.worker, answer.version)
+        if before < answer.version and self.config.updates == "end":
+            raise CannotTrain(
+                f"{verdict.text}. So it was at version {before}: the run ends, as what this engine draws cannot be "
+                'trained; its checkpoint is sound (learner.parity.updates = "warn": the run goes on)'
+            )
+        self._failed[answer.worker] = answer.version
+
+    def _proven(self, answer: Answered, proof: Proof, version: int | None) -> Verdict | None:
+        """None if the engine has the weights of the version. Why it has not is looked for while the learner has them.
+        """
+        limit = WIDER * self.tolerance
+        if (gap := proof.gap(answer.samples)) is None:
+            return None
+        self._gaps[answer.worker] = max(gap, self._gaps.get(answer.worker, 0.0))
+        if gap <= limit:
+            return None
+        if answer.version == version and (verdict := self._judge(answer.samples, version, answer.worker, limit)):
+            return verdict
+        return Verdict(UNKNOWN, gap, (
+            f"engine {self._engines} of {answer.worker}, version {answer.version}: over {answer.tokens} tokens behind "
+            f"made-up prompts its log-probabilities differ from those of that version by {gap:.3g} on average, where "
+            f"{limit:.3g} can be rounding: the update did not reach it whole. "
+            f"{self._remedy[0].upper()}{self._remedy[1:]}, and compare its names of parameters with the learner's"
+        ))
 
     def numbers(self) -> dict[str, float | int | None]:
         """For metrics.jsonl: the largest difference since the last step, and of how many engines."""
@@ -358,7 +448,7 @@ class Parity:
         ours = hidden(self._score(samples))
         gap = gap_of(theirs, ours)
         if worker:
-            self._gaps[worker] = gap
+            self._gaps[worker] = max(gap, self._gaps.get(worker, 0.0))
         if gap <= limit:
             self._named.pop(worker, None)
             return None

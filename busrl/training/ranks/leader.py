@@ -28,12 +28,12 @@ from busrl.errors import CannotTrain, DiskFull, RankFailed, RankLost, RanksDiffe
 from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.model import Adapter
+from busrl.training.model import Adapter, vocabulary
 from busrl.training.ranks import meeting, mesh, wire
 from busrl.training.ranks.builder import TeamSettings, TrainerBuilder, digest
 from busrl.training.shard_files import Saving, Writing, file_of
 from busrl.training.step_stats import RankStats, StepStats, stats_of
-from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.training.trainer import EVERY, Given, Trainer, TrainerSettings
 
 T = TypeVar("T")
 SAY_S = 20.0  # after which whoever watches is told which host is waited for
@@ -317,7 +317,10 @@ class Leader(Trainer):
             yield shares[0], *own
             first = self.team.settings.axes.tensor  # those in between computed the same
             for share, answer in zip(shares[1:], self.team.answers()[first - 1 :: first], strict=True):
-                yield share, self._placed(answer.logprobs), self._placed(answer.entropies)
+                logprobs = self._placed(answer.logprobs)
+                if by == EVERY:
+                    logprobs = logprobs.reshape(-1, vocabulary(self.model))
+                yield share, logprobs, self._placed(answer.entropies)
             self.on_progress()
 
     def _placed(self, data: bytes) -> Tensor:

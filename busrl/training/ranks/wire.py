@@ -105,7 +105,7 @@ class Micro(ControlMessage):
 
 class Score(ControlMessage):
     """Forward of the work, or of nothing, without gradient; answered by Scored. `by`: the trained model, the
-    "reference", or the "value" head, which gives one number per token, twice."""
+    "reference", or the "value" head, which gives one number per token; or "every" token in the place of each."""
 
     work: Work
     by: str = ""
