@@ -104,6 +104,27 @@ def interpreter(python: str = "", with_busrl: bool = False) -> list[str]:
     return [python, "-c", RUN if with_busrl else OURS]
 
 
+# package -> the extra of busrl that brings it
+EXTRAS = {
+    "torch": "train", "transformers": "train", "safetensors": "train", "peft": "lora", "bitsandbytes": "adam8",
+    "aiohttp": "openai", "math_verify": "rewards", "reasoning_gym": "rewards", "pyarrow": "data", "vllm": "vllm",
+}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; it is not imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+def remedy_for(*packages: str) -> str:
+    """How to install packages, "" for those that no part of busrl asks for."""
+    extras = sorted({EXTRAS[one] for one in packages if one in EXTRAS})
+    return f"pip install 'busrl[{','.join(extras)}]'" if extras else ""
+
+
 def main(arguments: Sequence[str]) -> int:
     """For `busrl check`: the folder of the topology, then pairs of key and import path. One JSON line: for each why it
     cannot be had, "" if it can."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from busrl.errors import BugError, BusrlError, MachineError, TopologyError, escaped
+from busrl.errors import BugError, BusrlError, MachineError, TopologyError, UserError, escaped
 
 
 def positive(text: str) -> float:
@@ -80,6 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except BusrlError as error:
         return _tell(error)
+    except ModuleNotFoundError as error:
+        from busrl.imports import remedy_for  # only here: `busrl --help` is to be quick
+
+        package = (error.name or "").partition(".")[0]
+        if not (remedy := remedy_for(package)):
+            raise
+        return _tell(UserError(f"`busrl {options.control}` needs {package}, which {sys.executable} has not: {remedy}"))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`: nobody reads any more

@@ -43,6 +43,7 @@ from busrl.engines import Engine, Finished, Request, make_engine
 from busrl.engines.tokens import NO_IDS
 from busrl.errors import PeerTimeout, UserError, escaped
 from busrl.files import json_lines
+from busrl.launch.pythons import require_here
 from busrl.ledger.trained import checkpoints_of, is_checkpoint, step_of
 from busrl.monitor.text import nothing
 from busrl.paths import RunPaths
@@ -362,13 +363,14 @@ class Evaluation:
 
     def run(self, watch: Callable[[Evaluation], None] = lambda _: None) -> list[Row]:
         """Every row in order; `watch` is called now and then while it lasts."""
-        rollouts = [one.name for one in self.topology.processes() if one.role == "rollout"]
+        rollouts = [one for one in self.topology.processes() if one.role == "rollout"]
+        require_here(rollouts[:1])
         device, prompt_key = self.topology.device_of("reward/0"), self.topology.data.prompt_key
         own, base_dir = self.topology.reward, self.topology.base_dir
         with RewardPool(own, base_dir=base_dir, prompt_key=prompt_key, device=device, ready_s=READY_S) as pool:
             if not pool.wait_ready(READY_S):
                 raise UserError(f"reward.function: not loaded within {READY_S:g} s; see what it does when imported")
-            engine = make_engine(self.topology, rollouts[0] if rollouts else "")
+            engine = make_engine(self.topology, rollouts[0].name if rollouts else "")
             try:
                 self._waiting = list(self._requests(engine))[::-1]
                 self._until_done(engine, pool, watch)

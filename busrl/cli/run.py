@@ -56,6 +56,7 @@ def launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(escaped(explain.dry_run(topology)), end="")
         return 0
+    pythons.require_here(topology.processes())
     pythons.require(topology)
     directory = directory_of(topology, options.run_dir, options.resume)
     topology = materialise(topology)
@@ -115,6 +116,7 @@ def check(options: argparse.Namespace) -> int:
     asked = pythons.pythons(topology)
     for line in pythons.lines(topology, asked):
         print(line)
+    pythons.require_here(topology.processes())
     pythons.require(topology, asked)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))

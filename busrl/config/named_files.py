@@ -31,6 +31,7 @@ from busrl.data.prompts import Scan, scan
 from busrl.data.sources import BESIDE, PARQUET
 from busrl.device import expected
 from busrl.errors import BadKeys, DataError, Problem
+from busrl.imports import is_installed
 from busrl.scheduling.lengths.rules import Fault, Keywords, check
 from busrl.states import FOREIGN_ROLES
 
@@ -388,7 +389,8 @@ class _Inspection:
             for key, fault in try_imports(self.t):
                 self._add(key, f"cannot be used: {fault}", BESIDE)
         keys = ("loss", "advantage", "metrics", "optimizer", "options", "betas", "eps", "weight_decay")
-        if self._sound(*(f"learner.{key}" for key in keys), "process"):
+        # Without torch there is no learner, which is the finding then.
+        if self._sound(*(f"learner.{key}" for key in keys), "process") and is_installed("torch"):
             for key, fault in try_functions(self.t):
                 remedy = "correct it: no step could be made with it (docs/extending.md)"
                 self._add(key, f"cannot be used: {fault}", remedy)

@@ -34,6 +34,7 @@ from busrl.errors import BusrlError, MachineError, PeerLost, RunFinished, UserEr
 from busrl.launch.children import Interrupted, Signals
 from busrl.launch.display import Display, open_display
 from busrl.launch.identity import made_prompts
+from busrl.launch.pythons import require_here
 from busrl.launch.run import ALONE, Launch, close_run
 from busrl.launch.rundir import open_host, open_run
 from busrl.launch.summary import RunOutcome, build, final_lines
@@ -175,6 +176,7 @@ def _joined(source: HostSource, wait_s: float, signals: Signals) -> h.Welcome:
 def _work(welcome: h.Welcome, source: HostSource, scratch: Path, signals: Signals) -> int:
     """Run this host's processes to their end; the exit code."""
     topology = Topology.from_json(welcome.topology.decode())
+    require_here(topology.processes())
     with contextlib.closing(open_display(sys.stdout, time.monotonic)) as display:
         opened = open_host(scratch, topology, source, welcome.holds)
         display.log = opened.paths.log("launch")

@@ -1,6 +1,8 @@
-"""Entries of [[process]] that run in a Python of their own (`python`): what each has, and whether that will do.
+"""The Pythons that the processes of a run start with, this one or one of their own (`python`): what each has, and
+whether that will do.
 
-Runs each interpreter once, before anything of a run starts. Knows nothing of how processes are started (`children`).
+Runs each other interpreter once, before anything of a run starts. Knows nothing of how processes are started
+(`children`).
 
 - Such a process imports the busrl of its environment, which must be of this version, with this layout of the ring: both
   map the same slots.
@@ -11,13 +13,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import busrl
-from busrl.config import Topology
+from busrl.config import ProcessName, Topology
 from busrl.config.engine_rules import PACKAGES, vllm_objection
 from busrl.config.schema import AGENT, Process
 from busrl.errors import UserError
+from busrl.imports import is_installed, remedy_for
 from busrl.ring import LAYOUT
 
 PROBE = """
@@ -38,7 +43,27 @@ print(json.dumps(found))
 """
 PROBE_S = 60.0
 MODEL = ("torch", "transformers")
-NEEDED = {"learner": MODEL, "torch": MODEL, "vllm": MODEL, "openai": ("aiohttp",)}  # by role; of a rollout by engine
+# By role; of a rollout by engine.
+NEEDED = {"learner": MODEL, "rank": MODEL, "torch": MODEL, "vllm": MODEL, "openai": ("aiohttp",)}
+
+
+def _needs(process: Process, role: str) -> tuple[str, ...]:
+    """The packages without which a process can do nothing."""
+    return NEEDED.get(process.engine if role == "rollout" else role, ())
+
+
+def require_here(processes: Iterable[ProcessName]) -> None:
+    """UserError if this Python lacks a package without which one of these processes would start in vain."""
+    here = [(one, package) for one in processes if not (one.spec.python or one.spec.command)
+            for package in _needs(one.spec, one.role) if not is_installed(package)]
+    if here:
+        names = list(dict.fromkeys(one.name for one, _ in here))
+        packages = dict.fromkeys(package for _, package in here)
+        scripted = " (with scripted engines too it trains a real model)" if names == ["learner"] else ""
+        raise UserError(
+            f"{sys.executable} lacks {', '.join(packages)}, which {' and '.join(names[:2])} cannot run "
+            f"without{scripted}: {remedy_for(*packages)}"
+        )
 
 
 def pythons(t: Topology) -> dict[int, dict[str, str]]:
@@ -49,8 +74,8 @@ def pythons(t: Topology) -> dict[int, dict[str, str]]:
 
 
 def _probed(index: int, entry: Process) -> dict[str, str]:
-    what = entry.engine if entry.role == "rollout" else entry.role
-    names = ("busrl", "msgspec", "numpy", "pyzmq", *NEEDED.get(what, ()), *(PACKAGES if what == "vllm" else ()))
+    more = PACKAGES if entry.role == "rollout" and entry.engine == "vllm" else ()
+    names = ("busrl", "msgspec", "numpy", "pyzmq", *_needs(entry, entry.role), *more)
     try:
         done = subprocess.run(
             [entry.python, "-c", PROBE, *names], capture_output=True, timeout=PROBE_S, env={**os.environ, **entry.env},
