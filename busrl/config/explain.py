@@ -26,6 +26,7 @@ from busrl.config.schema import ADAPTERS, SCRIPTED, TINY, Faults, ProcessName, T
 from busrl.data import trace
 from busrl.errors import SharedMemoryFull, UserError
 from busrl.states import CALLER_ROLES, RANK
+from busrl.vocabulary import token_rows
 
 FOR_PEOPLE = ("explain", "algorithm", "trial", "warnings")  # of the derived values, those that no process reads
 MORE = "how slots, memory and limits follow from this: --verbose"
@@ -324,7 +325,14 @@ def _model(t: Topology) -> Iterator[str]:
     if facts.kind:
         size = f"{facts.parameters / 1e6:.2f} M parameters" if facts.parameters else "size unknown"
         yield f"  {facts.kind}: {facts.layers} layers, width {facts.hidden}, vocabulary {facts.vocabulary}, {size}"
+        yield from _rows_without(t)
         yield f"  {t.model.dtype}, takes {facts.context or 'an unknown number of'} tokens"
+
+
+def _rows_without(t: Topology) -> Iterator[str]:
+    folder = model_at(t.model.path)
+    if folder is not None and (count := token_rows(folder).without):
+        yield f"  {count} rows of its vocabulary have no token: engines draw none of them, the learner leaves them out"
 
 
 def warnings(t: Topology) -> list[str]:

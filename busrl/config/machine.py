@@ -17,6 +17,7 @@ from busrl.config import pretrained
 from busrl.config.engine_rules import parse_cores, rollouts, vllm_entries
 from busrl.config.schema import ADAPTERS, FOLDERS, RESTARTS, Process, Topology
 from busrl.errors import DiskFull, UserError
+from busrl.vocabulary import language_of
 
 # -- memory and cores -----
 
@@ -56,7 +57,7 @@ def require_axes(t: Topology) -> None:
     """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
     own, folder = t.learner.parallel, pretrained.model_at(t.model.path)
     config = pretrained.read_config(folder) if folder and t.ranks > 1 else {}
-    text = pretrained.language_of(config)
+    text = language_of(config)
     experts = pretrained.whole(text, "num_experts", "num_local_experts", "n_routed_experts")
     for key, over, what, count in (
         ("tensor", own.tensor, "num_attention_heads", pretrained.whole(text, "num_attention_heads")),

@@ -20,6 +20,7 @@ from busrl.algorithms import catalog, selection
 from busrl.config import pretrained
 from busrl.config.schema import TINY, Topology
 from busrl.errors import UserError
+from busrl.vocabulary import language_of
 
 FLOAT = 4
 STATES = {"adamw": 8.0, "adamw8bit": 2.04, "adafactor": 0.0}  # bytes per trained parameter; one of the user's: AdamW's
@@ -86,7 +87,7 @@ class Widths:
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int = 0) -> Widths:
         """`parameters`: how many there are, if that is known better than from the widths."""
-        text = pretrained.language_of(config)
+        text = language_of(config)
         hidden = pretrained.whole(text, "hidden_size", "n_embd", "d_model")
         heads = pretrained.whole(text, "num_attention_heads", "n_head") or 1
         size = pretrained.whole(text, "head_dim") or hidden // heads
@@ -269,7 +270,7 @@ def of_topology(t: Topology) -> dict[str, int]:
 
 def _known(t: Topology) -> bool:
     config = _config(t)
-    text = pretrained.language_of(config)
+    text = language_of(config)
     learns = any(process.role == "learner" and not process.spec.command for process in t.processes())
     widths = pretrained.whole(text, "hidden_size", "n_embd", "d_model"), pretrained.whole(text, *pretrained.LAYERS)
     return learns and all(widths)

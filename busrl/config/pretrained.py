@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from busrl.config.rules import Finding
 from busrl.config.schema import TINY, Topology
 from busrl.files import as_map, read_map
+from busrl.vocabulary import language_of, named_ids, pieces, token_rows, vocabulary_size
 
 # -- tasks that are made on first use -----
 
@@ -105,11 +106,6 @@ def estimate(config: dict[str, Any]) -> int:
     return int(embeddings + layers * (attention + feed))
 
 
-def language_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model: of several in one, or all of it."""
-    return as_map(config.get("text_config")) or config
-
-
 def context_of(config: dict[str, Any]) -> int:
     """The longest sequence that a model takes, 0 if its config does not say."""
     names = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -147,19 +143,18 @@ class Vocabulary:
 
 
 def vocabulary(folder: Path) -> Vocabulary | None:
-    """From config.json and generation_config.json; None where they do not say how many ids there are, and the end."""
-    parts = _parts(folder)
-    ends = [end for part in parts for end in _ids(part.get("eos_token_id"))]
-    special = {i for part in parts for name in SPECIAL for i in _ids(part.get(name))}
-    size = vocabulary_size(folder)
-    plain = tuple(i for i in range(size) if i not in special)
-    return Vocabulary(ends[0], plain) if ends and ends[0] < size and plain else None
+    """From config.json, generation_config.json and the tokenizer; None where they do not say how many ids there are, or
+    which one ends."""
+    ends, rows = named_ids(folder, "eos_token_id"), token_rows(folder)
+    special = {*named_ids(folder, *SPECIAL), *rows.left_out()}
+    plain = tuple(one for one in range(rows.rows) if one not in special)
+    return Vocabulary(ends[0], plain) if ends and ends[0] < rows.rows and plain else None
 
 
 def other_tokens(own: Path, other: Path) -> str | None:
     """The first token for which the tokenizers of two model folders have other ids; "" if there is none, None where one
     of them has no tokenizer.json to be compared."""
-    ids, others = ({**known, **added} for known, added in map(_pieces, (own, other)))
+    ids, others = ({**known, **added} for known, added in map(pieces, (own, other)))
     if not ids or not others:
         return None
     apart = [token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token)]
@@ -170,41 +165,10 @@ def other_tokens(own: Path, other: Path) -> str | None:
     return f"its tokenizer has other ids for {len(apart)} tokens; {first!r} is {told[0]}, in model.path {told[1]}"
 
 
-def _pieces(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Ids of the tokens of tokenizer.json, and of those that were added."""
-    data = read_config(folder, "tokenizer.json")
-    known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
-    if isinstance(known, list):  # of a unigram model: [token, score]
-        known = {str(row[0]): i for i, row in enumerate(known) if isinstance(row, list) and row}
-    rows = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
-    return as_map(known), {str(one.get("content")): one.get("id", -1) for one in rows}
-
-
 def token_bytes(folder: Path) -> int:
     """Bytes of the longest token of tokenizer.json (at least 4), a safe guess where it cannot be read."""
-    known, added = _pieces(folder)
+    known, added = pieces(folder)
     return max(4, max(len(token.encode()) for token in (*known, *added))) if known else DEFAULT_TOKEN_BYTES
-
-
-def end_ids(folder: Path) -> frozenset[int]:
-    """Every id that config.json or generation_config.json says ends a sequence."""
-    return frozenset(end for part in _parts(folder) for end in _ids(part.get("eos_token_id")))
-
-
-def vocabulary_size(folder: Path) -> int:
-    """How many token ids the model has by its config.json; 0 if it does not say."""
-    return next((part["vocab_size"] for part in _parts(folder) if isinstance(part.get("vocab_size"), int)), 0)
-
-
-def _parts(folder: Path) -> list[Mapping[str, Any]]:
-    """The places of a model folder that name token ids."""
-    config = read_config(folder)
-    return [config, language_of(config), read_config(folder, "generation_config.json")]
-
-
-def _ids(value: Any) -> list[int]:
-    found = value if isinstance(value, list) else [value]
-    return [i for i in found if isinstance(i, int) and i >= 0]
 
 
 # -- whole files, or not -----
@@ -249,7 +213,7 @@ def _cut(path: Path) -> str:
 def token_fault(folder: Path) -> str:
     """A rule that tokenizer and model break together: ids that the model has no row for. "" for none, and where it is
     not known. Added tokens are left out: many a tokenizer has some that no text contains."""
-    size, (known, _) = vocabulary_size(folder), _pieces(folder)
+    size, (known, _) = vocabulary_size(folder), pieces(folder)
     name = "tokenizer.json"
     if not known and (folder / name).is_file() and read_config(folder, name).get("model") is None:
         return f"{name} is no JSON object with a model: it was cut, or is another file"

@@ -23,6 +23,7 @@ from busrl.config.schema import BYTES_PER_TOKEN, TINY, Topology
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.data.prompts import Scan, prompt_of
 from busrl.errors import DataError
+from busrl.vocabulary import vocabulary_size
 
 ALL = 20_000  # prompts that are all counted,
 ALL_BYTES = 16 << 20  # if they are not more than this
@@ -112,7 +113,7 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
 def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:
     """Ids in prompts for which the model has no row: its first layer would fail, on an accelerator without a word."""
     folder = pretrained.model_at(topology.model.path)
-    size = pretrained.vocabulary_size(folder) if folder else 0
+    size = vocabulary_size(folder) if folder else 0
     for one in counted if size else ():
         if one.highest >= size:
             rule = f"prompts of {one.path} have token ids up to {one.highest}, and the model has {size} (vocab_size)"

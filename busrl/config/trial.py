@@ -35,6 +35,7 @@ from busrl.data.prompts import open_file, prompt_lines, prompt_of
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import DataError
 from busrl.imports import interpreter
+from busrl.vocabulary import end_ids, vocabulary_size
 
 # -- the first prompt and its reward -----
 
@@ -205,8 +206,8 @@ def ends(t: Topology) -> str:
         return ""
     folder = Path(t.model.path)
     own = tokenizer.id_of(tokenizer.end) if tokenizer.end else None
-    known = pretrained.end_ids(folder) | ({own} if own is not None else set())
-    shown, size = ", ".join(map(str, sorted(known))), pretrained.vocabulary_size(folder)
+    known = end_ids(folder) | ({own} if own is not None else set())
+    shown, size = ", ".join(map(str, sorted(known))), vocabulary_size(folder)
     limit = f"generation.max_new_tokens = {t.generation.max_new_tokens}"
     if size and all(one >= size for one in known):
         what = f"its end tokens ({shown}) are none of its {size} ids" if known else "it names no end token"

@@ -17,7 +17,7 @@ from busrl.imports import uncollected
 if TYPE_CHECKING:
     from busrl.config import Topology
 
-__all__ = ["Engine", "Finished", "Request", "Statistics", "make_engine"]
+__all__ = ["Engine", "Finished", "Request", "Statistics", "engine_of", "make_engine"]
 
 MAKERS = {  # each module has a function `make(topology, process)`
     "torch": "busrl.engines.torch.engine",
@@ -29,10 +29,14 @@ MAKERS = {  # each module has a function `make(topology, process)`
 
 def make_engine(topology: Topology, process: str = "") -> Engine:
     """The engine of that rollout process; one that joins from outside is as the first of its role."""
-    named = (one.spec.engine for one in topology.processes() if one.name == process)
-    entries = (entry.engine for entry in topology.process if entry.role == "rollout")
-    kind = next(named, next(entries, "torch"))
     with uncollected():
-        maker = import_module(MAKERS[kind])
+        maker = import_module(MAKERS[engine_of(topology, process)])
     engine: Engine = maker.make(topology, process)
     return engine
+
+
+def engine_of(topology: Topology, process: str) -> str:
+    """The kind of that process's engine."""
+    named = (one.spec.engine for one in topology.processes() if one.name == process)
+    entries = (entry.engine for entry in topology.process if entry.role == "rollout")
+    return next(named, next(entries, "torch"))

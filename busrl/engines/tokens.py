@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.config.pretrained import end_ids
 from busrl.data.chat import parts_of
 from busrl.errors import UserError
+from busrl.vocabulary import end_ids
 
 if TYPE_CHECKING:
     from busrl.data import Prompt

@@ -32,7 +32,6 @@ from busrl.agents.llm import Ended
 from busrl.agents.parsers import MessageMaker, parser_of
 from busrl.agents.renderer import Renderer, report
 from busrl.agents.tree import Limits, Trajectory
-from busrl.config.pretrained import end_ids
 from busrl.config.schema import AGENT
 from busrl.data.chat import LightTokenizer, template_of
 from busrl.errors import AgentNotLoaded, BugError, CallUnanswered, SlotTooSmall
@@ -45,6 +44,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
 from busrl.roles.episodes import CONTEXT, commit_episode, reward_of, turn_rewards_of, write_episode
 from busrl.states import REWARD_FATES, Fate
+from busrl.vocabulary import end_ids
 
 log = logging.getLogger("busrl")
 FATES = REWARD_FATES | {"crashed": Fate.POISON}

@@ -8,6 +8,7 @@ of decoding steps, pauses or where weights come from: the role has those.
 - A slot that was being generated when its worker died is run alone the next time, so that it can only hurt itself.
 - Of a call the line is read once, after its claim, and kept (docs/ring.md).
 - A call that cannot be answered is answered with the reason; nothing that a caller wrote ends this process.
+- An answer with an id that stands for no token is dropped: the text that would be judged is not what was drawn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
-from busrl.config.pretrained import model_facts
 from busrl.data import prompt_of
-from busrl.engines import Engine, Finished, Request
+from busrl.engines import Engine, Finished, Request, engine_of
 from busrl.engines.tokens import NO_IDS, Ids
 from busrl.errors import SharedMemoryFull, SlotTooSmall
 from busrl.protocol import messages as m
@@ -38,6 +38,7 @@ from busrl.roles.actor import Doorbell
 from busrl.roles.answers import UNREADABLE, SegmentCuts
 from busrl.scheduling.admission import Waves
 from busrl.states import Fate, Finish, SampleClass
+from busrl.vocabulary import token_rows
 from busrl.weights.base import VersionSteps
 
 Warn = Callable[..., None]
@@ -54,8 +55,10 @@ class Intake(ABC):
     only_validates = False  # validation.mode = "dedicated"
     trains = True  # the scheduler has to know of this worker
 
-    def __init__(self, ring: Ring, engine: Engine, warn: Warn) -> None:
+    def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
         self.ring, self.engine, self.warn = ring, engine, warn
+        self._drawn_by = f'engine = "{engine_of(topology, name)}" of {name}'
+        self._known = token_rows(Path(topology.model.path))
         self.version, self.steps = 0, VersionSteps()
         self.claimed: dict[int, Any] = {}  # by slot
         self.alone = False
@@ -100,6 +103,8 @@ class Intake(ABC):
         elif not len(answer.token_ids):
             why = f"its {self.asked} no room in the engine's {self.engine.max_length} tokens"
             self._drop(slot, task.word, Fate.LONG, why)
+        elif len(wrong := self._known.foreign(answer.token_ids[np.isfinite(answer.logprobs)])):
+            self._drop(slot, task.word, Fate.MALFORMED, f"{self._known.told(wrong)} ({self._drawn_by} drew them)")
         else:
             try:
                 return self._write(slot, task, answer)
@@ -162,7 +167,7 @@ class SampleIntake(Intake):
     asked = "prompt leaves"
 
     def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
-        super().__init__(ring, engine, warn)
+        super().__init__(ring, topology, name, engine, warn)
         self.topology = topology
         self.bell, self.segment_bell = Doorbell(), Doorbell()
         self.segments = SegmentCuts.of(topology, name)
@@ -277,10 +282,9 @@ class CallIntake(Intake):
     asked = "ids leave"
     trains = False
 
-    def __init__(self, ring: Ring, topology: Topology, engine: Engine, warn: Warn) -> None:
-        super().__init__(ring, engine, warn)
+    def __init__(self, ring: Ring, topology: Topology, name: str, engine: Engine, warn: Warn) -> None:
+        super().__init__(ring, topology, name, engine, warn)
         self._seed = topology.run.seed
-        self._vocabulary = model_facts(Path(topology.model.path)).vocabulary
         self._next_orphans = 0.0
         self._decoder = msgspec.msgpack.Decoder(CallDetails)
 
@@ -291,7 +295,7 @@ class CallIntake(Intake):
         except (*UNREADABLE, msgspec.MsgspecError) as problem:
             self._drop(slot, word, Fate.MALFORMED, f"the call cannot be read: {problem}")
             return None
-        most = self._vocabulary or int(ids.max()) + 1
+        most = self._known.rows or int(ids.max()) + 1
         if wrong := next((one for one in (int(ids.min()), int(ids.max())) if not 0 <= one < most), None):
             self._drop(slot, word, Fate.MALFORMED, f"token id {wrong}: the model knows 0 to {most - 1}")
             return None

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 from busrl import files
 from busrl.config.hosts import claimed_from
-from busrl.config.pretrained import model_facts
 from busrl.errors import FateRefused, MessageTooLarge
 from busrl.gateway import BAD
 from busrl.protocol import gateway as g
@@ -32,6 +31,7 @@ from busrl.roles.episodes import Bounds
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.scheduling.admission import Lines
 from busrl.states import POISON_DEATHS, Fate
+from busrl.vocabulary import token_rows
 from busrl.watching import Tally
 
 log = logging.getLogger("busrl")
@@ -56,7 +56,7 @@ class Keeper(Actor):
         self._named: set[str] = set()
         self._bells: dict[type[m.Message], Doorbell] = {m.DataGenerated: Doorbell(), m.RewardComputed: Doorbell()}
         self.tally = Tally(files.read_map(self.paths.gateway).get("workers"))
-        own, vocabulary = self.topology, model_facts(Path(self.topology.model.path)).vocabulary
+        own, vocabulary = self.topology, token_rows(Path(self.topology.model.path)).bound
         self.samples = ledger = RingLedger(
             self.ring, self._announce, SegmentCuts.of(own), own.max_prompt_tokens, vocabulary,
             Bounds.of(own, vocabulary),

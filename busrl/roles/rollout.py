@@ -201,7 +201,7 @@ class Rollout(Actor):
             return SampleIntake(self.ring, self.topology, self.name, self.engine, self.warn)
         calls = Ring.attach(self.paths.calls_name, calls=True)
         calls.register(self.role, self.name)
-        return CallIntake(calls, self.topology, self.engine, self.warn)
+        return CallIntake(calls, self.topology, self.name, self.engine, self.warn)
 
     def work(self) -> bool:
         self._update_weights()

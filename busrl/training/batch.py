@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from busrl.vocabulary import TokenRows
+
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Worth = float | Sequence[float]  # of a sample: a number, or one for each of its turns
@@ -134,9 +136,9 @@ class Sample:
         return "" if self.temperature > 0 else f"temperature {self.temperature}: training needs one above 0"
 
 
-def first_fault(samples: Sequence[Sample], vocabulary: int) -> tuple[int, str] | None:
+def first_fault(samples: Sequence[Sample], known: TokenRows) -> tuple[int, str] | None:
     """The position of a sample that must not be trained, and why; None if all are sound. Tokens and log-probabilities
-    are looked at together: much cheaper than one by one."""
+    are looked at together: much cheaper than one by one. Ids that stand for no token may be read, but not drawn."""
     for position, sample in enumerate(samples):
         if text := sample.fault():
             return position, text
@@ -146,10 +148,14 @@ def first_fault(samples: Sequence[Sample], vocabulary: int) -> tuple[int, str] |
         text = f"a log-probability is above 0 or not a finite number: {logprobs[bad[:1]].tolist()}"
         return _sample_at(bad[0], [sample.generated for sample in samples]), text
     ids = np.concatenate([part for sample in samples for part in (sample.prompt_ids, sample.token_ids)])
-    outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    outside = np.flatnonzero((ids < 0) | (ids >= known.rows))
     if len(outside):
-        text = f"token {ids[outside[0]]} is outside of the vocabulary of {vocabulary}"
+        text = f"token {ids[outside[0]]} is outside of the vocabulary of {known.rows}"
         return _sample_at(outside[0], [sample.length for sample in samples]), text
+    if known.without and len(known.foreign(ids)):
+        for position, sample in enumerate(samples):
+            if len(wrong := known.foreign(sample.targets())):
+                return position, known.told(wrong)
     return None
 
 

@@ -7,6 +7,7 @@ and the head in pieces, else all logits. Knows nothing of losses.
   the sliding window where the model has one. A probe is computed in float32, of a model in fewer bits in those first
   layers that have every kind of attention.
 - Rows are padded at the right, and attention is causal: padding needs no mask.
+- Rows of logits without a token are left out of every softmax (`known`), as engines leave them out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from busrl.training.batch import Flat, Sample, flatten, join, pad, pieces_of
 from busrl.training.earlier import in_type
 from busrl.training.head import Head
 from busrl.training.model import keep_first_layers, silence_chance, vocabulary
+from busrl.vocabulary import ALL_ROWS, TokenRows
 
 Scores = tuple[Tensor, Tensor]  # log-probability and entropy in nats, [generated tokens] each, on the model's device
 
@@ -38,6 +40,7 @@ class Forward:
     together = False  # computes a shared prompt once and pads nothing: a group should be in one micro-batch
 
     where: torch.device | None = None  # it computes there, if the parameters are elsewhere
+    known: TokenRows = ALL_ROWS  # of the logits
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -60,12 +63,12 @@ class Forward:
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities, [tokens, count], of each place's most probable tokens with an id below `limit`."""
         logits = self._logits(samples, flat, torch.float32)
-        found, best = logits[:, :limit].topk(min(count, limit), -1)
+        found, best = logits[:, :limit].topk(min(count, limit, self.known.tokens), -1)
         return best, found - logits.logsumexp(-1, keepdim=True)
 
     def _logits(self, samples: Sequence[Sample], flat: Flat, dtype: torch.dtype) -> Tensor:
         ids, rows, columns = self._padded(samples)
-        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(dtype)
+        logits: Tensor = self.known.mask(self.model(input_ids=ids, use_cache=False).logits[rows, columns].to(dtype))
         return logits if flat.temperature is None else logits / flat.temperature[:, None]
 
     def states(self, samples: Sequence[Sample]) -> Tensor:
@@ -86,6 +89,9 @@ class Forward:
         found = copy.copy(self)
         found.model = model
         return found
+
+    def leave_out_all_but(self, known: TokenRows) -> None:
+        self.known = known
 
     def size(self, samples: Sequence[Sample]) -> int:
         """How many positions are computed, padding included."""
@@ -112,14 +118,14 @@ class PaddedRows(Forward):
 
     def of_states(self, hidden: Tensor, flat: Flat) -> Scores:
         head: nn.Linear = self.model.get_output_embeddings()
-        found: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias)
+        found: Scores = self.head(hidden, head.weight, flat.targets, flat.temperature, head.bias, self.known)
         return found
 
     @torch.no_grad()
     def best(self, samples: Sequence[Sample], flat: Flat, count: int, limit: int) -> tuple[Tensor, Tensor]:
         found: nn.Linear = self.model.get_output_embeddings()
         chosen: tuple[Tensor, Tensor] = self.head.best(
-            self.states(samples), found.weight, count, limit, flat.temperature, found.bias
+            self.states(samples), found.weight, count, limit, flat.temperature, found.bias, self.known
         )
         return chosen
 

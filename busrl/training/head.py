@@ -7,7 +7,7 @@ of samples, losses or the decoder.
   again from the hidden states.
 - The gradient of the weight is summed in float32 whatever type the weight has: a bfloat16 sum over many pieces loses
   bits.
-- A token that cannot occur (a logit of -inf) adds nothing to entropy or gradient.
+- A token that cannot occur (a logit of -inf) adds nothing to entropy or gradient; a row without a token cannot.
 - An entropy that no loss reads costs nothing in backward.
 """
 
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from busrl.vocabulary import ALL_ROWS, TokenRows
 
 PIECE_BYTES = {"cpu": 1 << 26}  # of one float32 buffer of logits; forward holds one, backward at most three
 OTHERWISE = 1 << 28  # on an accelerator, which wants larger matrix products
@@ -45,26 +47,27 @@ class Head:
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | None = None, known: TokenRows = ALL_ROWS,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability of the target and entropy in nats, float32 [n] each, both with gradient.
 
         hidden [n, width], weight [vocabulary, width], targets int64 [n], bias [vocabulary]; `temperature` per row, None
-        where all are 1. Targets [n, m] give log-probabilities [n, m]. Float64 inputs are computed in float64.
+        where all are 1; over the `known` rows. Targets [n, m] give log-probabilities [n, m]. Float64 inputs are
+        computed in float64.
         """
         one = targets.ndim == 1
         dtype = self.dtype or hidden.dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         rows = self._rows(len(weight), hidden.device.type)
         logprobs, entropy = _Pieces.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets[:, None] if one else targets, temperature, bias, self.scale, self.cap, rows,
+            hidden, weight, targets[:, None] if one else targets, temperature, bias, self.scale, self.cap, rows, known,
         )
         return (logprobs[:, 0] if one else logprobs), entropy
 
     @torch.no_grad()
     def best(
         self, hidden: Tensor, weight: Tensor, count: int, limit: int, temperature: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | None = None, known: TokenRows = ALL_ROWS,
     ) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities (over all tokens), [n, count], of each row's most probable tokens below `limit`."""
         dtype = self.dtype or hidden.dtype
@@ -73,8 +76,8 @@ class Head:
         room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, self.scale, self.cap, room)
-            _divide(logits, temperature, part)
-            values, ids = logits[:, :limit].topk(min(count, limit), -1)
+            _divide(known.mask(logits), temperature, part)
+            values, ids = logits[:, :limit].topk(min(count, limit, known.tokens), -1)
             found.append((ids, values - logits.logsumexp(-1, keepdim=True)))
         ids, logprobs = (torch.cat(some) for some in zip(*found, strict=True))
         return ids, logprobs
@@ -89,17 +92,17 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, bias: Tensor | None,
-        scale: float, cap: float, rows: int,
+        scale: float, cap: float, rows: int, known: TokenRows,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.cap, ctx.rows = scale, cap, rows
+        ctx.scale, ctx.cap, ctx.rows, ctx.known = scale, cap, rows, known
         exact = torch.promote_types(hidden.dtype, torch.float32)
         entropy, normaliser = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(2))
         logprobs = hidden.new_empty(targets.shape, dtype=exact)
         room = _room(hidden, weight, rows)
         for part in _parts(len(hidden), rows):
             logits = _logits(hidden[part], weight, bias, scale, cap, room)
-            _divide(logits, temperature, part)
+            _divide(known.mask(logits), temperature, part)
             wanted, largest = logits.gather(-1, targets[part]), logits.amax(-1)
             shares = logits.sub_(largest[:, None]).exp_()
             sums = shares.sum(-1)
@@ -128,7 +131,8 @@ class _Pieces(torch.autograd.Function):
             elif to_weight is not None:
                 to_weight += change.t() @ hidden[part]
         as_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        return to_hidden, as_weight, None, None, None if to_bias is None else to_bias.to(bias.dtype), None, None, None
+        as_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        return to_hidden, as_weight, None, None, as_bias, None, None, None, None
 
 
 def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room: Tensor) -> Tensor:
@@ -136,7 +140,7 @@ def _to_logits(ctx: Any, part: slice, gradients: tuple[Tensor | None, ...], room
     hidden, weight, targets, temperature, bias, normaliser, entropy = ctx.saved_tensors
     logits = _logits(hidden[part], weight, bias, ctx.scale, ctx.cap, room)
     slope = None if not ctx.cap else 1 - (logits / ctx.cap).square_()
-    _divide(logits, temperature, part)
+    _divide(ctx.known.mask(logits), temperature, part)
     logs = logits.sub_(normaliser[part, None])
     of_logprobs, of_entropy = gradients[0] if gradients[0] is None else gradients[0][part], gradients[1]
     of_entropy = None if of_entropy is None else of_entropy[part, None]

@@ -40,6 +40,7 @@ from busrl.training.model import Adapter, Masters, Merged, named_weights, train_
 from busrl.training.shard_files import Part, Saving, Shards, Writing
 from busrl.training.step_stats import RankStats, StepStats, stats_of
 from busrl.training.value_head import ValueHead
+from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 
 # -- settings -----------------------------------------------------------------------
 
@@ -69,17 +70,19 @@ class TrainerSettings(LossSettings):
     compile: bool = False
     value: ValueSettings | None = None  # with a value head
     base_dir: str = field(default=".", repr=False)  # of the topology, for code of the user's
+    known: TokenRows = ALL_ROWS  # rows of the model's logits that stand for a token
 
     @classmethod
     def of(cls, topology: Any) -> TrainerSettings:
         """From a topology's [learner], [learner.memory], [experiments], model.dtype and segments.loss."""
-        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one", "value", "base_dir"}
+        names = {one.name for one in fields(cls)} - {"compute_dtype", "ratio_one", "value", "base_dir", "known"}
         places = (topology.learner.memory, topology.learner, topology.experiments)
         values = {name: next(getattr(one, name) for one in places if hasattr(one, name)) for name in names}
         own = topology.learner.value
         value = ValueSettings(own.coef, own.clip, own.rate) if topology.learner.advantage == catalog.GAE else None
         pois = topology.segments.loss == "pois"
-        more = {"compute_dtype": topology.model.dtype, "ratio_one": pois, "value": value}
+        known = token_rows(Path(topology.model.path))
+        more = {"compute_dtype": topology.model.dtype, "ratio_one": pois, "value": value, "known": known}
         return cls(base_dir=topology.base_dir, **more, **values)
 
     @property
@@ -121,6 +124,7 @@ class Trainer:
         self.model, self.settings, self._named = model, settings, named
         self.loss = load_loss(settings.loss, settings.base_dir)
         self.forward, self._masters = _prepared(model, settings, forward)
+        self.forward.leave_out_all_but(settings.known)
         self.parameters = list(self.trained_tensors().values())
         self._device = self.forward.where or self.parameters[0].device
         self._watch = device.Stopwatch(self._device)
@@ -207,7 +211,7 @@ class Trainer:
         if self.teacher is not None:
             self.teacher([NOTHING], flat)
         logprobs, _ = self.forward.score([NOTHING], flat)
-        (logprobs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+        (logprobs.nan_to_num().sum() * 0).backward()  # type: ignore[no-untyped-call]
         self.on_progress()
 
     def _trained(self, inputs: losses.LossInputs, current: Tensor | None) -> losses.LossInputs:

@@ -18,6 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "device": {"errors"},
     "files": {"errors"},
+    "vocabulary": {"files"},
     "paths": set(),
     "protocol": {"errors"},
     "ring": {"errors", "protocol", "_ring"},
@@ -38,9 +39,12 @@ ARROWS: dict[str, set[str]] = {
     "agents": {"errors", "data", "imports", "rewards", "pipes", "guardian", "listener", "proxies"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
-    "config": {"errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "imports", "proxies"},
+    "config": {
+        "errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "imports", "proxies",
+        "vocabulary",
+    },
     "quickstart": {"errors", "data", "imports", "ring"},
-    "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports"},
+    "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports", "vocabulary"},
     "engines": {
         "errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "imports", "pipes",
         "proxies",
@@ -50,7 +54,7 @@ ARROWS: dict[str, set[str]] = {
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device", "agents",
-        "imports", "sinks", "watching",
+        "imports", "sinks", "watching", "vocabulary",
     },
     "launch": {
         "errors", "files", "paths", "protocol", "ring", "bus", "config", "ledger", "quickstart", "faults", "watching",
@@ -73,7 +77,7 @@ TORCH_ROLES = {
     "roles/rollout.py", "roles/learner/loop.py", "roles/learner/step.py", "roles/learner/publish.py",
     "roles/rank.py",
 }
-TORCH_FILES = {*TORCH_ROLES, "rewards/model.py"}
+TORCH_FILES = {*TORCH_ROLES, "rewards/model.py", "vocabulary.py"}  # the last: a tokenizer, where one is asked for
 
 
 def test_the_page_on_architecture_has_these_arrows() -> None:

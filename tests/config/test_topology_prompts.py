@@ -170,3 +170,10 @@ def test_the_limit_of_a_tiny_task_is_known_before_it_is_made(loaded: Loaded, mon
 def test_the_fixture_writes_what_transformers_reads(tmp_path: Path) -> None:
     folder = make(tmp_path / "m", "bos")
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [4, 1]
+
+
+def test_check_says_how_many_rows_of_the_model_have_no_token(here: Path, loaded: Loaded) -> None:
+    assert "have no token" not in report(loaded())
+    config = json.loads((here / "model" / "config.json").read_text())
+    (here / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
+    assert "  7 rows of its vocabulary have no token: " in report(loaded())

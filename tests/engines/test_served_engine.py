@@ -26,6 +26,7 @@ from busrl.engines.openai import client
 from busrl.engines.openai.engine import ServedEngine
 from busrl.errors import PeerTimeout, UserError, WeightsRefused
 from busrl.states import Finish
+from busrl.vocabulary import TokenRows
 from busrl.weights.factory import TransportSettings
 
 ALL = 1 << 60
@@ -72,7 +73,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         made.append(
             ServedEngine(
                 Openai(base_url=url, **given), Letters(), capacity=capacity, max_length=200,  # type: ignore[arg-type]
-                vocabulary=40, eos_ids=frozenset({EOS_ID}), update_s=update_s,
+                known=TokenRows(rows=40), eos_ids=frozenset({EOS_ID}), update_s=update_s,
             )
         )
         return made[-1]

@@ -46,6 +46,7 @@ from busrl.roles.learner.parity import (
     tolerance,
 )
 from busrl.training.batch import Sample
+from busrl.vocabulary import TokenRows
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -58,7 +59,7 @@ def quick(*settings: str, engine: str = "torch") -> Topology:
 
 def gate(topology: Topology, score: Callable[[Sequence[Sample]], Any]) -> Parity:
     """A gate whose learner gives these log-probabilities; its model can be nothing else."""
-    training = SimpleNamespace(team=None, vocabulary=10, trainer=SimpleNamespace(score=score, model=None))
+    training = SimpleNamespace(team=None, known=TokenRows(rows=10), trainer=SimpleNamespace(score=score, model=None))
     return Parity(topology, cast("Any", training))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import tempfile
@@ -386,3 +387,24 @@ def test_a_sample_that_needs_weights_published_while_it_was_claimed_stays_in_the
     worker.weights(1, 1)
     worker.run()
     assert shown(ring, 0) == (State.GENERATED, 1, EOS, 3) and line(ring, 0)["step"] == 1
+
+
+@pytest.mark.parametrize(("said", "wrong"), [("abz$", 1), ("zbz$", 2), ("abcdez$", 1)])  # the last: in a later segment
+def test_an_answer_with_an_id_that_is_no_token_is_dropped_and_named(
+    rings: list[Ring], tmp_path: Path, said: str, wrong: int
+) -> None:
+    ring, base = rings[0], topology()
+    letters = {chr(one): one for one in range(ord("z"))}  # all but the last letter
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128, "eos_token_id": EOS_ID}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": letters}}))
+    known = dataclasses.replace(base, model=dataclasses.replace(base.model, path=str(tmp_path)))
+    worker = Worker(known, ring, PlannedEngine(4, script=says({0: said, 1: "abc$"})))
+    dispatch(ring, [0, 1])
+    worker.run()
+    lines = ring.lines()
+    assert lines["uid"][np.isin(lines["state"], (State.GENERATED, State.QUEUED))].tolist() == [1]
+    assert shown(ring, 1)[0] == State.GENERATED
+    assert worker.warned == [
+        f"sample 0 is dropped: {wrong} of its ids stand for no token of the tokenizer, the first is {ord('z')} "
+        '(engine = "torch" of rollout/0 drew them)'
+    ]

@@ -10,6 +10,11 @@ import own
 import pytest
 from checks import check_end
 from harness import ROOT, Run, running
+from wide_folders import widen
+
+from busrl.files import read_map
+from busrl.ledger.wal import Wal
+from busrl.quickstart import ensure
 
 
 @pytest.mark.long
@@ -37,3 +42,19 @@ def test_a_model_with_too_few_positions_is_refused_up_front(verb: str, tmp_path:
     for text in ("own.toml:", "max_new_tokens", "prompt and completion have 32 tokens, the model takes 31", "lower"):
         assert text in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_model_with_rows_that_no_token_has_trains_on_tokens_alone(tmp_path: Path) -> None:
+    """The quickstart's model of 16 tokens with 8 more rows, as likely as digits: nearly every answer would hold one."""
+    made = ensure("tiny:sort")
+    folder = widen(Path(made.model), tmp_path / "model", 24)
+    run = Run(tmp_path / "run", f"model.path={folder}", steps=4)
+    with running(run):
+        code = run.wait()
+    check_end(run, code)
+    samples = [sample for record in Wal(run.paths.wal).records() for sample in record.samples]
+    assert len(samples) >= 4 * 8 and max(sample.token_array().max() for sample in samples) < 16
+    assert run.metrics()[0]["mismatch"] < 1e-5  # every token of the first step is of the weights that are trained
+    exported = read_map(run.paths.checkpoints / "global_step_4" / "model" / "config.json")
+    assert exported["vocab_size"] == 24

@@ -26,10 +26,11 @@ from busrl.training.ranks.builder import TeamSettings, TrainerBuilder
 from busrl.training.ranks.mesh import Layout
 from busrl.training.step_stats import RankStats, stats_of
 from busrl.training.trainer import Given, Trainer, TrainerSettings
+from busrl.vocabulary import TokenRows
 
-WORDS = 48
+WORDS, ROWS = 48, 56  # tokens of the samples, and of the model
 SIZES: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False, "pad_token_id": 0,
 }
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 8, "head_dim": 8, "tie_word_embeddings": True}
@@ -96,6 +97,7 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of the trainer
     "": {}, "bfloat16": {"compute_dtype": "bfloat16"}, "again": {"activation_checkpointing": "full"}, "lora": {},
     "lora16": {"compute_dtype": "bfloat16"}, "adafactor": {"optimizer": "adafactor"},
     "adamw8bit": {"optimizer": "adamw8bit"}, "layers": {"train_layers": "1, norm"},
+    "rows": {"known": TokenRows(52, (49,))},  # some of its rows stand for no token
 }
 
 

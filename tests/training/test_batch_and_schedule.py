@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from busrl.roles.learner.step import Schedule
 from busrl.training import batch
 from busrl.training.batch import Sample, first_fault
+from busrl.vocabulary import TokenRows
 
 
 def sample(index: int, prompt: int, tokens: int, group: int = 0) -> Sample:
@@ -48,7 +49,7 @@ def test_each_generated_token_is_a_target_once_and_no_prompt_token_ever(shapes: 
 
 def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
     good = sample(0, 3, 4)
-    assert first_fault([good, replace(good, behaviour_logprobs=np.zeros(4, np.float32))], 10) is None
+    assert first_fault([good, replace(good, behaviour_logprobs=np.zeros(4, np.float32))], TokenRows(rows=10)) is None
 
 
 @pytest.mark.parametrize(("change", "text"), [
@@ -65,7 +66,7 @@ def test_a_good_sample_has_no_fault_and_a_certain_token_is_fine() -> None:
 ])
 def test_a_sample_that_must_not_be_trained_says_why(change: dict[str, Any], text: str) -> None:
     good = sample(0, 3, 4)
-    found = first_fault([good, replace(good, **change), good], 10)
+    found = first_fault([good, replace(good, **change), good], TokenRows(rows=10))
     assert found is not None and found[0] == 1
     assert re.search(text, found[1]), found
 

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from busrl.training import head
 from busrl.training.head import Head
+from busrl.vocabulary import ALL_ROWS, TokenRows
 
 
 def whole(
-    own: Head, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, bias: Tensor | None
+    own: Head, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, bias: Tensor | None,
+    known: TokenRows = ALL_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """The same by autograd, on all logits at once."""
+    """The same by autograd, on all logits at once, those of rows without a token not among them."""
+    kept = [row for row in range(min(known.end, len(weight))) if row not in known.holes]
+    targets = torch.tensor([kept.index(one) for one in targets.tolist()])
+    weight, bias = weight[kept], bias if bias is None else bias[kept]
     logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
     logits = (logits if bias is None else logits + bias) * own.scale
     logits = own.cap * torch.tanh(logits / own.cap) if own.cap else logits
@@ -40,16 +45,20 @@ def inputs(rows: int, words: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Te
     rows=st.integers(1, 9), words=st.integers(2, 17), piece=st.integers(1, 10), seed=st.integers(0, 99),
     cap=st.sampled_from([0.0, 2.0]), scale=st.sampled_from([1.0, 0.3]), hot=st.booleans(), biased=st.booleans(),
     reads=st.sampled_from(["log-probabilities", "entropy", "both"]),
+    known=st.sampled_from([ALL_ROWS, TokenRows(9), TokenRows(holes=(0, 3)), TokenRows(5, (1, 2))]),
 )
 def test_values_and_gradients_are_those_of_all_logits_at_once(
-    rows: int, words: int, piece: int, seed: int, cap: float, scale: float, hot: bool, biased: bool, reads: str
+    rows: int, words: int, piece: int, seed: int, cap: float, scale: float, hot: bool, biased: bool, reads: str,
+    known: TokenRows,
 ) -> None:
-    hidden, weight, bias, targets, temperature = inputs(rows, words, seed)
+    hidden, weight, bias, targets, temperature = inputs(rows, words + 4, seed)
+    drawn = [one for one in range(min(known.end, words + 4)) if one not in known.holes]
+    targets = torch.tensor(drawn)[targets % len(drawn)]
     own_head, heat, shift = Head(scale, cap, piece), temperature if hot else None, bias if biased else None
     sides = torch.randn(2, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     leaves, found = [hidden, weight, bias], []
     for way in (own_head, lambda *given: whole(own_head, *given)):
-        logs, spread = way(hidden, weight, targets, heat, shift)
+        logs, spread = way(hidden, weight, targets, heat, shift, known)
         read = ((logs, sides[0], reads != "entropy"), (spread, sides[1], reads != "log-probabilities"))
         total = torch.stack([(values * side).sum() for values, side, wanted in read if wanted]).sum()
         slopes = torch.autograd.grad(total, leaves, allow_unused=True)

@@ -18,6 +18,7 @@ from busrl.roles.learner.parity import Parity, Verdict
 from busrl.training import earlier
 from busrl.training.batch import Sample
 from busrl.training.trainer import Trainer
+from busrl.vocabulary import TokenRows
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 Rows = list[Any]
@@ -28,7 +29,7 @@ class Pair:
 
     def __init__(self, lab: Lab, kind: str, copies: bool = True) -> None:
         self.trainer: Trainer = lab.trainer(kind, double=False)
-        training = SimpleNamespace(team=None, vocabulary=VOCABULARY, trainer=self.trainer)
+        training = SimpleNamespace(team=None, known=TokenRows(rows=VOCABULARY), trainer=self.trainer)
         topology = load(QUICK, ["learner.parity.every=1", f"learner.parity.copy={str(copies).lower()}"])
         self.gate = Parity(topology, cast("Any", training))
         self.gate.before_update(4)

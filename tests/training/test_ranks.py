@@ -134,7 +134,7 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
 SOME = [
     "qwen2:layers", "qwen3moe:again", "qwen3:lora16",
     "qwen2:@tensor=2", "qwen3moe:@expert=2", "llama:@replicate=2,offload=1",
-    "qwen3:lora@tensor=2", "qwen2:adafactor@tensor=2",
+    "qwen3:lora@tensor=2", "qwen2:adafactor@tensor=2", "qwen2:rows@tensor=2",
 ]
 AXES = [
     "llama:@tensor=2", "qwen2:again@tensor=2", "qwen3:@tensor=2,offload=1", "qwen3:@replicate=2,tensor=2",

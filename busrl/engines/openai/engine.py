@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from busrl.config.pretrained import vocabulary_size
 from busrl.data.chat import parts_of
 from busrl.engines.base import Engine, Finished, PartialAnswer, Pause, Request, Statistics
 from busrl.engines.openai.client import Client, Message, Sent, tools_of
@@ -40,6 +39,7 @@ from busrl.engines.tokens import PROMPTS_KEPT, Tokens, tokens_of
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
 from busrl.paths import ADAPTER_CONFIG
 from busrl.states import Finish
+from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.weights.base import NOTHING, TensorReceiver
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ MOMENT_S = 0.02  # a step without messages waits this long: the role looks for n
 ADAPTER_PREFIX = "busrl-"  # of the names of adapters
 CLOSE_S = 3.0
 KNOWN = re.compile(r"already (been loaded|loaded|exists)")
+NEVER = -100.0  # the least bias that the API knows: what is left of a probability is below float32
+MOST_BIASED = 1024  # ids of one request, by which servers bound themselves
 UPDATE_SHARE = 0.8  # of the time that the role declares for new weights: the error that says why comes before its end
 
 
@@ -182,14 +184,15 @@ class ServedEngine(Engine):
     may take before a supervisor takes the process for stuck."""
 
     def __init__(
-        self, settings: Openai, tokens: Tokens, *, capacity: int, max_length: int, vocabulary: int = 0,
+        self, settings: Openai, tokens: Tokens, *, capacity: int, max_length: int, known: TokenRows = ALL_ROWS,
         eos_ids: frozenset[int] = frozenset(), update_s: float = 120.0,
     ) -> None:
         super().__init__(tokens, capacity, max_length)
         self._settings, self._eos_ids = settings, eos_ids
         self._chat = settings.endpoint == "chat"
         self._tools = tools_of(settings)
-        self._client = Client(settings, vocabulary, eos_ids)
+        self._client = Client(settings, known.rows, eos_ids)
+        self._bias = _bias(known)
         self._running: dict[int, PartialAnswer] = {}
         self._chats: OrderedDict[bytes, Asked] = OrderedDict()  # by chat: the messages of a prompt's ids
         self._taken: list[Message] = []  # those that the next step is about
@@ -310,7 +313,7 @@ class ServedEngine(Engine):
         """What is sent, without what depends on the tokens so far."""
         body: dict[str, Any] = {
             "n": 1, "temperature": request.temperature, "top_p": request.top_p, "return_token_ids": True,
-            "stream": True, "stop_token_ids": sorted(self._eos_ids.union(request.stop_ids)),
+            "stream": True, "stop_token_ids": sorted(self._eos_ids.union(request.stop_ids)), **self._bias,
         }
         if not self._chat:
             return body | {"logprobs": 1}
@@ -444,10 +447,20 @@ class ServedEngine(Engine):
         return names[0]
 
 
+def _bias(known: TokenRows) -> dict[str, Any]:
+    """What a request says so that the server leaves out the rows without a token, as far as it can be asked to; whoever
+    takes the answers looks for such ids all the same."""
+    ids = known.left_out()
+    if len(ids) > MOST_BIASED:
+        log.warning("%d rows of the model have no token: too many to forbid in a request (logit_bias)", len(ids))
+        return {}
+    return {"logit_bias": {str(one): NEVER for one in ids}} if ids else {}
+
+
 def make(topology: Topology, process: str) -> ServedEngine:
     folder, generation = Path(topology.model.path), topology.generation
     tokens = tokens_of(folder, topology.data.template == "chat", tools_of(topology.openai))
     return ServedEngine(
         topology.openai, tokens, capacity=generation.max_batch, max_length=topology.longest,
-        vocabulary=vocabulary_size(folder), eos_ids=tokens.eos_ids, update_s=topology.limits.ready_s,
+        known=token_rows(folder), eos_ids=tokens.eos_ids, update_s=topology.limits.ready_s,
     )

@@ -35,6 +35,7 @@ from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
 from busrl.states import Finish
+from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.weights.factory import make_receiver
 from busrl.weights.one_copy import OneCopyReceiver
 
@@ -444,13 +445,15 @@ class TorchEngine(Engine):
     def __init__(
         self, model: Any, tokenizer: Any, *, capacity: int, max_length: int = 0, fast: bool = True, chat: bool = False,
         on_update: OnUpdate = "keep", prefill_tokens: int = PREFILL_TOKENS, prefix_keep_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        known: TokenRows = ALL_ROWS, clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`known`: rows of the logits that stand for a token; no other id is ever drawn."""
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = next(model.parameters()).device
         eos_ids = eos_ids_of(model, tokenizer)
         super().__init__(Tokens(tokenizer, eos_ids, chat), capacity, _max_length(model, max_length), clock)
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._known = known
         eos = np.zeros(max(self._vocabulary, *eos_ids, 0) + 1, np.bool_)
         eos[list(eos_ids)] = True
         self._decoder = choose_decoder(model, capacity, self.max_length, fast)
@@ -475,7 +478,8 @@ class TorchEngine(Engine):
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as problem:
             raise UserError(f"{path}: no causal language model and tokenizer ({problem}); see model.path") from problem
-        engine = cls(model.to(device=device, dtype=getattr(torch, dtype)), tokenizer, **settings)
+        known = token_rows(Path(path))
+        engine = cls(model.to(device=device, dtype=getattr(torch, dtype)), tokenizer, known=known, **settings)
         engine._loader.base = Path(path)
         return engine
 
@@ -585,7 +589,7 @@ class TorchEngine(Engine):
         if self._sampling is None:
             self._sampling = self._make_sampling(running)
         logits = self._decoder.step(self._to_device(seats.last[running]), self._to_device(positions), span)
-        tokens, logprobs = draw(logits, self._to_device(seats.uniforms(running)), self._sampling)
+        tokens, logprobs = draw(self._known.mask(logits), self._to_device(seats.uniforms(running)), self._sampling)
         drawn, measured = tokens.cpu().numpy(), logprobs.cpu().numpy()
         ended = seats.record(running, drawn, measured, self.version)
         self._counts.steps += 1

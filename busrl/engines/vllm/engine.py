@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from busrl.config.pretrained import vocabulary_size
 from busrl.engines.base import Engine, Finished, PartialAnswer, Request, Statistics, seed_of
 from busrl.engines.tokens import NO_IDS, tokens_of
 from busrl.engines.vllm.process import Core, Start
 from busrl.engines.vllm.weights import LoadedAdapter, Updates
 from busrl.states import Finish
+from busrl.vocabulary import token_rows, vocabulary_size
 
 if TYPE_CHECKING:
     from busrl.config import Topology
@@ -105,6 +105,7 @@ class VllmEngine(Engine):
         text = tokens_of(start.model, chat)
         super().__init__(text, start.capacity, start.max_length)
         self.start, self.own, self.temperature = start, start.own, temperature
+        self._known = token_rows(Path(start.model))  # folders of later versions have no tokenizer
         self._stops = sorted(text.eos_ids)
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
@@ -249,6 +250,8 @@ class VllmEngine(Engine):
         self._tasks: set[asyncio.Task[None]] = set()
         core = Core(self.start, self._record)
         core.on_death = self._wake.set
+        if self._known.without:
+            core.rpc("busrl_leave_out", self._known.end, list(self._known.holes))
         # It is up when it has made a token: what a version still compiles then belongs to the start.
         core.call("its first token", lambda: self.sample_for_check(core, 1), self.own.start_s)
         return core

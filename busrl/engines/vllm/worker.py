@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from busrl.engines.vllm import cpu_patches
 from busrl.engines.vllm.weights import Line, Page
 from busrl.errors import BusrlError, UserError
 from busrl.pipes import die_with_parent
+from busrl.vocabulary import TokenRows, token_rows
 from busrl.weights.base import NOTHING, TensorReceiver
 from busrl.weights.factory import TransportSettings, make_receiver
 from busrl.weights.one_copy import OneCopyReceiver
@@ -153,6 +155,20 @@ class Extension:
     model_runner: Any
     busrl_weights: Any = None
 
+    def busrl_leave_out(self, end: int, holes: list[int]) -> bool:
+        """Rows of logits that no token has are -inf from now on, before anything is made of them: neither what is drawn
+        nor what is reported has a share of them."""
+        runner = self.model_runner
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        plain, known = model.compute_logits, TokenRows(end, tuple(holes))
+
+        def compute_logits(*given: Any, **named: Any) -> Any:
+            logits = plain(*given, **named)
+            return logits if logits is None else known.mask(logits)  # None on ranks that draw nothing
+
+        model.compute_logits = compute_logits
+        return True
+
     def busrl_open(self, text: str) -> str:
         """Begin to receive. `text` is JSON: settings of the transport, name, model folder, dtype, page (a prefix)."""
         given = json.loads(text)
@@ -202,7 +218,7 @@ def plain_logprobs(folder: str, tensors: dict[str, torch.Tensor], ids: list[int]
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     with torch.inference_mode():
-        logits = model.eval()(torch.tensor([ids])).logits[0, :-1].float() / temperature
+        logits = token_rows(Path(folder)).mask(model.eval()(torch.tensor([ids])).logits[0, :-1].float()) / temperature
         found = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None])
     return [float(value) for value in found[:, 0]]
 

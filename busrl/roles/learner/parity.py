@@ -472,7 +472,7 @@ class Parity:
     def _impossible(self, samples: list[Sample], version: int, worker: str) -> Explained | None:
         """What needs no score: numbers that cannot be."""
         fault = first_fault([replace(one, behaviour_logprobs=np.zeros_like(one.behaviour_logprobs)) for one in samples],
-                            self._training.vocabulary)
+                            self._training.known)
         if fault is not None:
             return Explained("tokenizer", fault[1], math.inf)
         if not worker:

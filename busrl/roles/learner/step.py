@@ -207,7 +207,7 @@ class TrainingStep:
         self._others: dict[Path, Forward] = {}  # models that are read and not trained
         self.estimator = load_estimator(self.config.advantage, topology.base_dir)
         self._use(self._trainer(self.source))
-        self.vocabulary = vocabulary(self.trainer.model)
+        self.known = replace(self.settings.known, rows=vocabulary(self.trainer.model))
 
     def follow(self, topology: Topology) -> None:
         """Train by these values from the next step on."""
@@ -277,7 +277,8 @@ class TrainingStep:
         """A model that is only read, in the compute type."""
         if folder not in self._others:
             model = self._loaded(folder, getattr(torch, self.settings.compute_dtype)).requires_grad_(False)
-            self._others[folder] = choose_forward(model, attention=self.settings.attention)
+            self._others[folder] = way = choose_forward(model, attention=self.settings.attention)
+            way.leave_out_all_but(self.settings.known)
         return self._others[folder]
 
     def _use(self, trainer: Trainer) -> None:
@@ -288,7 +289,7 @@ class TrainingStep:
 
     def fault(self, records: Sequence[SampleRecord]) -> tuple[int, str] | None:
         """The position of a sample that must not be trained, and why; None if all are sound."""
-        return first_fault(self._samples(records), self.vocabulary)
+        return first_fault(self._samples(records), self.known)
 
     # -- training -----------------------------------------------------------------------------------------------
 

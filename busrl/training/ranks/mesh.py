@@ -35,6 +35,7 @@ from busrl.errors import ModelNotLoaded
 from busrl.training.batch import Flat, Sample
 from busrl.training.forward import Forward, PaddedRows, Scores
 from busrl.training.head import Head
+from busrl.vocabulary import TokenRows
 
 dist: Any = torch.distributed  # its stub exports no stores
 T = TypeVar("T")
@@ -316,6 +317,9 @@ class ShardedForward(Forward):
     def with_states(self, samples: Sequence[Sample], flat: Flat) -> tuple[Scores, Tensor]:
         return self._forward(lambda: self.way.with_states(samples, flat))
 
+    def leave_out_all_but(self, known: TokenRows) -> None:
+        self.way.leave_out_all_but(known)
+
     def _forward(self, compute: Callable[[], T]) -> T:
         if not isinstance(self.way, PaddedRows):  # it calls the root module itself
             return compute()
@@ -339,16 +343,18 @@ class _Gathered:
 
         head.forward = forward
 
-    def __call__(self, hidden: Tensor, _: Tensor, targets: Tensor, temperature: Tensor | None, __: Any) -> Scores:
+    def __call__(
+        self, hidden: Tensor, _: Tensor, targets: Tensor, temperature: Tensor | None, __: Any, known: TokenRows
+    ) -> Scores:
         found: Scores = self.head(hidden, lambda own, weight, bias: self.pieces(
-            own, weight, targets, temperature, bias))
+            own, weight, targets, temperature, bias, known))
         return found
 
     def best(
-        self, hidden: Tensor, _: Tensor, count: int, limit: int, temperature: Tensor | None, __: Any
+        self, hidden: Tensor, _: Tensor, count: int, limit: int, temperature: Tensor | None, __: Any, known: TokenRows
     ) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self.head(hidden, lambda own, weight, bias: self.pieces.best(
-            own, weight, count, limit, temperature, bias))
+            own, weight, count, limit, temperature, bias, known))
         return found
 
 

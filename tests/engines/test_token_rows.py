@@ -1,0 +1,246 @@
+"""Rows of a model that no token has: engines never draw them, and the learner's softmax leaves the same ones out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from requests_ import request
+from wide_folders import forget, widen
+
+from busrl.config.pretrained import vocabulary
+from busrl.config.schema import Openai
+from busrl.engines import Finished
+from busrl.engines.openai.engine import ServedEngine, _bias
+from busrl.engines.torch.engine import TorchEngine
+from busrl.engines.vllm.worker import Extension, plain_logprobs
+from busrl.training import packing
+from busrl.training.batch import Sample, first_fault, flatten
+from busrl.training.forward import Forward, JoinedRows, PackedRows, PaddedRows
+from busrl.training.model import Adapter, LoraSettings, load
+from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.vocabulary import TokenRows, token_rows
+
+TOKENS = 35  # of the tokenizer of these folders
+ROWS = 48
+HOLES = {7, 20}
+WAYS = {"full": Forward, "padded": PaddedRows, "joined": JoinedRows, "packed": PackedRows}
+Wide = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def wide(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Wide:
+    """Folders whose model has rows without a token: the last ones, with `holes` others too."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def one(kind: str = "qwen3", holes: bool = False) -> Path:
+        if (kind, holes) not in made:
+            folder = widen(model_folder(kind), tmp_path_factory.mktemp(kind) / "wide", ROWS)
+            made[kind, holes] = forget(folder, HOLES) if holes else folder
+        return made[kind, holes]
+
+    return one
+
+
+def drawn(folder: Path, temperature: float = 1.0, top_p: float = 1.0, fast: bool = True) -> list[Finished]:
+    """Answers of 40 tokens and fewer to 12 prompts, which may have any id."""
+    engine = TorchEngine.load(folder, capacity=12, max_length=60, fast=fast)
+    given = {"max_new_tokens": 40, "temperature": temperature, "top_p": top_p}
+    engine.submit([request(key, [3 + key, ROWS - 1], **given) for key in range(12)])
+    found: list[Finished] = []
+    while engine.active:
+        found += engine.step()
+    return found
+
+
+def samples_of(answers: list[Finished], temperature: float = 1.0) -> list[Sample]:
+    return [
+        Sample(one.key, one.key, 0, np.array([3 + one.key, ROWS - 1], np.int32), one.token_ids, one.logprobs,
+               one.versions, 1.0, temperature)
+        for one in answers
+    ]
+
+
+def scored(way: Forward, samples: list[Sample], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    way.leave_out_all_but(token_rows(folder))
+    with torch.no_grad():
+        return way.score(samples, flatten(samples, torch.float32, torch.device("cpu")))
+
+
+# -- which rows have a token -----
+
+
+@pytest.mark.parametrize(("tokenizer", "end", "holes"), [
+    ({"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}, 3, ()),
+    ({"model": {"vocab": {"a": 0, "b": 1, "d": 3}}}, 4, (2,)),
+    ({"model": {"vocab": [["a", -1.0], ["a", -2.0], ["b", -3.0]]}}, 3, ()),  # unigram: one piece may stand twice
+    ({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5, "content": "<end>"}]}, 6, (2, 3, 4)),
+    ({"model": {"vocab": {"a": 0, "b": 1, "z": 30}}}, 8, (2, 3, 4, 5, 6, 7)),  # a token beyond all rows
+])
+def test_rows_with_a_token_are_those_of_the_tokenizer(
+    tmp_path: Path, tokenizer: dict[str, Any], end: int, holes: tuple[int, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert token_rows(tmp_path) == TokenRows(end, holes, 8)
+    assert token_rows(tmp_path).left_out() == [*holes, *range(end, 8)]
+
+
+def test_tokens_that_stand_beside_the_tokenizer_are_tokens_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 12, "eos_token_id": 6}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"2": {"content": "<x>"}}}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<y>": 4}))
+    assert token_rows(tmp_path) == TokenRows(7, (3, 5), 12)  # 6 ends answers, with a text or without
+
+
+def test_without_a_tokenizer_every_row_stands_for_a_token(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    rows = token_rows(tmp_path)
+    assert (rows.without, rows.left_out(), rows.bound) == (0, [], 8)
+
+
+def test_a_tokenizer_in_other_files_is_asked_of_transformers(wide: Wide, tmp_path: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    vocab = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "model_type": "gpt2"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": GPT2Tokenizer.__name__}))
+    assert token_rows(tmp_path) == TokenRows(4, (), 9)
+
+
+# -- the embedded engine, beside the learner -----
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2"])  # tied, untied, and tied with another name
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_engine_draws_tokens_alone_with_the_learners_log_probabilities(
+    wide: Wide, kind: str, holes: bool, fast: bool
+) -> None:
+    folder = wide(kind, holes)
+    answers = drawn(folder, 0.7, fast=fast)
+    ids = np.concatenate([one.token_ids for one in answers])
+    assert len(ids) > 100 and ids.max() < TOKENS and (not holes or not set(ids.tolist()) & HOLES)
+    for name, make in WAYS.items():
+        model = load(folder)
+        if name == "packed":
+            if kind == "gpt2":
+                continue
+            packing.adopt(model)
+        samples = samples_of(answers, 0.7)
+        found, entropy = scored(make(model), samples, folder)
+        np.testing.assert_allclose(found, np.concatenate([one.logprobs for one in answers]), atol=1e-5, err_msg=name)
+        assert bool((entropy <= np.log(TOKENS) + 1e-5).all()) and bool(entropy.isfinite().all())
+
+
+def test_greedy_and_truncated_draws_are_of_tokens_alone(wide: Wide) -> None:
+    for settings in ((0.0, 1.0), (1.0, 0.5)):
+        assert all(one.token_ids.max() < TOKENS for one in drawn(wide("qwen3"), *settings))
+
+
+def test_shares_of_the_tokens_are_those_of_a_model_without_the_other_rows(
+    wide: Wide, model_folder: Callable[[str], Path]
+) -> None:
+    """Not only consistent: what is left out has no share of what remains."""
+    samples = samples_of(drawn(wide("qwen3")))
+    narrow = [replace(one, prompt_ids=one.prompt_ids[:1]) for one in samples]
+    found, plain = (scored(PaddedRows(load(folder)), narrow, folder) for folder in
+                    (wide("qwen3"), model_folder("qwen3")))
+    torch.testing.assert_close(found, plain)
+
+
+# -- the learner -----
+
+
+def test_rows_without_a_token_get_no_gradient_of_the_head(wide: Wide) -> None:
+    folder = wide("llama")  # untied
+    samples = samples_of(drawn(folder))
+    for make in (Forward, PaddedRows):
+        model = load(folder)
+        way = make(model)
+        way.leave_out_all_but(token_rows(folder))
+        logprobs, entropy = way.score(samples, flatten(samples, torch.float32, torch.device("cpu")))
+        (logprobs.sum() + entropy.sum()).backward()
+        slope = model.get_output_embeddings().weight.grad
+        assert bool(slope.isfinite().all()) and not slope[TOKENS:].any() and bool(slope[:TOKENS].any())
+
+
+def test_a_trainer_leaves_them_out_of_ratio_reference_and_teacher(wide: Wide) -> None:
+    folder = wide("qwen3")
+    samples = samples_of(drawn(folder))
+    trainer = Trainer(load(folder), TrainerSettings(known=token_rows(folder)))
+    for sample, row in zip(samples, trainer.score(samples), strict=True):
+        np.testing.assert_allclose(row, sample.behaviour_logprobs, atol=1e-5)
+    flat = flatten(samples, torch.float32, torch.device("cpu"))
+    for way in (trainer.forward, Forward(trainer.model)):
+        way.leave_out_all_but(token_rows(folder))
+        ids, logprobs = way.best(samples, flat, ROWS, ROWS)
+        assert ids.shape[1] == TOKENS and int(ids.max()) < TOKENS
+        torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(ids)))
+
+
+def test_an_adapter_is_trained_on_tokens_alone(wide: Wide) -> None:
+    pytest.importorskip("peft")
+    folder = wide("qwen3")
+    model = load(folder)
+    adapter = Adapter(model, LoraSettings(rank=2, scale=2.0))
+    trainer = Trainer(model, TrainerSettings(known=token_rows(folder)), named=adapter.merged)
+    samples = samples_of(drawn(folder))
+    trainer.accumulate(samples, [1.0, -1.0] * (len(samples) // 2), 0)
+    stats = trainer.step(1e-2)
+    assert not stats.skipped and stats.diagnostics.mismatch < 1e-5
+    assert trainer.named_weights()["model.embed_tokens.weight"].shape[0] == ROWS  # what is published stays whole
+
+
+def test_a_sample_with_an_id_that_is_no_token_is_never_trained(wide: Wide) -> None:
+    known = token_rows(wide("qwen3"))
+    good, bad = samples_of(drawn(wide("qwen3")))[:2]
+    assert first_fault([good, bad], known) is None  # its prompt has such an id, which is only read
+    bad = replace(bad, token_ids=np.append(bad.token_ids[:-2], [40, 41]).astype(np.int32))
+    assert first_fault([good, bad], known) == (1, "2 of its ids stand for no token of the tokenizer, the first is 40")
+
+
+# -- other engines -----
+
+
+def test_scripted_answers_are_of_tokens_alone(wide: Wide) -> None:
+    found = vocabulary(wide("qwen3", holes=True))
+    assert found is not None and max(found.plain) < TOKENS and not set(found.plain) & HOLES
+
+
+def test_an_endpoint_is_asked_to_leave_them_out() -> None:
+    engine: Any = ServedEngine.__new__(ServedEngine)
+    settings: Any = Openai(base_url="http://127.0.0.1:1/v1")
+    engine._settings, engine._eos_ids, engine._chat, engine._tools = settings, frozenset({1}), False, []
+    for known, bias in ((TokenRows(6, (2,), 8), {"2": -100.0, "6": -100.0, "7": -100.0}), (TokenRows(8, (), 8), None)):
+        engine._bias = _bias(known)
+        assert engine._body(request(0, [3])).get("logit_bias") == bias
+
+
+def test_workers_of_vllm_mask_the_logits_before_anything_is_made_of_them() -> None:
+    model = SimpleNamespace(compute_logits=lambda hidden: None if hidden is None else torch.zeros(2, 8))
+    worker = Extension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    assert worker.busrl_leave_out(6, [2])
+    logits = model.compute_logits("hidden")
+    assert logits.isneginf().all(0).nonzero().flatten().tolist() == [2, 6, 7] and logits[:, [0, 1, 3, 4, 5]].eq(0).all()
+    assert model.compute_logits(None) is None  # of a rank that draws nothing
+
+
+def test_the_check_of_vllms_weights_leaves_them_out_too(wide: Wide) -> None:
+    folder = wide("qwen3")
+    answer = drawn(folder, 0.7)[0]
+    weights = {name: one.detach() for name, one in load(folder).named_parameters()}
+    ids = [3 + answer.key, ROWS - 1, *answer.token_ids.tolist()]
+    found = plain_logprobs(str(folder), weights, ids, 0.7)
+    np.testing.assert_allclose(found[1:], answer.logprobs, atol=1e-5)
