@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports", "vocabulary"},
     "engines": {
         "errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "imports", "pipes",
-        "proxies",
+        "proxies", "vocabulary",
     },
     "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "_blocks"},
     "sinks": {"errors", "files", "paths"},
