@@ -62,6 +62,8 @@ class RunPaths:
     validation = _Named("validation.jsonl")
     validation_log = _Named("validation.log")  # what every answer of a round was worth
     evaluated = _Named("evaluated")  # what `busrl evaluate` wrote
+    report = _Named("report.html")  # what `busrl report` wrote,
+    timeline = _Named("trace.json")  # and `busrl trace`
     failed_work = _Named("failed.json")  # samples with which a rank of the learner failed last
     validate_request = _Named("validate.json")  # what `busrl validate` asked for last, and what became of it
     groups = _Named("groups.jsonl")  # lengths and rewards of every group that ended: for the learner's next life

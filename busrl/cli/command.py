@@ -253,11 +253,11 @@ def _add_accounts(verbs: Verbs) -> None:
     more = "It loads nothing: drawings, waste, problems, settings. Several runs are compared."
     add = _verb(verbs, "report", "watch:report", "write what a run did as one HTML page, during or after it", more)
     add("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
+    add("-o", "--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html; of several: beside them")
     more = "Each process is a track. Also prints how much of the generation falls into training."
     add = _verb(verbs, "trace", "watch:trace", "write a run's timeline for Perfetto (Chrome trace events)", more)
     add("run_dir", type=Path, metavar="RUN_DIR")
-    add("-o", "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
+    add("-o", "--out", type=Path, metavar="FILE", help="default: RUN_DIR/trace.json")
 
 
 def _add_control(verbs: Verbs) -> None:

@@ -176,7 +176,8 @@ def _box() -> Iterator[Line]:
 
     refused = box.refusal()
     remedy = f"{refused}; reward kind \"code\" refuses to run without (docs/rewards.md)" if refused else ""
-    yield Line("code box", "closed" if not refused else "this machine does not allow it", remedy)
+    works = 'works: what models write for reward kind "code" runs shut in'
+    yield Line("code box", works if not refused else "this machine does not allow it", remedy)
 
 
 LOOKS: tuple[Callable[[], Iterator[Line]], ...] = (

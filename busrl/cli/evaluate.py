@@ -20,10 +20,11 @@ import os
 import select
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from busrl.cli.command import progress
 from busrl.cli.run import launch_pid
 from busrl.config import Topology, load, materialise, model_folder, recorded
 from busrl.config.prompts import AskedSet
@@ -77,7 +77,8 @@ def evaluate(options: argparse.Namespace) -> int:
     begun = time.monotonic()
     with as_a_model(folder, out.parent) as model:
         evaluation = Evaluation(with_model(topology, model) if model != folder else topology, asked)
-        rows = evaluation.run(progress(_progress, PATIENCE_S))
+        with _told_of(evaluation, folder):
+            rows = evaluation.run()
     with _writing(out):
         write_rows(out, rows)
     found = evaluation.found()
@@ -209,10 +210,38 @@ def _lines(
     return [*lines, f"  rows: {out}"]
 
 
+@contextlib.contextmanager
+def _told_of(evaluation: Evaluation, folder: str) -> Iterator[None]:
+    """Say on standard error what is begun, and every few seconds how far it is, however long one step of it takes."""
+    begun, over, of = time.monotonic(), threading.Event(), evaluation.asked.of
+    print(f"busrl: {folder}: {of.answers} answers to {of.prompts} prompts of {of.data}", file=sys.stderr, flush=True)
+
+    def tell() -> None:
+        while not over.wait(PATIENCE_S):
+            text = f"busrl: {time.monotonic() - begun:.0f} s: {_progress(evaluation)}"
+            with contextlib.suppress(OSError):  # nobody reads any more
+                print(text, file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
 def _progress(evaluation: Evaluation) -> str:
-    mean = evaluation.mean()
+    """Asked from another thread than the one that measures; its rows are all there once it has no other phase."""
+    if evaluation.phase:
+        return evaluation.phase
+    mean, answered = evaluation.mean(), sum(bool(row.finish) for row in list(evaluation.rows.values()))
     known = f", mean {mean:.3f}" if mean is not None else ""
-    return f"{len(evaluation.rewards)} of {evaluation.asked.of.answers} samples judged{known}"
+    failed = sum(bool(row.error) for row in list(evaluation.rows.values()))
+    return (
+        f"{answered} of {evaluation.asked.of.answers} answers are there, {len(evaluation.rewards)} judged{known}"
+        f"{f', {failed} have no reward' if failed else ''}"
+    )
 
 
 # -- which checkpoint is meant, and its model -----
@@ -360,9 +389,10 @@ class Evaluation:
         self.find = None if compares is None else finder(*compares)
         self.rows: dict[int, Row] = {}
         self._waiting: list[Request] = []
+        self.phase = "loads the reward"  # before the first answer
 
-    def run(self, watch: Callable[[Evaluation], None] = lambda _: None) -> list[Row]:
-        """Every row in order; `watch` is called now and then while it lasts."""
+    def run(self) -> list[Row]:
+        """Every row in order."""
         rollouts = [one for one in self.topology.processes() if one.role == "rollout"]
         require_here(rollouts[:1])
         device, prompt_key = self.topology.device_of("reward/0"), self.topology.data.prompt_key
@@ -370,10 +400,13 @@ class Evaluation:
         with RewardPool(own, base_dir=base_dir, prompt_key=prompt_key, device=device, ready_s=READY_S) as pool:
             if not pool.wait_ready(READY_S):
                 raise UserError(f"reward.function: not loaded within {READY_S:g} s; see what it does when imported")
+            self.phase = "loads the model and its engine"
             engine = make_engine(self.topology, rollouts[0].name if rollouts else "")
             try:
+                self.phase = "reads the prompts"
                 self._waiting = list(self._requests(engine))[::-1]
-                self._until_done(engine, pool, watch)
+                self.phase = ""
+                self._until_done(engine, pool)
             finally:
                 engine.close()
         return [self.rows[place] for place in range(self.asked.of.answers)]
@@ -436,7 +469,7 @@ class Evaluation:
             row.error = f"the prompt cannot be rendered: {problem}"
             return NO_IDS
 
-    def _until_done(self, engine: Engine, pool: RewardPool, watch: Callable[[Evaluation], None]) -> None:
+    def _until_done(self, engine: Engine, pool: RewardPool) -> None:
         while self._waiting or engine.active or len(pool):
             room = engine.capacity - engine.active
             joining = [self._waiting.pop() for _ in range(min(room, len(self._waiting)))]
@@ -445,7 +478,6 @@ class Evaluation:
             if engine.active:
                 self._ended(engine, pool, engine.step())
             self._judged(pool.poll(0.0 if engine.active or self._waiting else 1.0))
-            watch(self)
 
     def _ended(self, engine: Engine, pool: RewardPool, finished: Sequence[Finished]) -> None:
         items = []

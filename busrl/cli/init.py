@@ -241,10 +241,20 @@ def _lines(data: Path | None, out: Path, ask: str) -> list[str]:
         )
         event = _converted(job)
         if not event.problems:
+            for line in _left_out(event):
+                print(line)
             return out.read_text(encoding="utf-8").splitlines(keepends=True)
         problems = problems or [f"{place}: {rule}; {remedy}" for _, place, _, rule, remedy in event.problems[:1]]
     remedy = "" if data else ", or give a file of questions and answers with --data"
     raise UserError(f"{problems[0]}{remedy}")
+
+
+def _left_out(event: Event) -> Iterator[str]:
+    """Which rows became no prompts, and why."""
+    for one in event.made:
+        if one.left_out:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in one.left_out.items())
+            yield f"{one.name}: {one.count} of {one.read} rows are prompts; left out: {reasons}"
 
 
 def _judged(lines: list[str], code: str, data: Path | None) -> None:

@@ -46,8 +46,10 @@ def report(options: argparse.Namespace) -> int:
     from busrl.report.record import read
 
     records = [read(one) for one in options.run_dirs]
-    files.replace(options.out, page(records).encode())
-    return _written(options.out, records)
+    beside = os.path.commonpath([one.paths.root for one in records])  # several runs: a page of none of them
+    out = options.out or RunPaths.of(beside).report
+    files.replace(out, page(records).encode())
+    return _written(out, records)
 
 
 def trace(options: argparse.Namespace) -> int:
@@ -57,9 +59,10 @@ def trace(options: argparse.Namespace) -> int:
 
     record = read(options.run_dir)
     found = timeline.slices(record)
-    files.replace(options.out, timeline.trace(record, found).encode())
+    out = options.out or record.paths.timeline
+    files.replace(out, timeline.trace(record, found).encode())
     share = timeline.overlap(found)
-    _written(options.out, [record])
+    _written(out, [record])
     if share is None:
         print("no overlap is known: no steps, or no decoding, with a `time` in metrics.jsonl and pace/")
     else:

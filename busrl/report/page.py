@@ -10,6 +10,7 @@ Pure: `RunRecord`s in, a page out. Knows nothing of files but what a record says
 from __future__ import annotations
 
 import html
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,15 +20,17 @@ from typing import Any
 import numpy as np
 
 from busrl.files import as_map
+from busrl.ledger.controls import Controls
 from busrl.monitor.runfiles import number, whole
 from busrl.monitor.status import problems
 from busrl.monitor.text import duration, judged, printable, safe, short
-from busrl.report.record import Floats, RunRecord
+from busrl.report.record import Floats, RunRecord, column_of
 from busrl.report.trace import overlap, slices
 from busrl.report.waste import SHARES, Waste, waste_of
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 190, 44, 8, 8, 22
 MOST_POINTS, COLOURS, MOST_PROBLEMS, CELL = 240, 6, 12, 240
+PROMPT, ANSWER = 600, 1600  # characters of a sample
 NOT_COMPARED = ("derived", "source", "overrides")
 # Title, what it is, and the series: a label and a column of metrics.jsonl. Several runs are compared by the first one.
 CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
@@ -238,6 +241,19 @@ class Run:
         }
         return {name: seconds / count for name, (seconds, count) in sums.items() if count}
 
+    def parts(self) -> list[Line]:
+        """The mean of each part of the reward, by step."""
+        rows = [as_map(row.get("reward_parts")) for row in self.record.steps]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return [Line(name, self.steps, column_of(rows, name)) for name in [*names][:COLOURS]]
+
+    def in_flight(self) -> str:
+        """What people set while it ran and is in force, in words."""
+        held = Controls()
+        for line in self.record.asked:
+            held.add(line)
+        return ", ".join(f"{key} = {line.new}" for key, line in held.settings.items())
+
     def versions(self) -> str:
         start: dict[str, Any] = next(reversed(self.record.starts), {})
         found = {"busrl": start.get("busrl"), **as_map(start.get("versions"))}
@@ -285,6 +301,7 @@ FACTS: dict[str, Callable[[Run], str]] = {
         f"{text_of(name)} {num(1000 * one)} ms" for name, one in [*run.updates().items()][:4]
     ) or "–",
     "starts": lambda run: f"{len(run.record.starts)}",
+    "changed in flight": lambda run: text_of(run.in_flight()) or "–",
     "warnings and errors": lambda run: f"{sum(one['count'] for one in run.problems)}",
     "versions": lambda run: text_of(run.versions()) or "–",
     "folder": lambda run: text_of(run.record.paths.root),
@@ -300,9 +317,10 @@ def page(records: Sequence[RunRecord]) -> str:
         f"<h1>{title}</h1><p class=dim>made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} of the files of "
         f"{'the run' if len(runs) == 1 else f'{len(runs)} runs'}; what each number is: docs/metrics.md</p>",
         *_faults(runs), *_section("At a glance", [_facts(runs)]), *_section("Course", [_charts(runs)]),
+        *_section("Samples", map(_samples, runs)),
         *_section("What became of the tokens", map(_waste, runs)),
         *_section("Processes", [_busy(runs)]), *_section("Warnings and errors", map(_problems, runs)),
-        *_section("Settings", [_differences(runs), *map(_changes, runs), *map(_topology, runs)]),
+        *_section("Settings", [_differences(runs), *map(_changes, runs), *map(_asked, runs), *map(_topology, runs)]),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -350,9 +368,37 @@ def _charts(runs: Sequence[Run]) -> str:
         own = series if alone else series[:1]
         lines = [run.line(column, label if alone else run.label) for run in runs for label, column in own]
         found.append(chart(title, note if alone or len(series) == 1 else f"{series[0][0]}; {note}", lines))
+    found += [chart("Parts of the reward", "mean of all that ended", runs[0].parts())] if alone else []
     found[:3] = [found[2], found[0], found[1]]
     body = "".join(found)
     return f'<div class="cards">{body}</div>' if body else ""
+
+
+def _samples(run: Run) -> str:
+    """A few of them as they were written, with what they were worth."""
+    rows = [
+        [text_of(f"{title}, step {row.get('step')}"), num(number(row.get("reward"))), _parts_of(row),
+         _said(_text(row, "prompt", "record"), PROMPT), _said(_text(row, "completion", "turns", "messages"), ANSWER)]
+        for title, own in run.record.samples.items() for row in own
+    ]
+    return (_of(run) + table(["", "reward", "its parts", "prompt", "answer"], rows, "-nwww")) if rows else ""
+
+
+def _text(row: dict[str, Any], *names: str) -> str:
+    """The first of these that the row has, as text."""
+    found = next((row[name] for name in names if name in row), "")
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+
+def _said(text: str, most: int) -> str:
+    """The text with its lines, its middle left out where it is long: how an answer ends says most."""
+    cut = text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+    return "<br>".join(html.escape(printable(line)) for line in cut.splitlines())
+
+
+def _parts_of(row: dict[str, Any]) -> str:
+    parts = [(name, number(value)) for name, value in as_map(row.get("reward_parts")).items()]
+    return "<br>".join(f"{text_of(name)} {num(value)}" for name, value in parts)
 
 
 def _waste(run: Run) -> str:
@@ -426,6 +472,16 @@ def _changes(run: Run) -> str:
         for start in run.record.starts for key, own in as_map(start.get("changes")).items()
     ]
     return _of(run) + table(["started again at", "key", "was", "now"], rows, "-www") if rows else ""
+
+
+def _asked(run: Run) -> str:
+    rows = [
+        [f"step {one.step}", text_of(one.verb), text_of(one.key), text_of(one.old), text_of(one.new), text_of(one.who),
+         text_of(one.text if one.ok else f"refused: {one.text}")]
+        for one in run.record.asked
+    ]
+    head = ["asked while it ran, at", "what", "key", "was", "now", "by", "answer"]
+    return _of(run) + table(head, rows, "-wwwwww") if rows else ""
 
 
 def _topology(run: Run) -> str:

@@ -9,7 +9,9 @@ Opens files of a run directory for reading only. Knows nothing of pages and time
 
 from __future__ import annotations
 
+import heapq
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +24,8 @@ import numpy.typing as npt
 
 from busrl.errors import NoSuchRun
 from busrl.files import as_map, dropped, read_map, whole_file
+from busrl.ledger import controls
+from busrl.ledger.controls import ControlLine
 from busrl.ledger.trained import of_step
 from busrl.monitor.runfiles import number
 from busrl.monitor.sources import holder_of
@@ -38,7 +42,7 @@ KEPT = (
     "step", "version", "cause", "time", "seconds", "waits", "wait_s", "forward_s", "backward_s", "update_s",
     "publish_s", "checkpoint_s", "reward", "reward_trained", "length_ended", "length_mean", "length_p95", "entropy",
     "ess", "age_mean", "age_max", "flat_share", "cut_share", "never_trained", "masked", "tokens", "samples",
-    "grad_norm",
+    "grad_norm", "reward_parts",
 )
 WHOLE = ("topology", "run_json", "summary")  # files that are one map
 
@@ -80,6 +84,8 @@ class RunRecord:
     steps: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few: the best, the worst, the last
+    asked: list[ControlLine] = field(default_factory=list)  # what people asked of it while it ran
     pace: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rollout process
     topology: dict[str, Any] = field(default_factory=dict)
     run_json: dict[str, Any] = field(default_factory=dict)
@@ -167,6 +173,22 @@ def column_of(rows: Iterable[dict[str, Any]], name: str) -> Floats:
     return np.array([np.nan if value is None else value for value in found], np.float64)
 
 
+def few_of(rows: Iterable[dict[str, Any]], most: int = 3) -> dict[str, list[dict[str, Any]]]:
+    """A few samples of many, which are looked at one by one: those with the highest and the lowest rewards, the newest
+    of equals, and the last."""
+    best, worst = list[tuple[float, int, dict[str, Any]]](), list[tuple[float, int, dict[str, Any]]]()
+    last: deque[dict[str, Any]] = deque(maxlen=most)
+    for at, row in enumerate(rows):
+        if not {"completion", "turns", "messages"} & row.keys() or (reward := number(row.get("reward"))) is None:
+            continue
+        last.append(row)
+        for kept, worth in ((best, reward), (worst, -reward)):
+            (heapq.heappush if len(kept) < most else heapq.heappushpop)(kept, (worth, at, row))
+    ordered = {"best": sorted(best, reverse=True), "worst": sorted(worst, reverse=True)}
+    shown = {name: [row for *_, row in own] for name, own in ordered.items()} | {"last": [*last]}
+    return {name: own for name, own in shown.items() if own}
+
+
 def read(run_dir: str | Path) -> RunRecord:
     """A run's files; `NoSuchRun` if the directory holds no run."""
     paths = RunPaths.of(run_dir)
@@ -188,6 +210,8 @@ def read(run_dir: str | Path) -> RunRecord:
             record.steps.append({name: row[name] for name in KEPT if name in row})
     record.starts = list(record._lines(paths.starts, dict[str, Any]))
     record.rounds = list(record._lines(paths.validation, dict[str, Any]))
+    record.samples = few_of(record._lines(paths.samples, dict[str, Any]))
+    record.asked = [*controls.read_lines(paths)]
     for path in sorted(paths.pace.glob("*.jsonl")):
         record.pace[path.stem] = list(record._lines(path, dict[str, Any]))
     missing = [path.name for path in (paths.metrics, paths.groups) if not path.exists()]

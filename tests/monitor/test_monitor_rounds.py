@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,40 @@ def test_the_line_of_a_round_says_how_many_of_how_many(samples: int, dropped: in
     done = m.ValidationDone(round=4, version=3, samples=samples, mean=0.5 if samples else 0.0, dropped=dropped)
     progress = Progress(RunState(), [], 0.0)
     assert progress.handle(done, 0.0) == [f"validation 4 of version 3: {said}"]
+
+
+def test_a_measurement_says_how_far_it_is_while_a_step_of_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = threading.Semaphore(0)
+
+    class Slow:
+        """Loads for as long as nobody has asked some times how far it is."""
+
+        asked = SimpleNamespace(of=SimpleNamespace(answers=8, prompts=4, data="held.jsonl"))
+
+        @property
+        def phase(self) -> str:
+            told.release()
+            return "loads the model"
+
+    monkeypatch.setattr(evaluate, "PATIENCE_S", 0.001)
+    with evaluate._told_of(Slow(), "my-model"):  # type: ignore[arg-type]
+        assert all(told.acquire(timeout=30) for _ in range(6))
+    said = capsys.readouterr().err
+    assert said.startswith("busrl: my-model: 8 answers to 4 prompts of held.jsonl\n")
+    assert said.count("s: loads the model\n") >= 2
+
+
+def test_how_far_a_measurement_is_counts_answers_and_rewards_apart() -> None:
+    rows = {0: evaluate.Row(1, "", finish="end", reward=1.0), 1: evaluate.Row(2, "", finish="end"),
+            2: evaluate.Row(3, "", error="too long"), 3: evaluate.Row(4, "")}
+    one = SimpleNamespace(phase="", rows=rows, rewards={0: 1.0}, mean=lambda: 1.0)
+    one.asked = SimpleNamespace(of=SimpleNamespace(answers=4))
+    said = evaluate._progress(one)  # type: ignore[arg-type]
+    assert said == "2 of 4 answers are there, 1 judged, mean 1.000, 1 have no reward"
+    one.rewards, one.mean = {}, lambda: None
+    assert "mean" not in evaluate._progress(one)  # type: ignore[arg-type]
 
 
 def test_a_measurement_of_nothing_is_null_and_not_0() -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_scene import make_run, write_lines
+from report_scene import make_run, step, write_lines
 
+from busrl.cli.command import main
 from busrl.report.page import Line, chart, page, thinned, ticks
-from busrl.report.record import read
+from busrl.report.record import few_of, read
 
 VOID = {"meta", "path", "circle", "br", "i"}
 
@@ -67,6 +68,72 @@ def test_several_runs_are_compared_and_their_settings_differ_where_they_do(tmp_p
     checked(text)
     assert "<th>learner.lr</th><td class=\"w\">0.1</td><td class=\"w\">0.3</td>" in text
     assert "<th>learner.ess_alarm</th>" not in text and ">one<" in text and ">two<" in text
+
+
+def sample(number: int, reward: object, text: str, **more: object) -> dict[str, object]:
+    return {"step": number, "prompt": f"say {number}", "completion": text, "reward": reward, **more}
+
+
+def test_the_page_shows_what_the_model_wrote_and_what_it_was_worth(tmp_path: Path) -> None:
+    rows = [sample(n, n / 8, f"answer {n}") for n in range(9)]
+    rows[8] |= {"completion": "<script>alert(1)</script>\n\x1b[31mred", "reward_parts": {"<right>": 0.5}}
+    rows[0] |= {"prompt": [{"role": "user", "content": "<hello>"}], "completion": "x" * 5000 + "end"}
+    write_lines(make_run(tmp_path) / "samples.jsonl", [*rows, sample(9, 0.4, "the last")])
+    text = page([read(tmp_path)])
+    checked(text)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;<br> [31mred" in text and "&lt;right&gt; 0.5" in text
+    assert "best, step 8" in text and "worst, step 0" in text and "last, step 9" in text and "best, step 5" not in text
+    assert "&lt;hello&gt;" in text and "x" * 1000 not in text and "xend" in text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best", "worst", "last"),
+    [
+        ([], None, None, None), ([0.5], [0], [0], [0]), ([1, 1, 1, 1, 1], [4, 3, 2], [4, 3, 2], [2, 3, 4]),
+        ([0, 1, 2, 3, 4, 5], [5, 4, 3], [0, 1, 2], [3, 4, 5]), ([None, "1", 2, float("nan")], [2], [2], [2]),
+    ],
+)
+def test_the_best_the_worst_and_the_last_samples_are_chosen(
+    rewards: list[object], best: list[int] | None, worst: list[int] | None, last: list[int] | None
+) -> None:
+    found = few_of([{"step": -1, "reward": 9.0}, *(sample(n, reward, "x") for n, reward in enumerate(rewards))])
+    assert [[row["step"] for row in found[name]] if name in found else None for name in ("best", "worst", "last")] == [
+        best, worst, last
+    ]
+
+
+def test_the_page_has_the_parts_of_the_reward_by_step(tmp_path: Path) -> None:
+    rows = [step(n, reward_parts={"right": n / 4, "short": 0.5}) for n in (1, 2)]
+    write_lines(make_run(tmp_path) / "metrics.jsonl", rows)
+    text = page([read(tmp_path)])
+    checked(text)
+    assert "Parts of the reward" in text and "right <b>0.5</b>" in text and "short <b>0.5</b>" in text
+
+
+def test_the_page_says_what_was_asked_of_the_run_while_it_ran(tmp_path: Path) -> None:
+    asked = {"id": "1", "verb": "set", "ok": True, "text": "done", "key": "learner.lr", "old": "0.1", "new": "0.3"}
+    refused = {**asked, "id": "2", "ok": False, "key": "groups.size", "new": "9", "text": "<no>"}
+    rows = [{**one, "who": "<me>", "step": 7, "time": 1.0} for one in (asked, refused)]
+    write_lines(make_run(tmp_path) / "control.jsonl", rows)
+    text = page([read(tmp_path)])
+    checked(text)
+    assert "<th>changed in flight</th><td class=\"w\">learner.lr = 0.3</td>" in text
+    assert "&lt;me&gt;" in text and "refused: &lt;no&gt;" in text and "step 7" in text
+
+
+def test_page_and_timeline_are_written_beside_what_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for arguments, made in (
+        (["report", str(one)], one / "report.html"), (["trace", "../runs/two"], two / "trace.json"),
+        (["report", str(one), str(two)], tmp_path / "runs" / "report.html"),
+        (["report", str(one), "-o", "mine.html"], tmp_path / "here" / "mine.html"),
+    ):
+        assert main(arguments) == 0 and made.is_file() and made.name in capsys.readouterr().out
+    assert [path.name for path in Path.cwd().iterdir()] == ["mine.html"]
 
 
 @pytest.mark.parametrize("name", [

@@ -54,6 +54,16 @@ def played(record: dict[str, str], *replies: str) -> float:
     return found
 
 
+@pytest.mark.parametrize("again", [0, 7])
+def test_rows_that_become_no_prompts_are_counted(model: Path, tmp_path: Path, again: int) -> None:
+    file = questions(tmp_path / "q.jsonl")
+    file.write_text("".join([*file.read_text().splitlines(keepends=True), *file.read_text().splitlines(True)[:again]]))
+    done = busrl("init", "own", "--model", model, "--out", tmp_path / "mine", "--data", file)
+    assert done.returncode == 0, done.stderr
+    assert (f"60 of {60 + again} rows are prompts; left out: {again} as duplicates" in done.stdout) == bool(again)
+    assert ("left out" in done.stdout) == bool(again)
+
+
 def test_a_file_of_questions_becomes_a_folder_whose_topology_is_short_and_passes(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     done = busrl("init", "gsm8k", "--model", model, "--out", out, "--data", questions(tmp_path / "q.jsonl"))
