@@ -1,9 +1,9 @@
 """Code that a model wrote, run in a box: `run(code, stdin, limits) -> Result`, or `await run_async(...)`.
 
 A box is a process tree with namespaces of its own (user, mount, IPC, PID, network without a device), under Landlock
-(reads Python and /usr, writes its own folder in memory) and seccomp (system calls), with resource limits. `busrl.rewards.box_launcher` makes it.
-Knows nothing of rewards, rings or agents; calls may come from any number of threads. `python -m busrl.rewards.box`
-prints what this kernel has.
+(reads Python and /usr, writes its own folder in memory) and seccomp (system calls), with resource limits.
+`busrl.rewards.box_launcher` makes it. Calls may come from any number of threads. `python -m busrl.rewards.box` prints
+what this kernel has. Knows nothing of rewards, rings or agents.
 
 - Nothing of a box outlives its `run`: it ends with process 1 of its namespace, daemons included.
 - Where the kernel refuses one part of the box, nothing is run: `BoxRefused`.
