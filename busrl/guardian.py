@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 
 MARK = "BUSRL_STARTED_BY"
+GROUPS = "/sys/fs/cgroup"
 ROUNDS_S = 5.0  # what does not end after so long is stuck in the kernel
 PAUSE_S = 0.01
 TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP
@@ -45,6 +46,34 @@ def stat_of(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+FREEZERS = (("", "", "cgroup.events", "frozen 1"), ("", "unified/", "cgroup.events", "frozen 1"),
+            ("freezer", "freezer/", "freezer.state", "FROZEN"))  # controller, folder, file, what stands there
+
+
+def halted(pid: int) -> str:
+    """How a process is held that cannot go on by itself, and how it is let go: by a signal (SIGSTOP), a debugger, or a
+    frozen group; empty if it is not held. A process that waits for a device is not."""
+    state = (stat_of(pid) or [""])[0]
+    if state == "T":
+        return f"stopped (SIGSTOP; `kill -CONT {pid}` lets it go on)"
+    if state == "t":
+        return "held by a debugger (detach it there)"
+    return f"in a frozen group (thaw {group})" if state in "SDI" and (group := _frozen_group(pid)) else ""
+
+
+def _frozen_group(pid: int) -> str:
+    """The control group of a process, if it is frozen."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/cgroup") as file:
+            groups = {controller: path for _, controller, path in (line.rstrip().split(":", 2) for line in file)}
+        for controller, folder, name, mark in FREEZERS:
+            place = f"{GROUPS}/{folder}{groups.get(controller, '').lstrip('/')}"
+            with contextlib.suppress(OSError), open(f"{place}/{name}") as file:
+                if mark in file.read():
+                    return place
+    return ""
 
 
 def born(pid: int) -> int:

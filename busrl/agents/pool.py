@@ -36,7 +36,7 @@ from busrl.agents.child import Answered, Asked, Beat, Begin, Cancel, EpisodeSetu
 from busrl.agents.episode import Episode
 from busrl.agents.llm import TEXT_LIMIT, Ended, Refusal, judged
 from busrl.errors import AgentNotLoaded, CallUnanswered, MachineError
-from busrl.guardian import MARK, end_marked, own_mark
+from busrl.guardian import MARK, end_marked, halted, own_mark
 from busrl.imports import APART, interpreter
 
 READY_S = 120.0  # importing the user's code may take long
@@ -138,7 +138,8 @@ class Child:
         silent = time.monotonic() - self._heard
         if self.lost or not silent > SILENT_S:
             return f"its loop has stood still for {self.stood_s:.0f} s, at {self.where}" if self.stood_s else ""
-        return f"nothing was heard of it for {silent:.0f} s: code that keeps Python from running"
+        why = halted(self.pid) or "code that keeps Python from running"
+        return f"nothing was heard of it for {silent:.0f} s: {why}"
 
     async def play(self, episode: Episode, task: bytes, episode_s: float) -> Ended:
         """Run an episode to its end; ChildLost if the process dies before, or has died already."""

@@ -321,7 +321,8 @@ class Scheduler:
 class Limits:
     """[limits]: how long anything may take before it is named."""
 
-    ready_s: float = key(120.0, "a child must be ready after this time", above=0)
+    ready_s: float = key(120.0, "a child must be ready after this time, without that in which it used the processor; "
+                         "five times as long at most", above=0)
     progress_s: float = key(30.0, "a process without progress for this long is killed and restarted", above=0)
     work_s: float = key(600.0, "the same for one piece of long work: a micro-batch, a prompt's prefill, a part of a "
                         "checkpoint or of a publication, a result of a validation that holds the version", above=0)
@@ -334,6 +335,11 @@ class Limits:
     restart_attempts: int = key(5, "deaths before ready, in a row, until the run gives up", low=0, high=1000)
     crash_attempts: int = key(8, "deaths after ready, in a row and with no work done in between, until the run gives "
                               "up; 0 = it never does", low=0, high=1000)
+
+    @property
+    def start_most_s(self) -> float:
+        """After which no child is still starting, however hard it works."""
+        return 5 * self.ready_s
 
 
 @dataclass(frozen=True)

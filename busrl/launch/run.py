@@ -33,14 +33,14 @@ from busrl.config.schema import AGENT
 from busrl.errors import NEEDS_FIX, NO_SPACE, NOT_IMPORTED, RUN_FAILED, TEAM_ENDED, FateRefused
 from busrl.faults import CrashWatch, crash_environment, describe, message_faults
 from busrl.files import bound
-from busrl.guardian import Guardian, mark
+from busrl.guardian import Guardian, halted, mark
 from busrl.launch.children import RunningChild, Signals, last_lines, last_words, start
 from busrl.launch.control import NO_PROOF, ControlDesk
 from busrl.launch.display import Display
 from busrl.launch.fates import FateWatch
 from busrl.launch.placement import Placement
 from busrl.launch.rundir import OpenRun, remove_runtime_dir, unlink_segments
-from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage
+from busrl.launch.summary import EventLog, Progress, ResidenceTimes, RunOutcome, Usage, cpu_of
 from busrl.launch.supervisor import NOT_STARTED, Child, Exit, ForeignProcesses, Phase, Shutdown
 from busrl.ledger.errors import record_error
 from busrl.ledger.openbin import OpenSlot, write_open
@@ -473,7 +473,10 @@ class Launch:
         for child in self.children:
             if self._see(child):
                 self._note(f"{child.name} (pid {child.pid}) is ready")
-            if why := child.looked(self._entries.get(child.pid), passed):
+            if child.watched and (line := child.held(halted(child.pid), passed)):
+                self._warn(line)
+            used = cpu_of(child.pid) if child.phase is Phase.STARTING else 0.0
+            if why := child.looked(self._entries.get(child.pid), passed, used):
                 self._say(why)
                 self._running[child.name].kill()
         for child in self.children:

@@ -15,6 +15,10 @@ table, deaths and a clock. It starts no process and sends no signal, so every ru
 - The limit is that of the declared activity if there is one, else the usual one; an activity declared to be endless
   (waiting for another's lock, for disk space) has none. A child that does not map the ring only has to become ready in
   time.
+- Before it is ready, time in which a child uses the processor does not count, up to five times the limit: a
+  machine under load is no reason to begin again.
+- A child that is held (SIGSTOP, a debugger, a frozen group) does not go on by itself, whatever it declares: it is named
+  at once, and killed early enough to be back within `limits.progress_s`.
 - At a stop producers end before consumers, so that nothing new arrives at a process that is ending; the bus is last. A
   process is asked once (SIGTERM, beside STOP on the bus) and killed by name after its time.
 - A foreign process (started by hand, or left by an earlier launch) may hold the place and the lock of a child that
@@ -89,6 +93,8 @@ KILLED_BY_OTHERS = (
     "(see `dmesg`), or somebody did; free memory, then start the run again"
 )
 DEATHS_WITHOUT_PAUSE = 5  # after ready, without work; then pauses
+WORKING_SHARE = 0.02  # of a core: a child that uses so much of it while it starts is not stalled at all
+HELD_TOLD_S, HELD_SHARE = 1.0, 1 / 3  # when it is named; of `limits.progress_s`, when it is killed
 
 
 NOT_STARTED = 127  # the exit code of a program that could not be started, as shells have it
@@ -163,6 +169,10 @@ class Child:
     _since: float = 0.0
     _silent_s: float = 0.0
     _ready_s: float = 0.0  # of this life
+    _starting_s: float = 0.0
+    _cpu_s: float = 0.0
+    _held_s: float = 0.0
+    _held_by: str = ""
     _killed_for: str = field(default="", repr=False)
     _goes_with: str = field(default="", repr=False)
     _did: int = -1  # its work by the last death after ready
@@ -194,7 +204,7 @@ class Child:
     def started(self, pid: int, now: float) -> None:
         self.phase, self.pid, self._since = Phase.STARTING, pid, now
         self.entry, self._silent_s, self._ready_s, self._killed_for = None, 0.0, 0.0, ""
-        self._goes_with = ""
+        self._goes_with, self._starting_s, self._cpu_s, self._held_s, self._held_by = "", 0.0, 0.0, 0.0, ""
 
     def became_ready(self) -> bool:
         """Ready, as the ring or (for a process that does not map it) a HELLO says; True the first time."""
@@ -204,32 +214,54 @@ class Child:
         self.waits_for_space = False
         return True
 
-    def looked(self, entry: Process | None, passed_s: float) -> str:
+    @property
+    def watched(self) -> bool:
+        return self.phase in (Phase.STARTING, Phase.READY) and not self._killed_for
+
+    def held(self, how: str, passed_s: float) -> str:
+        """`how`: who holds it, as the kernel says; "" if nobody does. A line to show, once."""
+        told = self._held_s > HELD_TOLD_S
+        self._held_s, self._held_by = self._held_s + passed_s if how else 0.0, how
+        if told or self._held_s <= HELD_TOLD_S or not self.watched:
+            return ""
+        limit = self.limits.progress_s * HELD_SHARE
+        return f"{self.name} (pid {self.pid}) is {how}; after {limit:g} s it is killed and started again"
+
+    def looked(self, entry: Process | None, passed_s: float, cpu_s: float = 0.0) -> str:
         """The ring was read, `passed_s` (without the reader's own lateness) after the last time; `entry`: what it says
-        of this child. Why the child has to be killed; "" if it has not."""
-        if self.phase not in (Phase.STARTING, Phase.READY) or self._killed_for:
+        of this child; `cpu_s`: the processor's time that it has used. Why it has to be killed; "" if it has not."""
+        if not self.watched:
             return ""
         ready, before = self.phase is Phase.READY, self.entry
         self._ready_s += passed_s if ready else 0.0
+        self._starting_s += 0.0 if ready else passed_s
+        worked_s = 0.0 if ready else max(0.0, cpu_s - self._cpu_s) / WORKING_SHARE
+        self._cpu_s = cpu_s
         changed = entry is not None and (before is None or entry.progress != before.progress)
         renewed = entry is not None and before is not None and entry.activity != before.activity
         deadline_s = entry.deadline_s if entry is not None else 0.0
         # To be ready has one limit for all of it; but a long piece that is declared (steps that are trained again) has
         # its own from each sign of progress on.
         if deadline_s >= ENDLESS_S or (changed and deadline_s > 0) or (ready and (changed or renewed)):
-            self._silent_s = 0.0
+            self._silent_s = self._starting_s = 0.0
         else:
-            self._silent_s += passed_s
+            self._silent_s += max(0.0, passed_s - worked_s)
+        self._held_s = 0.0 if changed and ready else self._held_s
         self.entry = entry or before
+        if self._held_s > (held_most := self.limits.progress_s * HELD_SHARE):
+            return self._condemn(f"{self._held_by} for {self._held_s:.1f} s", held_most)
         limit = max(self.limits.ready_s, deadline_s)
         if ready:
             limit = (deadline_s or self.limits.progress_s) if entry else math.inf
-        return self._condemn(limit) if self._silent_s > limit else ""
+        most = max(self.limits.start_most_s, 5 * deadline_s)
+        if not ready and self._starting_s > most:
+            return self._condemn(f"not ready after {self._starting_s:.1f} s of work", most)
+        what = "no progress" if ready else "not ready"
+        return self._condemn(f"{what} for {self._silent_s:.1f} s", limit) if self._silent_s > limit else ""
 
-    def _condemn(self, limit: float) -> str:
+    def _condemn(self, what: str, limit: float) -> str:
         doing = f", doing {self.entry.activity!r}" if self.entry and self.entry.activity else ""
-        what = "not ready" if self.phase is Phase.STARTING else "no progress"
-        self._killed_for = f"{what} for {self._silent_s:.1f} s (limit {limit:g} s{doing})"
+        self._killed_for = f"{what} (limit {limit:g} s{doing})"
         self.kills += 1
         return f"killing {self.name} (pid {self.pid}), state {self.phase.value}: {self._killed_for}"
 

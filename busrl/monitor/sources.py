@@ -30,6 +30,7 @@ from msgspec.structs import replace
 from busrl.bus.endpoint import Tap, TapMessage
 from busrl.errors import BadEndpoint, NoSuchRun, RingError, RingNotFound, UserError
 from busrl.files import as_map, read_map
+from busrl.guardian import halted
 from busrl.monitor.runfiles import RunFiles, whole
 from busrl.monitor.state import HEARD, VERSIONS, Facts, Held, ProcessRecord, RingRecord, RunState, address_of
 from busrl.monitor.waits import reason_of
@@ -248,9 +249,7 @@ def calls_by_uid(lines: np.ndarray, processes: list[Process]) -> dict[int, tuple
 def is_stopped(process: ProcessRecord) -> bool:
     if process.remote or process.state == "dead" or process.progress_age_s < SILENT_S:
         return False
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    return False
+    return bool(halted(process.pid))
 
 
 SILENT_S: Final = 1.0  # that a process at least is which was stopped a while ago

@@ -35,6 +35,7 @@ import msgspec
 
 from busrl import proxies
 from busrl.errors import MachineError, RewardNotLoaded
+from busrl.guardian import halted
 from busrl.imports import interpreter
 from busrl.rewards.base import Setup
 
@@ -288,6 +289,8 @@ class JudgeProcess:
         return []
 
     def _overdue(self) -> list[Outcome]:
+        how = halted(self.pid)
+        held = f"; its process was {how}" if how else ""
         self._child.close()
         if self.serving and self.together and len(self.sent) > 1:
             self._suspects = len(self.sent)
@@ -295,8 +298,8 @@ class JudgeProcess:
             return []
         if self.serving:
             key = f"{self._setup.place}.timeout_s" if self._setup.place == "reward" else "its timeout_s"
-            return self._blame("hung", f"no result after {self.timeout_s:g} s ({key})")
-        self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function")
+            return self._blame("hung", f"no result after {self.timeout_s:g} s ({key}){held}")
+        self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function{held}")
         self._restart()
         return []
 

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "scheduling": set(),
     "algorithms": set(),
     "data": {"errors", "files", "imports"},
-    "rewards": {"errors", "data", "imports", "device", "pipes", "proxies"},
+    "rewards": {"errors", "data", "imports", "device", "pipes", "proxies", "guardian"},
     "agents": {"errors", "data", "imports", "rewards", "pipes", "guardian", "listener", "proxies"},
     "ledger": {"errors", "files", "paths"},
     "faults": {"protocol"},
@@ -61,7 +61,7 @@ ARROWS: dict[str, set[str]] = {
         "device", "monitor", "guardian", "imports", "proxies",
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
-    "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway", "listener"},
+    "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway", "listener", "guardian"},
     "report": {"errors", "files", "paths", "ledger", "monitor"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",

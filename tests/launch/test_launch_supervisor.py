@@ -161,6 +161,62 @@ def test_a_start_that_declares_long_work_and_gets_on_with_it_is_waited_for_and_k
     assert "doing 'recover'" in kill
 
 
+def held(child: Child, how: str, sight, seconds: float, passed: float = 0.2):
+    """Look while something holds it; what was said, and the kill."""
+    said = []
+    for _ in range(round(seconds / 0.2)):
+        said += filter(None, [child.held(how, passed)])
+        if kill := child.looked(sight, passed):
+            return said, kill
+    return said, ""
+
+
+@pytest.mark.parametrize("activity, deadline_s", [("micro", 600.0), ("waits for the learner", 1e9), ("", 0.0)])
+def test_a_held_child_is_named_once_and_killed_whatever_it_declared(activity, deadline_s):
+    child = started("rank/1", ready=True)
+    sight = Entry(1, activity, deadline_s)
+    said, kill = held(child, "stopped (SIGSTOP)", sight, PATIENCE.progress_s / 2)
+    (line,) = said
+    assert "rank/1 (pid 4711) is stopped (SIGSTOP)" in line and "10 s" in line
+    assert "stopped (SIGSTOP) for 10.2 s (limit 10 s" in kill
+
+
+def test_a_child_that_is_held_while_it_starts_is_killed_too():
+    said, kill = held(started(), "in a frozen group", None, 15.0)
+    assert len(said) == 1 and "in a frozen group for" in kill
+
+
+def test_a_child_that_is_held_now_and_then_and_gets_on_is_not_killed():
+    child = started(ready=True)
+    for progress in range(500):  # as under strace
+        assert not child.held("held by a debugger", 0.2) and not child.looked(Entry(progress), 0.2)
+    assert held(child, "stopped", Entry(499), 5.0) and not held(child, "", Entry(499), 20.0)[1]
+
+
+def test_while_the_run_is_paused_a_held_child_is_let_be():
+    assert held(started(ready=True), "stopped", Entry(1), 100.0, passed=0.0) == ([], "")
+
+
+def test_a_child_that_computes_while_it_starts_is_not_stalled():
+    child = started()
+    kills = [child.looked(None, 0.2, cpu_s=0.005 * look) for look in range(1500)]  # 2.5 % of a core for 300 s
+    assert not any(kills)
+    assert "not ready after 300.2 s of work (limit 300 s)" in child.looked(None, 0.2, cpu_s=8.0)
+
+
+def test_a_child_that_uses_the_processor_and_then_hangs_is_killed_for_the_time_of_its_hang():
+    child = started()
+    for look in range(500):
+        assert not child.looked(None, 0.2, cpu_s=0.1 * look)
+    kill = next(filter(None, (child.looked(None, 0.2, cpu_s=50.0) for _ in range(400))))
+    assert "not ready for 60." in kill
+
+
+def test_a_child_that_only_polls_while_it_starts_is_stalled():
+    child = started()
+    assert any(child.looked(None, 0.2, cpu_s=0.0004 * look) for look in range(350))  # 0.2 % of a core, 70 s
+
+
 def test_a_stopped_child_is_neither_killed_for_silence_nor_started_again():
     child = started(ready=True)
     child.stop()

@@ -260,6 +260,15 @@ def test_only_time_with_the_item_and_under_our_eyes_counts_against_it(process: L
     assert [(a.key, a.error) for a in judged.collect(2003.0, at_most_s=60.0)] == [(1, "hung")]
 
 
+def test_a_child_that_somebody_stopped_is_told_as_stopped(process: LaneAt) -> None:
+    judged = process(0.0)
+    os.kill(judged.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, judged.pid, os.WSTOPPED | os.WNOWAIT)
+    judged.submit([Item(1, b"{}", "", [])], now=0.0)
+    (outcome,) = judged.collect(6.0, at_most_s=60.0)
+    assert outcome.error == "hung" and "its process was stopped (SIGSTOP" in outcome.text
+
+
 def test_killing_a_hung_child_takes_what_the_user_code_started(process: LaneAt, tmp_path: Path) -> None:
     hung, path = process(0.0), tmp_path / "grandchild"
     hung.submit([Item(1, b"{}", f"orphan {path}", [])], now=0.0)

@@ -104,6 +104,24 @@ def test_whatever_rank_is_killed_each_sample_is_trained_once(tmp_path: Path, qui
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank/1", "learner"])
+def test_a_team_with_a_stopped_rank_is_back_before_its_collective_fails(
+    tmp_path: Path, quickstart: None, name: str
+) -> None:
+    run = a_run(tmp_path, "validation.data=", "learner.parallel.collective_timeout_s=900", steps=8)
+    with running(run):
+        run.until_step(2)
+        before, pid = run.step(), run.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        run.until("a step after it", lambda: run.step() > before + 1, 120)
+        code = run.wait()
+    check_end(run, code)
+    said = [line["text"] for line in read_lines(run.paths.errors)]
+    assert any(f"{name} (pid {pid}) is stopped (SIGSTOP; `kill -CONT {pid}`" in text for text in said), said
+    assert run.restarts("rank/1") == run.restarts("learner") == 1
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_within_its_time_and_the_run_goes_on(tmp_path: Path, quickstart: None) -> None:
     run = a_run(tmp_path, "learner.parallel.collective_timeout_s=5", steps=12)
     with running(run):

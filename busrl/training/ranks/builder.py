@@ -75,7 +75,7 @@ class TeamSettings:
         return cls(
             topology.ranks, paths.ranks, known, device, own.reshard,
             Layout(topology.ranks, own.replicate, own.tensor, own.expert), own.offload == "all",
-            topology.limits.ready_s, own.collective_timeout_s, lora, learner.kl != "none",
+            topology.limits.start_most_s, own.collective_timeout_s, lora, learner.kl != "none",
             Path(model.reference) if model.reference else None, catalog.taught(learner),
             Path(model.teacher) if model.teacher else None, learner.teacher_k, topology.rank_hosts,
             _address(topology.bus.endpoint) if topology.rank_hosts else "", paths.rank_place, paths.root,
