@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class BusrlError(Exception):
@@ -316,12 +316,13 @@ def process_code(problem: BaseException) -> int:
     """
     if isinstance(problem, ImportError):
         return NOT_IMPORTED
-    if isinstance(problem, CannotTrain):
+    if isinstance(problem, (CannotTrain, FileCorrupt)):  # damage does not mend itself, ready or not
         return RUN_FAILED
     if isinstance(problem, (DiskFull, SharedMemoryFull)):
         return NO_SPACE
     passing = (RunInUse, WeightsRefused)  # a predecessor that is about to end, a version that another one follows
-    return NEEDS_FIX if isinstance(problem, UserError) and not isinstance(problem, passing) else RETRY
+    fixed = isinstance(problem, (UserError, DeviceMissing)) and not isinstance(problem, passing)
+    return NEEDS_FIX if fixed else RETRY
 
 
 # -- in one line -----
@@ -387,3 +388,30 @@ def _raised(trace: str) -> str:
     """The line of a traceback that names the exception: the first at the margin, of the last of several chained."""
     lines = [line for line in trace.rpartition(TRACE)[2].split("\n") if line.strip()]
     return next((line for line in lines if not line.startswith(" ")), lines[-1].strip() if lines else "(cut off)")
+
+
+# -- where they are told -----
+
+
+class Unfailing:
+    """A stream on which nothing depends: what it cannot take (a full disk, a closed end) is dropped, and `lost` is
+    set."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.lost = stream, False
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError):
+            self.lost = True
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.lost = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -6,17 +6,19 @@ Only argparse and `busrl.errors` are loaded for `busrl --help`: a verb's module 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import math
 import os
 import sys
+import syslog
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TextIO, TypeAlias, TypeVar, cast
 
-from busrl.errors import BugError, BusrlError, MachineError, TopologyError, UserError, escaped
+from busrl.errors import BugError, BusrlError, MachineError, TopologyError, Unfailing, UserError, escaped
 
 
 def positive(text: str) -> float:
@@ -74,6 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = options.verb.partition(":")
     if module == "simulate":  # the predictors' matrices are small: a second numeric thread would only spin
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is loaded
+    told = Unfailing(sys.stderr)
+    try:
+        with contextlib.redirect_stderr(cast(TextIO, told)):
+            return _ended(module, function, options)
+    finally:
+        if told.lost:
+            _discard(sys.stderr)
+
+
+def _ended(module: str, function: str, options: argparse.Namespace) -> int:
     try:
         code = int(getattr(importlib.import_module(f"busrl.cli.{module}"), function)(options))
         sys.stdout.flush()
@@ -90,12 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `busrl check x | head`: nobody reads any more
-        _discard_output()
+        _discard(sys.stdout)
         return 141
     except OSError as error:
         if not _output_fails():  # another file's: the code that opened it should have named it
             raise
-        _discard_output()
+        _discard(sys.stdout)
         return _tell(MachineError(f"standard output: {error.strerror}; make room where it goes, or send it elsewhere"))
 
 
@@ -109,9 +121,10 @@ def _output_fails() -> bool:
     return False
 
 
-def _discard_output() -> None:
+def _discard(stream: TextIO) -> None:
     """What is still to be printed goes nowhere, or the interpreter would fail at it again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _tell(error: BusrlError) -> int:
@@ -122,6 +135,9 @@ def _tell(error: BusrlError) -> int:
         print(escaped(f"busrl: {len(error.problems)} problems\n{error}"), file=sys.stderr)
     else:
         print(escaped(f"busrl: {error}"), file=sys.stderr)
+    if getattr(sys.stderr, "lost", False):  # both outputs on a full disk: the last place where somebody may look
+        syslog.openlog("busrl")
+        syslog.syslog(syslog.LOG_ERR, str(error))
     return error.exit_code
 
 

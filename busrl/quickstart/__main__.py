@@ -7,11 +7,14 @@ when something has to be made.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import TextIO, cast
 
-from busrl.errors import BusrlError
+from busrl.errors import BusrlError, Unfailing, cause
 from busrl.quickstart.cache import Paths, paths
 from busrl.quickstart.task import RECIPES
 
@@ -31,19 +34,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m busrl.quickstart", description="Make a quickstart model and data.")
     parser.add_argument("--name", default=next(iter(RECIPES)), help=f"one of: {', '.join(RECIPES)}")
     parser.add_argument("--force", action="store_true", help="make it again, even if it is there")
+    parser.add_argument("--why", type=Path, metavar="FILE", help="write there why it failed")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an ended maker cleans up like one that is interrupted
     try:
         made = _make(chosen.name, chosen.force)
     except BusrlError as error:
-        print(f"busrl quickstart: {error}", file=sys.stderr)
-        return error.exit_code
+        return _failed(chosen.why, str(error), error.exit_code)
     except KeyboardInterrupt:
-        print(f"busrl quickstart: making {chosen.name} was interrupted; nothing is left of it", file=sys.stderr)
-        return 130
+        return _failed(chosen.why, f"making {chosen.name} was interrupted; nothing is left of it", 130)
+    except Exception as problem:
+        _failed(chosen.why, cause(problem), 1)
+        raise
     print(f"model={made.model}\ntrain={made.train}\nvalidation={made.validation}")
     return 0
 
 
+def _failed(told: Path | None, why: str, code: int) -> int:
+    print(f"busrl quickstart: {why}", file=sys.stderr)
+    if told is not None:
+        with contextlib.suppress(OSError):
+            told.write_text(why)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout, sys.stderr = (cast(TextIO, Unfailing(one)) for one in (sys.stdout, sys.stderr))
+    sys.exit(main())  # what is made does not depend on who reads

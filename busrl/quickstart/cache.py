@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -57,14 +58,26 @@ def ensure(name: str) -> Paths:
     if found is not None:
         return found
     command = ["busrl.quickstart", "--name", name]
-    ended = subprocess.run([*interpreter(), *command], stdout=sys.stderr, check=False)
+    read, write = os.pipe()
+    with open(read) as told:
+        asked = [*interpreter(), *command, "--why", f"/dev/fd/{write}"]
+        try:
+            ended = subprocess.run(asked, stdout=sys.stderr, pass_fds=(write,), check=False)
+        finally:
+            os.close(write)
+        why = told.read() or _end_of(ended.returncode)
     found = paths(name)
     if ended.returncode != 0 or found is None:
-        raise MachineError(
-            f"quickstart {name!r}: making it ended with status {ended.returncode}; its last lines above say why; "
-            f"try again with: {sys.executable} -m {' '.join(command)}"
-        )
+        again = f"{sys.executable} -m {' '.join(command)}"
+        raise MachineError(f"quickstart {name!r} could not be made: {why}; try again with: {again}")
     return found
+
+
+def _end_of(code: int) -> str:
+    """How a maker ended that said nothing."""
+    if code == -signal.SIGKILL:
+        return "it was killed (SIGKILL): by somebody, or by the kernel for want of memory (see `dmesg`)"
+    return f"it ended with {f'signal {-code}' if code < 0 else f'status {code}'} and said nothing"
 
 
 def make_once(recipe: Recipe, fill: Callable[[Path], None], *, force: bool = False, wait_s: float = WAIT_S) -> Paths:

@@ -61,7 +61,8 @@ ARROWS: dict[str, set[str]] = {
         "device", "monitor", "guardian", "imports", "proxies",
     },
     "simulate": {"errors", "files", "paths", "config", "scheduling", "data", "ledger"},
-    "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway", "listener", "guardian"},
+    "monitor": {"errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "ledger", "gateway", "guardian",
+                "listener"},
     "report": {"errors", "files", "paths", "ledger", "monitor"},
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",

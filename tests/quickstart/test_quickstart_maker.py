@@ -81,7 +81,7 @@ def test_a_terminated_maker_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_ensure_makes_what_is_missing_once_and_tells_its_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(MachineError, match=r"status 1.*try again with.*busrl\.quickstart --name tiny:sort"):
+    with pytest.raises(MachineError, match=r"status 1 and said nothing.*try again.*quickstart --name tiny:sort"):
         cache.ensure("tiny:sort")
     cache.make_once(Recipe(), lambda folder: (folder / "made.json").write_text("{}") and None)
     assert cache.ensure("tiny:sort") == cache.paths("tiny:sort")

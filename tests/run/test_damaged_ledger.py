@@ -160,8 +160,8 @@ def replaced(data: bytes) -> bytes:
 DAMAGES = (cut, emptied, replaced, flipped)
 
 
-def small(directory: Path, steps: int) -> Run:
-    return Run(directory, *SMALL, config=ROOT / "configs" / "scripted.toml", steps=steps)
+def small(directory: Path, steps: int, *more: str) -> Run:
+    return Run(directory, *SMALL, *more, config=ROOT / "configs" / "scripted.toml", steps=steps)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +228,19 @@ def start_with(killed: Path, copy: Path, names: list[str], damage: Callable[[byt
         except AssertionError as problem:
             return str(problem)
     return ""
+
+
+def test_damage_in_the_log_ends_a_start_at_once_where_a_ring_is_left_too(tmp_path: Path, quickstart: None) -> None:
+    run = small(tmp_path / "run", 1000, "learner.checkpoint_every=1000")
+    with running(run):
+        run.until_step(6)
+        run.kill_launch()
+        assert run.paths.ring_file.exists()
+        path = run.directory / newest_log(run.directory)
+        path.write_bytes(flipped(path.read_bytes()))
+        run.start()
+        assert run.wait(END_S) == 1, run.tail()
+        assert path.name in run.summary()["why"] and run.restarts("learner") == 0, run.tail()
 
 
 @pytest.mark.timeout(1800)  # some fifty starts
