@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from busrl.config import Topology, load
-from busrl.errors import RunFinished, UserError
+from busrl.errors import DiskFull, RunFinished, UserError
+from busrl.files import LineFile
 from busrl.launch.identity import Start, compare, digests
+from busrl.launch.rundir import open_run
 from busrl.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -67,6 +69,34 @@ def test_what_changed_since_the_last_start_is_said_key_by_key_and_kept(place: Pl
     assert rows[0]["changes"] == {} and rows[1]["changes"]["learner.lr"]["now"] == 0.5 and rows[1]["step"] == 30
     assert not any("changed" in note for note in place.start("learner.lr=0.5", "limits.progress_s=99",
                                                              "process.rollout.threads=2").notes)
+
+
+def test_a_change_is_kept_before_the_topology_that_has_it_is_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that is killed in between leaves no topology of which nobody knows since when it holds."""
+    place.start()
+    place.paths.run_json.unlink()
+    monkeypatch.setattr("busrl.launch.rundir._write_files", lambda *_: pytest.fail("killed here"))
+    with pytest.raises(pytest.fail.Exception):
+        open_run(place.paths.root, place.topology("weights.max_staleness=1"))
+    assert json.loads(place.paths.topology.read_text())["weights"]["max_staleness"] == 2
+    last = json.loads(place.paths.starts.read_text().splitlines()[-1])
+    assert last["changes"]["weights.max_staleness"] == {"was": 2, "now": 1}
+
+
+def test_a_start_that_changes_something_is_refused_where_that_cannot_be_kept(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.start()
+    monkeypatch.setattr("busrl.launch.identity.LineFile.append", _full)
+    place.start()  # nothing changed: a line less
+    with pytest.raises(DiskFull, match="starts"):
+        place.start("learner.lr=0.5")
+
+
+def _full(file: LineFile, line: bytes) -> None:
+    raise DiskFull(f"{file.path}: no room")
 
 
 def test_an_edited_prompt_file_is_refused_at_the_start_and_a_moved_one_is_not(place: Place) -> None:

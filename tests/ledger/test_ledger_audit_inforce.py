@@ -143,6 +143,14 @@ def test_damaged_lines_of_starts_tell_of_no_change(run, line: str) -> None:
     assert too_old(run) == (2,)
 
 
+@pytest.mark.parametrize("was", ["soon", None, [1], {"a": 2}, 2.5, True])
+def test_a_value_that_is_no_number_promises_nothing(run, was: object) -> None:
+    topology(run, {**ASYNC, "max_staleness": 1})
+    start(run, 3, weights__max_staleness=(was, 1), segments__max_segments=(was, 3))
+    trained(run, 0, 1, 2, 3, 1)
+    assert too_old(run) == ()
+
+
 # -- the log itself: kept now, and not before, or the other way round -----
 
 

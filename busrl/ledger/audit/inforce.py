@@ -40,15 +40,20 @@ class Promise:
     def of(cls, values: Mapping[str, Any]) -> Promise:
         """Of the values by key; nothing where they do not say, or ask for ages (`forced_age`)."""
         mode, in_waves = values.get("weights.mode"), values.get("segments.rounds") == "segments"
-        in_waves = in_waves and bool(values.get("segments.length"))
-        waves = int(values.get("segments.max_segments", 1)) if in_waves else 1  # rounds an answer may take in mode sync
-        by_mode = {"batch-async": values.get("weights.max_staleness"), "sync": waves - 1}
+        segments = _count(values.get("segments.max_segments")) if in_waves and values.get("segments.length") else None
+        waves = segments or 1  # rounds that an answer may take in mode sync
+        by_mode = {"batch-async": _count(values.get("weights.max_staleness")), "sync": waves - 1}
         forced = values.get("experiments.forced_age") or values.get("learner.forced_age")  # the latter: an older run
         return cls(
             str(values.get("learner.wal", "")), None if forced else by_mode.get(str(mode)),
             mode == "batch-async" and values.get("weights.over_age") == "wait" and not forced,
             values.get("segments.loss") == "last_segment",
         )
+
+
+def _count(value: Any) -> int | None:
+    """A whole number of a file, which may hold anything."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 @dataclass(frozen=True)
