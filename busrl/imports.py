@@ -20,6 +20,8 @@ import importlib.util
 import json
 import os
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +104,44 @@ def interpreter(python: str = "", with_busrl: bool = False) -> list[str]:
     if not python or python == sys.executable:
         return [sys.executable, *SAFE, "-c", OURS]
     return [python, "-c", RUN if with_busrl else OURS]
+
+
+IMPORTING = -2  # key of the lines by which the child of a reward says that an import begins, and has ended
+
+
+class ImportClock:
+    """Counts the time in which this process imports modules, for calls with a time limit: an import within a function
+    is of the first call alone, and may take longer than all others together. `tell(True)` and `tell(False)` are called
+    where an outermost import of the main thread begins and has ended.
+
+    Finding and loading is one function of importlib, for every way to import; what is loaded never comes there.
+    """
+
+    def __init__(self, tell: Callable[[bool], None]) -> None:
+        self._tell, self._spent_s, self._begun = tell, 0.0, 0.0
+        self._deep, self._main, self._pid = 0, threading.get_ident(), os.getpid()
+        bootstrap: Any = importlib._bootstrap
+        self._load, bootstrap._find_and_load = bootstrap._find_and_load, self._loading
+
+    @property
+    def spent_s(self) -> float:
+        """All of it, of an import that goes on too."""
+        return self._spent_s + (time.monotonic() - self._begun if self._deep else 0.0)
+
+    def now(self) -> float:
+        """A clock that stands still meanwhile."""
+        return time.monotonic() - self.spent_s
+
+    def _loading(self, *given: Any) -> Any:
+        if self._deep or threading.get_ident() != self._main or os.getpid() != self._pid:
+            return self._load(*given)
+        self._deep, self._begun = 1, time.monotonic()
+        self._tell(True)
+        try:
+            return self._load(*given)
+        finally:
+            self._spent_s, self._deep = self.spent_s, 0
+            self._tell(False)
 
 
 # package -> the extra of busrl that brings it

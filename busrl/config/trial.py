@@ -34,7 +34,7 @@ from busrl.data.chat import LightTokenizer
 from busrl.data.prompts import open_file, prompt_lines, prompt_of
 from busrl.data.sources import ENVIRONMENT
 from busrl.errors import DataError
-from busrl.imports import interpreter
+from busrl.imports import IMPORTING, interpreter
 from busrl.vocabulary import end_ids, vocabulary_size
 
 # -- the first prompt and its reward -----
@@ -299,7 +299,7 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
             return child.last_words() if child.ended else late, []
         tried: list[Tried] = []
         for what, answer, _ in answers if not loaded["error"] else ():
-            if event := child.next(one.timeout_s):
+            if event := _outcome(child, one.timeout_s):
                 tried.append(Tried(what, answer, event["value"], event["error"], event["text"]))
                 continue
             error, text = "hung", f"no result after {one.timeout_s:g} s ({one.timeout_key})"
@@ -308,6 +308,18 @@ def _judge(t: Topology, one: Subject, line: str, answers: Answers) -> tuple[str,
             tried.append(Tried(what, answer, error=error, text=text))
             break
         return str(loaded["text"]) if loaded["error"] else "", tried
+
+
+def _outcome(child: Foreign, timeout_s: float) -> dict[str, Any] | None:
+    """What became of an answer, within that time without those in which the reward imports modules."""
+    left_s, importing = timeout_s, False
+    while True:
+        begun = time.monotonic()
+        event = child.next(LOAD_S if importing else max(0.0, left_s))
+        if event is None or event["key"] != IMPORTING:
+            return event
+        left_s -= 0.0 if importing else time.monotonic() - begun
+        importing = bool(event["text"])
 
 
 # -- a loss, an advantage estimator, metrics and an optimiser by import path -----

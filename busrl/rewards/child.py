@@ -19,7 +19,6 @@ import inspect
 import os
 import resource
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ import msgspec
 
 from busrl import imports, pipes
 from busrl.errors import RewardNotLoaded, cause
+from busrl.imports import IMPORTING, ImportClock
 from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, settle
 from busrl.rewards.pool import READY, Item, Outcome
 
@@ -51,14 +51,15 @@ def main() -> int:
     except BaseException as problem:
         write(answers, Outcome(READY, error="not_loaded", text=str(problem) or type(problem).__name__))
         return 1
+    clock = imports.ImportClock(lambda begins: tell_import(answers, begins))
     own_s = getattr(function, "longest_s", setup.timeout_s) if way == "async" else 0.0
     write(answers, Outcome(READY, text=way, seconds=own_s))
     if way == "async":
-        asyncio.run(Concurrent(function, answers, own_s).serve(requests, rows))
+        asyncio.run(Concurrent(function, answers, own_s, clock).serve(requests, rows))
         return 0
     work = by_lists if way == "batch" else one_by_one
     while rows or not requests.over:
-        work(function, [item for row in rows for item in _batches.decode(row)], answers)
+        work(function, [item for row in rows for item in _batches.decode(row)], answers, clock)
         rows = requests.read()
     return 0
 
@@ -90,11 +91,11 @@ def way_of(function: RewardFunction, setup: Setup) -> str:
     return "batch" if setup.batch or setup.kind == "model" else ""
 
 
-def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int) -> None:
+def one_by_one(function: RewardFunction, items: Sequence[Item], answers: int, clock: ImportClock) -> None:
     for item in items:
-        begun = time.monotonic()
+        begun = clock.now()
         outcome = judge(function, item)
-        outcome.seconds = time.monotonic() - begun
+        outcome.seconds = clock.now() - begun
         write(answers, outcome)
 
 
@@ -140,14 +141,14 @@ def failed(item: Item, problem: BaseException) -> Outcome:
 # -- functions that judge many at a time ------------------
 
 
-def by_lists(function: Any, items: Sequence[Item], answers: int) -> None:
+def by_lists(function: Any, items: Sequence[Item], answers: int, clock: ImportClock) -> None:
     """Calls with at most AT_ONCE answers each. Where one raises, each answer of it is judged by a call of its own."""
     for begin in range(0, len(items), AT_ONCE):
-        some, begun = items[begin : begin + AT_ONCE], time.monotonic()
+        some, begun = items[begin : begin + AT_ONCE], clock.now()
         outcomes = of_list(function, some)
         if len(some) > 1 and all(one.error for one in outcomes):
             outcomes = [outcome for item in some for outcome in of_list(function, [item])]
-        spent = time.monotonic() - begun
+        spent = clock.now() - begun
         for outcome in outcomes:
             outcome.seconds = spent / len(some)
             write(answers, outcome)
@@ -175,8 +176,8 @@ class Concurrent:
     """Calls of a coroutine function, at most `at_once` (an attribute of it, or AT_ONCE) at the same time; each may take
     `longest_s`. Items begin and are answered in their order."""
 
-    def __init__(self, function: Any, answers: int, longest_s: float) -> None:
-        self.function, self.answers, self.longest_s = function, answers, longest_s
+    def __init__(self, function: Any, answers: int, longest_s: float, clock: ImportClock) -> None:
+        self.function, self.answers, self.longest_s, self.clock = function, answers, longest_s, clock
         self.room = asyncio.Semaphore(getattr(function, "at_once", AT_ONCE))
         self.tasks: deque[asyncio.Task[Outcome]] = deque()
         self.arrived = asyncio.Event()
@@ -184,18 +185,18 @@ class Concurrent:
     async def serve(self, requests: pipes.Requests, rows: Sequence[bytes]) -> None:
         """Judge what has been read, and what comes, until the parent closes the pipe."""
         os.set_blocking(requests.fd, False)
-        loop, last = asyncio.get_running_loop(), time.monotonic()
+        loop, last = asyncio.get_running_loop(), self.clock.now()
         self._take(rows)
         loop.add_reader(requests.fd, self._read, requests)
         while self.tasks or not requests.over:
             if not self.tasks:
                 self.arrived.clear()
                 await self.arrived.wait()
-                last = time.monotonic()
+                last = self.clock.now()
                 continue
             outcome = await self.tasks[0]
             self.tasks.popleft()
-            outcome.seconds, last = time.monotonic() - last, time.monotonic()  # of the wait, not of each call
+            outcome.seconds, last = self.clock.now() - last, self.clock.now()  # of the wait, not of each call
             write(self.answers, outcome)
         if closes := getattr(self.function, "close", None):
             await closes()
@@ -214,8 +215,10 @@ class Concurrent:
     async def _judge(self, item: Item) -> Outcome:
         async with self.room:
             try:
-                call = asyncio.ensure_future(called(self.function, item))
-                if not (await asyncio.wait({call}, timeout=self.longest_s))[0]:
+                call, ends = asyncio.ensure_future(called(self.function, item)), self.clock.now() + self.longest_s
+                while not call.done() and (left := ends - self.clock.now()) > 0:
+                    await asyncio.wait({call}, timeout=left)
+                if not call.done():
                     call.cancel()
                     return Outcome(item.key, error="hung", text=f"no result after {self.longest_s:g} s (timeout_s)")
                 return settled(item, call.result())
@@ -229,6 +232,11 @@ def keep_apart(setup: Setup) -> None:
         file.write("1000")
     if setup.memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (setup.memory_mb << 20,) * 2)
+
+
+def tell_import(fd: int, begins: bool) -> None:
+    """The deadline of a call stands still while it imports."""
+    pipes.write(fd, pipes.line_of(Outcome(IMPORTING, text="begins" if begins else "")))
 
 
 def write(fd: int, outcome: Outcome) -> None:

@@ -2,14 +2,17 @@
 
     parent -> child, lines of JSON: first a Setup, then batches: arrays of Item
     child -> parent, lines of JSON: one Outcome when set up (key READY; `text`: async or batch where it judges many at a
-                                    time, `seconds`: how long its own deadline is), then one per item, in order
+                                    time, `seconds`: how long its own deadline is), then one per item, in order;
+                                    between them those with the key IMPORTING: a call imports a module (`text`), or has
+                                    imported it ("")
 
 Each part of a reward has children of its own, so that a part that hangs or dies is named, and costs the others nothing.
 Talks to the operating system and to its children. Knows nothing of slots, fates or the bus.
 
 - Every item that was submitted comes back exactly once: with a value, or as raised, hung or malformed.
 - An item that raises, hangs or crashes its process costs no other item more than time.
-- The deadline is per item and counted while this process looks: of a time during which it did not, LATENESS_S counts
+- The deadline is per item and counted while this process looks, but for the time in which the child imports modules,
+  which may take as long as its start; of a time during which it did not, LATENESS_S counts
   at most, so a stopped parent does not end a child.
 - Nothing waits, except `poll` for as long as it is allowed and `close` for the end of a process that it has killed.
 - The child leads its own session; killing takes its process group, and with it what user code has started. A child is
@@ -36,7 +39,7 @@ import msgspec
 from busrl import proxies
 from busrl.errors import MachineError, RewardNotLoaded
 from busrl.guardian import halted
-from busrl.imports import interpreter
+from busrl.imports import IMPORTING, interpreter
 from busrl.rewards.base import Setup
 
 if TYPE_CHECKING:
@@ -192,6 +195,7 @@ class JudgeProcess:
         self.serving = False
         self.restarts = 0
         self.elapsed_s, self._seen = 0.0, now
+        self.importing, self._imported_s = False, 0.0  # now, and how long in this call
         self.together = False
         self._suspects = 0  # samples that are next, each of them alone
         self._failures = 0
@@ -215,6 +219,8 @@ class JudgeProcess:
         """Time until the child is overdue, inf while it has nothing to do."""
         if not self.serving:
             return max(0.0, self.ready_s - self.elapsed_s)
+        if self.importing:
+            return max(0.0, self.ready_s - self._imported_s)
         return max(0.0, self.timeout_s - self.elapsed_s) if self.sent else float("inf")
 
     def submit(self, items: Sequence[Item], now: float) -> None:
@@ -225,9 +231,9 @@ class JudgeProcess:
         """Outcomes that have come up; at most `at_most_s` of the time since the last call counts. Never waits."""
         self._child.flush()
         answers = self._child.read()
+        self._count(min(now - self._seen, at_most_s))
         outcomes = self._settle(answers)
         self._judged_s += sum(answer.seconds for answer in answers)
-        self.elapsed_s = 0.0 if answers else self.elapsed_s + min(now - self._seen, at_most_s)
         self._seen = now
         if self._child.ended:
             outcomes += self._died()
@@ -235,6 +241,12 @@ class JudgeProcess:
             outcomes += self._overdue()
         self._send(now)
         return outcomes
+
+    def _count(self, passed_s: float) -> None:
+        if self.importing:
+            self._imported_s += passed_s
+        else:
+            self.elapsed_s += passed_s
 
     def close(self) -> None:
         """End the child: at once if it is judging, else it may end by itself."""
@@ -244,7 +256,7 @@ class JudgeProcess:
         """Put everything unanswered back in front and start a new child."""
         self.waiting.extendleft(reversed(self.sent))
         self.sent.clear()
-        self.serving, self.elapsed_s = False, 0.0
+        self.serving, self.elapsed_s, self.importing, self._imported_s = False, 0.0, False, 0.0
         self.restarts += 1
         self._child = ChildProcess(self._setup, self._poller)
 
@@ -262,6 +274,10 @@ class JudgeProcess:
     def _settle(self, answers: list[Outcome]) -> list[Outcome]:
         outcomes = []
         for answer in answers:
+            if answer.key == IMPORTING:
+                self.importing = bool(answer.text)
+                continue
+            self.elapsed_s = self._imported_s = 0.0
             if answer.key == READY:
                 if answer.error:
                     raise RewardNotLoaded(answer.text)
@@ -298,6 +314,8 @@ class JudgeProcess:
             return []
         if self.serving:
             key = f"{self._setup.place}.timeout_s" if self._setup.place == "reward" else "its timeout_s"
+            if self.importing:
+                return self._blame("hung", f"it imports modules for {self.ready_s:g} s and more{held}")
             return self._blame("hung", f"no result after {self.timeout_s:g} s ({key}){held}")
         self._failed(f"was not ready after {self.ready_s:g} s; it was importing the reward function{held}")
         self._restart()
