@@ -81,3 +81,27 @@ def tokenizer(template: str = "chatml") -> Any:
     if template:
         made.chat_template = TEMPLATES[template]
     return made
+
+
+def make_bpe(folder: Path) -> Path:
+    """A tiny random Qwen2 with a byte-level BPE whose tokenizer.json keeps words and numbers whole: transformers' class
+    for that kind of model splits texts by a rule of its own, digit by digit, whatever the file says."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    texts = [f"what is {n * 37 % 9999} + {n * 91 % 9999} + {n * 53 % 9999}?" for n in range(400)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator([*texts, "what is 1234 + 5678 + 9012?" * 20], trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False))
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save_pretrained(folder)
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(made), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=0, pad_token_id=0, bos_token_id=None))
+    model.save_pretrained(folder)
+    return folder

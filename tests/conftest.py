@@ -72,3 +72,11 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return made[template]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def bpe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real model folder of which transformers makes another tokenizer than its tokenizer.json says."""
+    from chat_folders import make_bpe
+
+    return make_bpe(tmp_path_factory.mktemp("bpe") / "model")

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from busrl.cli.run import launch_pid
 from busrl.config import Topology, load, materialise, model_folder, recorded
+from busrl.config.prompt_tokens import limit_in_words
 from busrl.config.prompts import AskedSet
 from busrl.config.schema import TINY
 from busrl.data import JsonlStream, prompt_of
@@ -453,7 +454,7 @@ class Evaluation:
             row = self.rows[place] = Row(line.index + 1, None)
             ids = self._ids(engine, line, row)
             if not 0 < len(ids) <= limit:
-                row.error = row.error or f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
+                row.error = row.error or f"its prompt has {len(ids)} tokens; {limit_in_words(self.topology)}"
                 continue
             yield Request(
                 key=place, uid=first + place, segment=0, prompt_ids=ids, prefix_ids=NO_IDS,

@@ -1,7 +1,9 @@
 """How many tokens the prompts of a run have, before it starts: the limit "auto", and what one leaves out.
 
-Counts with the tokenizer of the model folder and, for chats, through its chat template, without torch.
+Counts with the tokenizer that engines have and, for chats, through its chat template, without torch.
 
+- "auto" is no exact bound: another version of a library may count a little more, and a run that goes on with it, or an
+  engine that has it, must not lose its longest prompts.
 - A file of up to ALL prompts is counted whole; of a larger one the longest by bytes and some spread evenly are, and
   the text says how many. The rest is bounded by the most tokens for a byte that were seen.
 - Where nothing can be counted a byte counts as a token, which no common tokenizer exceeds.
@@ -30,6 +32,7 @@ ALL_BYTES = 16 << 20  # if they are not more than this
 SOME = 5_000  # of a larger file: so many of the longest, and so many spread evenly
 BATCH = 1_000
 TOO_MANY = 0.01  # share of prompts above a given limit that a run is not started with
+LEAST_MARGIN, MARGIN = 8, 8  # "auto": so many tokens above the longest prompt, or one for so many of its tokens
 UNKNOWN = 1  # tokens, where prompts cannot be looked at: no rule about long ones is broken by it
 
 
@@ -46,6 +49,7 @@ class Counted:
     bound: int  # no prompt is longer, as far as is known
     how: str
     highest: int = 0  # token id
+    margin: int = 0  # tokens that another version of the tokenizer may count more
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -95,7 +99,7 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
         rule, _, remedy = str(problem).rpartition("; ")
         remedies = (rule, remedy) if rule else (remedy, "correct the prompt, or the template")
         found.append(Finding(("data.template",), *remedies))
-    limit = given if isinstance(given, int) else max([UNKNOWN, *(one.bound for one in counted)])
+    limit = given if isinstance(given, int) else max([UNKNOWN, *(one.bound + one.margin for one in counted)])
     if auto and (left := context - topology.generation.max_new_tokens) > 0:
         limit = min(limit, left)  # as far as the model has room for the longest prompt and an answer
     if not counted:
@@ -106,8 +110,17 @@ def limit_of(topology: Topology, scans: Mapping[str, Scan], context: int) -> Lim
     room = context if auto else 0  # what "auto" had to keep to
     found = [_too_many(one, limit, room) for one in counted if one.over(limit) > TOO_MANY * one.prompts]
     found += _foreign_ids(topology, counted)
-    text = f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{' (auto)' if auto else ''}"
+    margin = ", some more than the longest has" if any(one.margin for one in counted) else ""
+    text = f"tokens: {'; '.join(lines)}; generation.max_prompt_tokens = {limit}{f' (auto{margin})' if auto else ''}"
     return Limit(limit, text, tuple(found))
+
+
+def limit_in_words(topology: Topology) -> str:
+    """The limit in force, by what the user wrote, after a number of tokens that is above it."""
+    given, limit = topology.generation.max_prompt_tokens, topology.max_prompt_tokens
+    if isinstance(given, int):
+        return f"generation.max_prompt_tokens is {given}"
+    return f'"auto" made room for {limit}, as `busrl check` counted them: give generation.max_prompt_tokens a number'
 
 
 def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:
@@ -155,8 +168,8 @@ def _counted(topology: Topology, scans: Mapping[str, Scan]) -> Iterator[Counted]
 
 
 def tokenizer_of(topology: Topology) -> LightTokenizer | None:
-    folder = pretrained.model_at(topology.model.path)
-    return LightTokenizer.of(folder, tools_of_chats(topology)) if folder else None
+    folder, tiny = pretrained.model_at(topology.model.path), topology.model.path.startswith(TINY)
+    return LightTokenizer.of(folder, tools_of_chats(topology), by_file=tiny) if folder else None
 
 
 def tools_of_chats(topology: Topology) -> list[Any]:
@@ -189,9 +202,12 @@ def _by_tokens(topology: Topology, scan: Scan, light: LightTokenizer) -> Counted
     )
     if topology.data.template == "chat":
         how += ", chat template included"
+    if not light.as_engines:
+        how += "; by tokenizer.json, for transformers cannot be asked here: an engine counts again when it starts"
     lines = tuple(index + 1 for index in chosen)
     bound = max([1, *tokens, _rest(scan, chosen, tokens)])
-    return Counted(str(scan.path), scan.count, tuple(tokens), lines, tuple(spread), bound, how, light.highest)
+    margin = max(LEAST_MARGIN, bound // MARGIN)
+    return Counted(str(scan.path), scan.count, tuple(tokens), lines, tuple(spread), bound, how, light.highest, margin)
 
 
 def _chosen(scan: Scan) -> tuple[list[int], list[bool]]:

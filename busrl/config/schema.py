@@ -130,7 +130,7 @@ class Generation:
     temperature: float = key(1.0, "sampling temperature of training tasks", above=0, high=10)
     top_p: float = key(1.0, "nucleus sampling; training needs 1.0", above=0, high=1)
     max_batch: int = key(128, "sequences that one rollout process generates at the same time", low=1, high=65536)
-    max_prompt_tokens: int | str = key("auto", "a longer prompt is set aside (fate l); auto = the longest of the data",
+    max_prompt_tokens: int | str = key("auto", "a longer prompt is set aside (fate l); auto = what the longest needs",
                                        words=("auto",), low=1, high=1 << 20)
     prefill_tokens: int = key(2048, "torch engine: most prompt tokens between two decoding steps", low=1, high=1 << 20)
     on_update: str = key("auto", "keys and values of running sequences after new weights: kept, or computed again; "

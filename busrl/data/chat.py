@@ -1,9 +1,10 @@
-"""Chat templates and token counts of a model folder without transformers, whose import brings torch.
+"""Chat templates and token counts of a model folder in processes that load no model, and so no torch.
 
-Used where no model is loaded: `busrl check` counts tokens with it. Reads tokenizer.json, tokenizer_config.json and the
-template files; needs the packages tokenizers and jinja2, which transformers brings. An engine encodes with the
-folder's own tokenizer (`busrl.engines.base`); tests compare the ids of both. Knows nothing of prompt files.
+Used by `busrl check`, which counts tokens, and by agents. Reads tokenizer_config.json and the template files; needs the
+packages tokenizers and jinja2, which transformers brings. Knows nothing of prompt files.
 
+- The tokenizer is the one that engines have: that which transformers makes of the folder. Some of its classes split
+  texts in a way of their own, whatever tokenizer.json says. Without transformers it is that of tokenizer.json alone.
 - A template writes every special token itself, so what it wrote is encoded without adding any.
 - A template is foreign code: it runs in jinja2's sandbox, and sees plain data only.
 """
@@ -11,8 +12,13 @@ folder's own tokenizer (`busrl.engines.base`); tests compare the ids of both. Kn
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +64,53 @@ def _templates(folder: Path) -> dict[str, str]:
     return {}
 
 
+# Run in a process of its own, which takes transformers' tokenizers for all that it has: torch alone takes longer to
+# import than all the rest.
+ASK_LIBRARY = """
+import importlib.util, sys
+known = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] == "torch" else known(name, *more)
+from transformers import AutoTokenizer
+made = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+sys.stdout.buffer.write(made.backend_tokenizer.to_str().encode())
+"""
+ASK_S = 120.0
+FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "merges.txt", "tokenizer.model")
+
+
+def library_tokenizer(folder: Path) -> str:
+    """The tokenizer that transformers makes of a folder, as the text of a tokenizer.json; "" without transformers, and
+    for a tokenizer that has no such form."""
+    times = tuple(path.stat().st_mtime_ns if (path := folder / name).is_file() else 0 for name in FILES)
+    return _asked(folder.resolve(), times) if any(times[:1] + times[3:]) else ""
+
+
+@lru_cache(maxsize=4)
+def _asked(folder: Path, times: tuple[int, ...]) -> str:
+    if (library := sys.modules.get("transformers")) is not None:
+        try:
+            made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return str(made.backend_tokenizer.to_str())
+        except Exception:  # as below
+            return ""
+    if importlib.util.find_spec("transformers") is None:
+        return ""
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run([sys.executable, "-c", ASK_LIBRARY, str(folder)], stdin=subprocess.DEVNULL, cwd="/",
+                              capture_output=True, timeout=ASK_S, env={**os.environ, **quiet}, check=True)
+        return done.stdout.decode()
+    except (OSError, subprocess.SubprocessError, UnicodeError):  # then that of tokenizer.json has to do
+        return ""
+
+
 class LightTokenizer:
     """Text and token counts of prompts as the tokenizer of `folder` makes them; `of` gives None where it cannot.
 
-    `core` None: for `text` alone."""
+    `core` None: for `text` alone. `as_engines`: whether it is known to be the one that engines have."""
 
-    def __init__(self, folder: Path, core: Any, tools: Sequence[Any] = ()) -> None:
-        self._core = core
+    def __init__(self, folder: Path, core: Any, tools: Sequence[Any] = (), as_engines: bool = True) -> None:
+        self._core, self.as_engines = core, as_engines
         self.highest = 0  # id among those that `counts` has seen
         self._tools = list(tools) or None
         self._special = special_tokens(folder)
@@ -72,13 +118,18 @@ class LightTokenizer:
         self._render: dict[bool, Callable[..., str]] = {}
 
     @classmethod
-    def of(cls, folder: Path, tools: Sequence[Any] = ()) -> LightTokenizer | None:
-        """None without the packages, or for a tokenizer that is not in tokenizer.json."""
+    def of(cls, folder: Path, tools: Sequence[Any] = (), by_file: bool = False) -> LightTokenizer | None:
+        """None without the packages, or for a tokenizer that neither transformers nor tokenizer.json has. `by_file`:
+        one of busrl's own making, of which tokenizer.json is known to say all."""
         try:
             import jinja2  # noqa: F401
             from tokenizers import Tokenizer
 
-            return cls(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), tools)
+            path = folder / "tokenizer.json"
+            own = Tokenizer.from_file(str(path)) if path.is_file() else None  # one that cannot be read is none
+            if not by_file and (text := library_tokenizer(folder)):
+                return cls(folder, Tokenizer.from_str(text), tools)
+            return None if own is None else cls(folder, own, tools, as_engines=by_file)
         except Exception:  # no such package, or a file of another kind: then nothing is counted
             return None
 

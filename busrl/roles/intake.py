@@ -13,6 +13,8 @@ of decoding steps, pauses or where weights come from: the role has those.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -25,10 +27,12 @@ import msgspec
 import numpy as np
 
 from busrl.config import Topology
+from busrl.config.prompt_tokens import limit_in_words
 from busrl.data import prompt_of
+from busrl.data.prompts import prompt_lines
 from busrl.engines import Engine, Finished, Request, engine_of
 from busrl.engines.tokens import NO_IDS, Ids
-from busrl.errors import SharedMemoryFull, SlotTooSmall
+from busrl.errors import DataError, SharedMemoryFull, SlotTooSmall, UserError
 from busrl.protocol import messages as m
 from busrl.protocol.codec import address
 from busrl.ring import NO_SEGMENT, Ring, State, segments_of, seq_of
@@ -43,6 +47,7 @@ from busrl.weights.base import VersionSteps
 
 Warn = Callable[..., None]
 ORPHANS_EVERY_S = 1.0
+FIRST = 64  # prompts that are counted before the start
 
 
 class Intake(ABC):
@@ -175,6 +180,23 @@ class SampleIntake(Intake):
         self.only_validates = self.segments.cls == SampleClass.VALIDATE
         self.trains = not self.only_validates
 
+    def require_room(self) -> None:
+        """UserError if none of the first prompts fits by this engine's own count: then none will, and a run in which
+        every prompt is set aside would find that out much later."""
+        lengths, path = list(self._first_lengths()), self.topology.data.train
+        if lengths and min(lengths) > self.topology.max_prompt_tokens:
+            counted = f"by the tokenizer of {self._drawn_by} the first {len(lengths)} of {path} have {min(lengths)} to"
+            limit = limit_in_words(self.topology)
+            raise UserError(f"no prompt fits: {counted} {max(lengths)} tokens, and {limit}")
+
+    def _first_lengths(self) -> Iterator[int]:
+        """Tokens of the first prompts; none on a host that does not have the file."""
+        own = self.topology.data
+        with contextlib.suppress(OSError, DataError), open(own.train, "rb") as file:
+            for _, line in itertools.islice(prompt_lines(file), FIRST):
+                with contextlib.suppress(Exception):  # a prompt that cannot be rendered is one sample's fault
+                    yield len(self.engine.encode(prompt_of(msgspec.json.decode(line), own)))
+
     def bells(self, engine: Engine | None) -> Iterator[tuple[m.Message, str]]:
         for bell in (self.bell, self.segment_bell):
             if (message := bell.take()) is not None:
@@ -220,8 +242,7 @@ class SampleIntake(Intake):
             return None
         limit = self.topology.max_prompt_tokens
         if not 0 < len(ids) <= limit:
-            text = f"its prompt has {len(ids)} tokens; generation.max_prompt_tokens is {limit}"
-            self._drop(slot, word, Fate.LONG, text)
+            self._drop(slot, word, Fate.LONG, f"its prompt has {len(ids)} tokens; {limit_in_words(self.topology)}")
             return None
         self.ring.put(slot, word, "prompt_ids", ids)
         return ids

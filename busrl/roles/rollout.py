@@ -198,7 +198,9 @@ class Rollout(Actor):
 
     def _make_intake(self) -> Intake:
         if not self.topology.derived.call_slots:
-            return SampleIntake(self.ring, self.topology, self.name, self.engine, self.warn)
+            intake = SampleIntake(self.ring, self.topology, self.name, self.engine, self.warn)
+            intake.require_room()
+            return intake
         calls = Ring.attach(self.paths.calls_name, calls=True)
         calls.register(self.role, self.name)
         return CallIntake(calls, self.topology, self.name, self.engine, self.warn)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from busrl.training import packing
 from busrl.training.batch import Sample
+from busrl.vocabulary import TokenRows
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")  # of a parameter's name, up to the number of its layer
 
@@ -85,15 +86,17 @@ def pointed(parameters: Iterable[Any], values: Iterable[Tensor]) -> Iterator[Non
 
 
 @torch.no_grad()
-def over_old_keys(model: Any, earlier: Earlier, sample: Sample, cached: int) -> npt.NDArray[np.float32]:
-    """The log-probability of each generated token if the keys and values of the first `cached` tokens of the prompt
-    are those of the earlier weights, and everything else is of the present ones."""
+def over_old_keys(
+    model: Any, earlier: Earlier, sample: Sample, cached: int, known: TokenRows
+) -> npt.NDArray[np.float32]:
+    """The log-probability of each generated token, among the `known` ones, if the keys and values of the first `cached`
+    tokens of the prompt are those of the earlier weights, and everything else is of the present ones."""
     ids = torch.from_numpy(sample.pieces[0].ids).long()[None].to(model.device)
     with _cacheable(model):
         with earlier.in_place(model):
             past = model(input_ids=ids[:, :cached], use_cache=True).past_key_values
         logits = model(input_ids=ids[:, cached:-1], past_key_values=past, use_cache=True).logits[0].float()
-    logprobs = torch.log_softmax(logits / sample.temperature, -1)
+    logprobs = torch.log_softmax(known.mask(logits) / sample.temperature, -1)
     drawn = logprobs.gather(-1, ids[0, cached + 1 :, None])[-sample.generated :, 0]
     found: npt.NDArray[np.float32] = drawn.cpu().numpy()
     return found

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 from chat_folders import make
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from busrl.config import Topology
 from busrl.config import prompt_tokens as prompts_module
 from busrl.config.explain import report
+from busrl.data import chat
+from busrl.engines.tokens import tokens_of
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -45,23 +48,28 @@ def tokens(folder: Path, prompt: Any, system: str = "") -> int:
     return len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
 
+def with_margin(longest: int) -> int:
+    """An eighth more, and at least 8 tokens."""
+    return longest + max(8, longest // 8)
+
+
 def test_auto_is_the_longest_prompt_of_both_files_with_template_and_system_prompt(
     here: Path, chats: Callable[..., Path], loaded: Loaded
 ) -> None:
     folder = chats(["ab", "a" * 30, "abc"])
     plain = loaded()
-    assert plain.max_prompt_tokens == 31  # with the BOS that the tokenizer adds
-    assert loaded("", CHAT).max_prompt_tokens == tokens(folder, "a" * 30)
+    assert plain.max_prompt_tokens == with_margin(31)  # with the BOS that the tokenizer adds
+    assert loaded("", CHAT).max_prompt_tokens == with_margin(tokens(folder, "a" * 30))
     with_system = loaded("", CHAT, "data.system=Be short.")
-    assert with_system.max_prompt_tokens == tokens(folder, "a" * 30, "Be short.")
+    assert with_system.max_prompt_tokens == with_margin(tokens(folder, "a" * 30, "Be short."))
     assert with_system.derived.slot_bytes > plain.derived.slot_bytes
     conversation = [{"role": "user", "content": "b" * 40}, {"role": "assistant", "content": "c"},
                     {"role": "user", "content": "d"}]
     chats(["a", conversation], name="val.jsonl")
     both = loaded("", CHAT, f"validation.data={here}/val.jsonl")
-    assert both.max_prompt_tokens == tokens(folder, conversation)
+    assert both.max_prompt_tokens == with_margin(tokens(folder, conversation))
     text = report(both)
-    assert f"generation.max_prompt_tokens = {both.max_prompt_tokens} (auto)" in text
+    assert f"generation.max_prompt_tokens = {both.max_prompt_tokens} (auto, some more than the longest has)" in text
     assert "train.jsonl:2; all counted, chat template included" in text and "val.jsonl:2; all counted" in text
     assert Topology.from_json(both.to_json()).max_prompt_tokens == both.max_prompt_tokens
 
@@ -99,7 +107,7 @@ def test_a_large_file_is_counted_in_part_and_what_was_counted_is_said(
     monkeypatch.setattr(prompts_module, "SOME", 40)
     chats([("a" * (20 if number % 10 else 45)) for number in range(1000)] + ["c" * 90])
     topology = loaded()
-    assert topology.max_prompt_tokens == 91
+    assert topology.max_prompt_tokens == with_margin(91)
     assert "of 1,001 prompts, the longest by bytes and some spread evenly" in report(topology)
     (found,) = refused("[generation]\nmax_prompt_tokens = 30\n")
     assert "about " in found and "of the 1001 prompts" in found
@@ -130,7 +138,7 @@ def test_chat_without_a_template_is_refused_by_the_key_that_asks_for_it(
     chats(["a"], template="")
     (found,) = refused("", CHAT)
     assert found.startswith("--set data.template: ") and "has no chat template" in found
-    assert 'set template = "none"' in found and loaded().max_prompt_tokens == 2
+    assert 'set template = "none"' in found and loaded().max_prompt_tokens == with_margin(2)
 
 
 def test_messages_ask_for_the_chat_template(chats: Callable[..., Path], refused: Refused, loaded: Loaded) -> None:
@@ -138,7 +146,7 @@ def test_messages_ask_for_the_chat_template(chats: Callable[..., Path], refused:
     folder = chats(["a", messages, messages])
     (found,) = refused()
     assert "2 of the 3 prompts of" in found and 'set data.template = "chat"' in found
-    assert loaded("", CHAT).max_prompt_tokens == tokens(folder, messages)
+    assert loaded("", CHAT).max_prompt_tokens == with_margin(tokens(folder, messages))
 
 
 def test_a_chat_that_the_template_refuses_is_named_with_its_line(chats: Callable[..., Path], refused: Refused) -> None:
@@ -170,6 +178,41 @@ def test_the_limit_of_a_tiny_task_is_known_before_it_is_made(loaded: Loaded, mon
 def test_the_fixture_writes_what_transformers_reads(tmp_path: Path) -> None:
     folder = make(tmp_path / "m", "bos")
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [4, 1]
+
+
+LONG = "what is 1234 + 5678 + 9012?"
+
+
+def test_check_counts_with_the_tokenizer_that_engines_have(
+    here: Path, bpe_folder: Path, loaded: Loaded, refused: Refused
+) -> None:
+    """Its class splits numbers digit by digit, where the file keeps them whole."""
+    (here / "model").rename(here / "old")
+    (here / "model").symlink_to(bpe_folder)
+    (here / "train.jsonl").write_text(json.dumps({"prompt": LONG, "answer": "1"}) + "\n")
+    counted, by_file = len(tokens_of(bpe_folder, chat=False).encode(LONG)), by_file_alone(bpe_folder, LONG)
+    assert counted > 1.5 * by_file
+    topology = loaded("[generation]\nmax_new_tokens = 8\n")
+    assert topology.max_prompt_tokens == with_margin(counted)
+    assert f"the longest prompt has {counted} " in report(topology)
+    (found,) = refused(f"[generation]\nmax_prompt_tokens = {by_file}\n")
+    assert f"are longer than {by_file} tokens and would be set aside; the longest has {counted} " in found
+
+
+def test_without_transformers_the_files_tokenizer_counts_and_check_says_so(
+    here: Path, bpe_folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "model").rename(here / "old")
+    (here / "model").symlink_to(bpe_folder)
+    (here / "train.jsonl").write_text(json.dumps({"prompt": LONG, "answer": "1"}) + "\n")
+    monkeypatch.setattr(chat, "library_tokenizer", lambda folder: "")
+    topology = loaded("[generation]\nmax_new_tokens = 8\n")
+    assert topology.max_prompt_tokens == with_margin(by_file_alone(bpe_folder, LONG))
+    assert "by tokenizer.json, for transformers cannot be asked here: an engine counts again when it" in report(topology)
+
+
+def by_file_alone(folder: Path, text: str) -> int:
+    return len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
 
 
 def test_check_says_how_many_rows_of_the_model_have_no_token(here: Path, loaded: Loaded) -> None:

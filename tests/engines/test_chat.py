@@ -96,6 +96,28 @@ def test_a_template_is_found_in_each_of_its_places(chat_folder: Folder, tmp_path
     assert template_of(tmp_path / "nowhere") == ""
 
 
+def test_engines_checks_and_agents_have_one_tokenizer(bpe_folder: Path) -> None:
+    text = "what is 1234 + 5678 + 9012?"
+    light, by_file = LightTokenizer.of(bpe_folder), LightTokenizer.of(bpe_folder, by_file=True)
+    assert light is not None and light.as_engines and by_file is not None
+    assert light.ids(text) == tokens_of(bpe_folder, chat=False).encode(text) != by_file.ids(text)
+    assert light.decode(light.ids(text)) == text
+
+
+def test_a_process_without_torch_asks_another_for_the_engines_tokenizer(bpe_folder: Path, tmp_path: Path) -> None:
+    """Whatever lies where it was started: the other process imports nothing of the user's."""
+    (tmp_path / "tokenize.py").write_text("raise SystemExit('not mine')")
+    code = (
+        "import sys; sys.path.remove(''); from pathlib import Path; from busrl.data.chat import LightTokenizer; "
+        "light = LightTokenizer.of(Path(sys.argv[1])); assert light.as_engines; "
+        "print(light.ids(sys.argv[2]), sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    text = "what is 1234 + 5678 + 9012?"
+    done = subprocess.run([sys.executable, "-c", code, str(bpe_folder), text], capture_output=True, text=True,
+                          timeout=120, cwd=tmp_path)
+    assert done.stdout.strip() == f"{tokens_of(bpe_folder, chat=False).encode(text)} []", done.stderr
+
+
 def test_counting_tokens_of_chats_imports_neither_torch_nor_transformers(chat_folder: Folder) -> None:
     code = (
         "import sys; from pathlib import Path; from busrl.data.chat import LightTokenizer; "

@@ -23,6 +23,7 @@ from busrl.engines.torch.engine import TorchEngine
 from busrl.engines.vllm.worker import Extension, plain_logprobs
 from busrl.training import packing
 from busrl.training.batch import Sample, first_fault, flatten
+from busrl.training.earlier import Earlier, over_old_keys
 from busrl.training.forward import Forward, JoinedRows, PackedRows, PaddedRows
 from busrl.training.model import Adapter, LoraSettings, load
 from busrl.training.trainer import Trainer, TrainerSettings
@@ -187,6 +188,15 @@ def test_a_trainer_leaves_them_out_of_ratio_reference_and_teacher(wide: Wide) ->
         ids, logprobs = way.best(samples, flat, ROWS, ROWS)
         assert ids.shape[1] == TOKENS and int(ids.max()) < TOKENS
         torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(ids)))
+
+
+def test_what_an_old_cache_would_give_is_of_tokens_alone_too(wide: Wide) -> None:
+    folder = wide("qwen3")
+    model, before = load(folder), Earlier()
+    before.keep(model, 0)
+    for sample in samples_of(drawn(folder))[:3]:
+        found = over_old_keys(model, before, sample, 1, token_rows(folder))
+        np.testing.assert_allclose(found, sample.behaviour_logprobs, atol=1e-5)
 
 
 def test_an_adapter_is_trained_on_tokens_alone(wide: Wide) -> None:

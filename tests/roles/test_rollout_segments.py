@@ -19,7 +19,7 @@ from planned_engine import EOS_ID, PlannedEngine, logprobs_of
 from busrl.config import load
 from busrl.config.schema import Segments, Topology
 from busrl.engines.base import Finished, Request
-from busrl.errors import ShmTooSmall
+from busrl.errors import ShmTooSmall, UserError
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import SegmentCuts, read_generated, read_text
@@ -408,3 +408,45 @@ def test_an_answer_with_an_id_that_is_no_token_is_dropped_and_named(
         f"sample 0 is dropped: {wrong} of its ids stand for no token of the tokenizer, the first is {ord('z')} "
         '(engine = "torch" of rollout/0 drew them)'
     ]
+
+
+def crowded(tmp_path: Path, limit: int | str, lengths: Sequence[int]) -> Topology:
+    """Prompts of so many letters, which are tokens, and room for `limit` or for what "auto" came to."""
+    base = topology()
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{"a" * length}"}}\n' for length in lengths))
+    return dataclasses.replace(
+        base, generation=dataclasses.replace(base.generation, max_prompt_tokens=limit),
+        data=dataclasses.replace(base.data, train=str(tmp_path / "train.jsonl")),
+        derived=dataclasses.replace(base.derived, prompt_tokens=20),
+    )
+
+
+@pytest.mark.parametrize(("limit", "said"), [
+    (20, "generation.max_prompt_tokens is 20"),
+    ("auto", '"auto" made room for 20, as `busrl check` counted them: give generation.max_prompt_tokens a number'),
+])
+def test_a_rollout_does_not_start_where_no_prompt_fits_by_its_engines_count(
+    rings: list[Ring], tmp_path: Path, limit: int | str, said: str
+) -> None:
+    worker = Worker(crowded(tmp_path, limit, [24, 30, 22]), rings[0], PlannedEngine(4))
+    with pytest.raises(UserError) as refused:
+        worker.intake.require_room()
+    counted = f'by the tokenizer of engine = "torch" of rollout/0 the first 3 of {tmp_path}/train.jsonl have 22 to 30'
+    assert str(refused.value) == f"no prompt fits: {counted} tokens, and {said}"
+
+
+def test_a_rollout_starts_where_one_prompt_fits_or_none_can_be_read(rings: list[Ring], tmp_path: Path) -> None:
+    for lengths in ([24, 20, 22], []):
+        Worker(crowded(tmp_path, 20, lengths), rings[0], PlannedEngine(4)).intake.require_room()
+    (tmp_path / "train.jsonl").unlink()  # as on another host
+    Worker(topology(), rings[0], PlannedEngine(4)).intake.require_room()
+
+
+def test_a_prompt_that_is_too_long_is_named_by_what_the_user_wrote(rings: list[Ring], tmp_path: Path) -> None:
+    worker = Worker(crowded(tmp_path, "auto", [3]), rings[0], PlannedEngine(4, script=says({0: "a$"})))
+    worker.topology = worker.intake.topology = dataclasses.replace(
+        worker.topology, derived=dataclasses.replace(worker.topology.derived, prompt_tokens=1))
+    dispatch(rings[0], [0])
+    worker.run()
+    limit = '"auto" made room for 1, as `busrl check` counted them: give generation.max_prompt_tokens a number'
+    assert worker.warned == [f"sample 0 is dropped: its prompt has 2 tokens; {limit}"]

@@ -18,7 +18,7 @@ from busrl.roles.learner.parity import Parity, Verdict
 from busrl.training import earlier
 from busrl.training.batch import Sample
 from busrl.training.trainer import Trainer
-from busrl.vocabulary import TokenRows
+from busrl.vocabulary import ALL_ROWS, TokenRows
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 Rows = list[Any]
@@ -67,7 +67,7 @@ def before(pair: Pair) -> Rows:
 
 
 def cached(pair: Pair, count: int) -> Rows:
-    return [earlier.over_old_keys(pair.trainer.model, pair.before, one, count) for one in pair.samples]
+    return [earlier.over_old_keys(pair.trainer.model, pair.before, one, count, ALL_ROWS) for one in pair.samples]
 
 
 def in_bfloat16(pair: Pair) -> Rows:
@@ -148,7 +148,7 @@ def test_keys_of_the_same_weights_change_nothing(pair: Pair) -> None:
     same.keep(pair.trainer.model, 5)
     expected = pair.score()
     for count in (1, 16, 19):
-        found = [earlier.over_old_keys(pair.trainer.model, same, one, count) for one in pair.samples]
+        found = [earlier.over_old_keys(pair.trainer.model, same, one, count, ALL_ROWS) for one in pair.samples]
         assert max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)) < 1e-4
 
 

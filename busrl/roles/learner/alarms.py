@@ -222,7 +222,7 @@ REMEDY = {
     Fate.FLAT.letter: "look at what the reward compares (reward.extract or the function, data.answer_key) and at the "
     "answers in samples.jsonl; a task that is too easy or too hard for this model has no signal either",
     Fate.OLD.letter: "raise weights.max_staleness, or generate less ahead of training",
-    Fate.LONG.letter: "raise generation.max_prompt_tokens, or shorten the prompts",
+    Fate.LONG.letter: "give generation.max_prompt_tokens a number that fits them, or shorten the prompts",
     Fate.REWARD_RAISED.letter: "correct the reward function",
     Fate.REWARD_HUNG.letter: "correct the reward function, or raise reward.timeout_s",
     Fate.UNRENDERED.letter: "look at data.template and data.prompt_key",

@@ -538,7 +538,7 @@ class Parity:
 
     def _of_earlier(self, samples: list[Sample], hidden: Callable[[Rows], Rows]) -> Iterator[Alternative]:
         """The weights before in the place of the present ones: of all layers, of one, or under a cached prompt."""
-        before, model = self._earlier, self._training.trainer.model
+        before, model, known = self._earlier, self._training.trainer.model, self._training.known
         if before.version is None or self._training.team is not None:
             return
         with before.in_place(model):
@@ -554,7 +554,7 @@ class Parity:
                 continue
             try:
                 rows = hidden([
-                    earlier.over_old_keys(model, before, one, count) if count else self._score([one])[0]
+                    earlier.over_old_keys(model, before, one, count, known) if count else self._score([one])[0]
                     for one, count in zip(samples, cached)
                 ])
             except Exception as problem:  # a model whose cache is another one
