@@ -90,6 +90,7 @@ class ClosedLoop:
         self.claimed: list[int] = []
         self.trained: list[int] = []
         self.ages: list[int] = []
+        self.trained_after: list[int] = []  # so many finished steps, of each group
         self.fired: list[tuple[str, int]] = []
         self.opened: list[int] = []
         self.now = 0.0
@@ -109,6 +110,17 @@ class ClosedLoop:
         self.table.lines["state"][training] = REWARDED
         self.claimed = []
         self.learner_scanner = GroupScanner(self.table.fates, self.table.group_size, horizon=self.horizon)
+
+    def resume_with(self, mode: str, n_min: int, staleness: int, over_age: str) -> None:
+        """A start with other limits, in the ring that is there."""
+        self.limits = derive(mode, n_min, staleness, self.table.group_size)
+        self.admission = Admission(self.limits, over_age)
+        self.trigger = Trigger(n_min, self.limits.n_floor, sync=self.limits.sync)
+        rule = Staleness(self.limits.max_staleness, over_age)
+        self.plan = LearnerPlan(self.limits, self.trigger, rule, streaming=self.plan.streaming)
+        self.publish()
+        self.start_scheduler()
+        self.start_learner()
 
     # -- one thing at a time --------------------------------------------------------------------------------------
 
@@ -241,6 +253,7 @@ class ClosedLoop:
             assert draw not in self.trained, "trained twice"
             self.trained.append(draw)
             self.ages.append(self.step - int(view.oldest_step[view.index(draw)]))
+            self.trained_after.append(self.step)
         self.unpublished += len(action.draws)
         for slot in np.flatnonzero(self.table.lines["state"] == TRAINING):
             self.table.end(int(slot), "T")

@@ -41,6 +41,38 @@ def test_batch_async_never_blocks_never_trains_twice_and_keeps_the_age_bound(
     assert all(cause == "time" or groups >= n_min for cause, groups in loop.fired)
 
 
+TERMS = st.tuples(
+    st.sampled_from(["sync", "batch-async", "fully-async"]), st.integers(1, 4), st.integers(0, 4),
+    st.sampled_from(["wait", "drop"]),
+)
+
+
+@LOOPS
+@given(seed=SEEDS, terms=st.lists(TERMS, min_size=2, max_size=4), accidents=st.sampled_from([0.0, 0.2]))
+def test_no_group_is_older_than_the_largest_bound_while_it_was_in_flight(
+    closed_loop: Any, seed: int, terms: list[tuple[str, int, int, str]], accidents: float
+) -> None:
+    """Starts with other bounds in the ring that is there: the next steps go on, and what the audit allows is kept."""
+    loop = closed_loop(seed, n_min=4, staleness=4, slots=200, accidents=accidents)
+    changes = [(0, loop.limits.max_age)]
+    for mode, n_min, staleness, over_age in terms:
+        run(loop, loop.step + 3)
+        loop.resume_with(mode, n_min, staleness, over_age)
+        changes.append((loop.step, loop.limits.max_age))
+        before = len(loop.ages)
+        run(loop, loop.step + 3)
+        for step, age in zip(loop.trained_after[before:], loop.ages[before:], strict=True):
+            assert age <= largest(changes, step - age, step), (changes, step, age)
+            assert over_age == "wait" or age <= largest(changes[-1:], step, step)
+
+
+def largest(changes: list[tuple[int, int | None]], first: int, last: int) -> float:
+    """The largest bound in force from a step to another, both included; a change counts for both sides of its step."""
+    ends = [*(step for step, _ in changes[1:]), last]
+    held = [bound for (begin, bound), end in zip(changes, ends) if begin <= last and first <= max(end, begin)]
+    return max(float("inf") if bound is None else bound for bound in held)
+
+
 @LOOPS
 @given(seed=SEEDS, mode=st.sampled_from(["sync", "batch-async", "fully-async"]), n_min=N_MIN,
        policy=st.sampled_from(POLICIES[1:]), rows=st.integers(1, 12), accidents=st.sampled_from([0.0, 0.05, 0.4]),
