@@ -11,7 +11,8 @@ without torch: imports nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,31 @@ RECIPES: dict[str, dict[str, Any]] = {
     **{name: _recipe(name) for name in (
         "sapo", "gmpo", "two_sided", "dppo", "opsm", "m2po", "clip_cov", "kl_cov")},
 }
+
+
+# -- by other names ----------------------------------------
+
+ALIASES = {"reinforceplusplus": "reinforce_pp", "ppo2": "ppo", "onpolicydistillation": "distill"}  # of recipes
+
+
+def letters(name: str) -> str:
+    """A name without what people write differently: case and marks."""
+    return re.sub("[^a-z0-9]", "", name.lower().replace("+", "p"))
+
+
+def where_set(key: str, name: object) -> str:
+    """Where to write the algorithm that a key of [learner] was given; empty for a name that is none here."""
+    asked = letters(str(name))
+    recipe = ALIASES.get(asked) or next((one for one in RECIPES if letters(one) == asked), "")
+    if recipe:
+        sets = ", ".join(f'{part} = "{RECIPES[recipe][f"learner.{part}"]}"' for part in ("loss", "advantage"))
+        return f'{recipe} is a whole algorithm: recipe = "{recipe}" sets {sets} and more'
+    tables: dict[str, Iterable[str]] = {"loss": LOSSES, "advantage": ADVANTAGES}
+    meant = [(own, one) for own, names in tables.items() for one in names if letters(one) == asked]
+    return next((f'write {own} = "{one}", which is its {own}' for own, one in meant if f"learner.{own}" != key), "")
+
+
+# -- what follows from the keys of a topology --------------
 
 
 def held_back(learner: Any) -> str:

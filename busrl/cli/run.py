@@ -58,6 +58,7 @@ def launch(options: argparse.Namespace) -> int:
         return 0
     pythons.require_here(topology.processes())
     pythons.require(topology)
+    pythons.require_devices(topology)
     directory = directory_of(topology, options.run_dir, options.resume)
     topology = materialise(topology)
     if not RunPaths.of(directory).ring_file.exists():  # an adopted ring has its memory already
@@ -118,6 +119,7 @@ def check(options: argparse.Namespace) -> int:
         print(line)
     pythons.require_here(topology.processes())
     pythons.require(topology, asked)
+    pythons.require_devices(topology)
     explain.require_memory(topology)
     explain.require_cores_and_disk(topology, Path("runs"))
     return 0

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from busrl.algorithms.catalog import letters
 from busrl.errors import UserError
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Rule:
     function: bool = False  # besides the choices, the import path of a user's function
     words: tuple[str, ...] = ()  # words allowed where a number is expected ("auto", "inf")
     path: bool = False  # a file or folder: made absolute, relative to the file that names it
+    named: bool = False  # the choices are names of methods: another one that is spelt alike is never what was meant
     finite: bool = True
     required: bool = False
     unless: str = ""  # required only where this key of the same table is not given
@@ -185,7 +187,8 @@ def _text(rule: Rule, value: Any) -> str:
     text: str = _typed(str, value, rule.text() or "a string")
     by_path = rule.function and FUNCTION.fullmatch(text)
     if rule.choices and text not in rule.choices and not by_path:
-        near = difflib.get_close_matches(text, rule.choices, n=1)
+        near = [one for one in rule.choices if letters(one) == letters(text)]
+        near = near if rule.named else difflib.get_close_matches(text, rule.choices, n=1)
         raise Wrong(f"expected {rule.text()}", f'did you mean "{near[0]}"?' if near else "")
     if "\0" in text or (rule.required and not text):
         raise Wrong("expected a string that is not empty")

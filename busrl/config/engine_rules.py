@@ -265,7 +265,8 @@ def vllm_objection(package: str, version: str) -> tuple[str, str]:
     """Why that vLLM cannot be used, and the remedy; ("", "") if it can."""
     allowed = "{}.{} up to, but not, {}.{}".format(*OLDEST, *BEFORE)
     if not package:
-        return "this Python has no vLLM", f"install one, {allowed}: see docs/engines.md"
+        remedy = f"install one, {allowed}: pip install 'busrl[vllm]' (docs/engines.md), or engine = \"torch\""
+        return "this Python has no vLLM", remedy
     if not OLDEST <= _numbers(version) < BEFORE:
         rule = f"{package} {version} is not one that busrl knows ({allowed})"
         return rule, "install one of these, see docs/engines.md"

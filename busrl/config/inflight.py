@@ -50,6 +50,7 @@ def value_of(topology: Topology, key: str) -> str:
 
 def changed(topology: Topology, key: str, text: str) -> Topology:
     """The topology with another value of this key; a UserError says why it cannot be."""
+    _require_section(key)
     role, source = _role(key), of_overrides([f"{key}={text}"])
     reader = Reader(source)
     sections = reader.sections()
@@ -70,6 +71,13 @@ def changed(topology: Topology, key: str, text: str) -> Topology:
     if broken := [Problem(f"--set {key}", one.shown(made), one.rule, one.remedy) for one in found if not one.warning]:
         raise TopologyError(broken)
     return made
+
+
+def _require_section(key: str) -> None:
+    """UserError for a key that lacks its section alone; it names the one that was meant."""
+    if meant := [one for one in KEYS if one.rpartition(".")[2] == key.strip(".")]:
+        rule = f"what is set is section.key=value, and {key} has no section"
+        raise UserError(f"{rule}; did you mean {' or '.join(meant)}?")
 
 
 def _role(key: str) -> str:

@@ -9,11 +9,13 @@ Findings come back as problems; nothing is changed.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,9 +107,11 @@ class _Inspection:
         sets = [self._set(index) for index in range(len(t.validation.set))]
         if self._sound("data.train", "process") and t.data.train:
             self._trace()
+        token_bytes, context = self._model() if self._sound("model.path") else (pretrained.DEFAULT_TOKEN_BYTES, 0)
+        if any(one.keys == ("model.path",) for one in self.found):
+            self.skip = self.skip | {"model.path"}  # what follows from it is not told beside it
         if t.data.template == "chat" and self._sound("data.template", "model.path", "process"):
             self._chat_template()
-        token_bytes, context = self._model() if self._sound("model.path") else (pretrained.DEFAULT_TOKEN_BYTES, 0)
         tried = self._reward()
         self._functions()
         self._bus_keys()
@@ -164,7 +168,10 @@ class _Inspection:
             result = scan(path, self.t.data.prompt_key, answer_key(self.t) if compares(self.t) else "")
         except DataError as error:
             rule, _, remedy = str(error).removeprefix(f"{path}: ").rpartition(": ")
-            self._add(key, rule, remedy)
+            self._add(key, rule, pretrained.of_hub(self.t.source, path, pretrained.DATA_SET) or remedy)
+            return 0, TINY_LINE_BYTES
+        if result.absent:
+            self.found += _absent(result, key)
             return 0, TINY_LINE_BYTES
         for problem in result.problems:
             self._add_problem(key, problem)
@@ -245,7 +252,7 @@ class _Inspection:
             self._tiny("model.path", path)
             return TINY_TOKEN_BYTES, 0
         folder = Path(path)
-        if missing := _missing(folder):
+        if missing := self._missing(folder):
             self._add("model.path", *missing)
             return pretrained.DEFAULT_TOKEN_BYTES, 0
         config, place = pretrained.read_json(folder / "config.json"), str(folder / "config.json")
@@ -264,6 +271,10 @@ class _Inspection:
             self._add_problem("model.path", Problem(place, "", rule, "add them"))
         return pretrained.token_bytes(folder), pretrained.context_of(config)
 
+    def _missing(self, folder: Path) -> tuple[str, str] | None:
+        found = _missing(folder)
+        return (found[0], pretrained.of_hub(self.t.source, str(folder)) or found[1]) if found else None
+
     def _whole(self, key: str, folder: Path) -> None:
         """Weights that were cut, or that are another model's, are refused before anybody loads them."""
         if fault := pretrained.weight_fault(folder):
@@ -273,7 +284,7 @@ class _Inspection:
         """Another model that gives probabilities must do so of the same tokens. `padded`: its table of tokens may be
         longer or shorter by rows that no token has."""
         folder, own = Path(path), pretrained.model_at(self.t.model.path)
-        if missing := _missing(folder):
+        if missing := self._missing(folder):
             self._add(key, *missing)
             return
         self._whole(key, folder)
@@ -370,9 +381,9 @@ class _Inspection:
         trial = try_first(self.t, TRIED)
         for one in trial.judged:
             if one.not_loaded:
-                why = one.not_loaded.partition("': ")[2] or one.not_loaded
-                rule = f"cannot be used: {why}"
-                self._add(one.key, rule, BESIDE if one.key.endswith("function") else "see docs/rewards.md#code")
+                why, _, remedy = (one.not_loaded.partition("': ")[2] or one.not_loaded).partition("; ")
+                usual = BESIDE if one.key.endswith("function") else "see docs/rewards.md#code"
+                self._add(one.key, f"cannot be used: {why}", remedy or usual)
             elif failed := one.failed:
                 rule = f"fails for {failed.what} to the first prompt: {failed.in_words()}"
                 self._add(one.key, rule, "correct it: every sample of the run would be lost")
@@ -444,6 +455,17 @@ class _Inspection:
         elif (at := engine_rules.lacks_ascend(self.t)) is not None:
             rule = f"vLLM works on an NPU with the package {engine_rules.ASCEND} alone, which this Python lacks"
             self._add(f"process.{at}.engine", rule, "pip install 'busrl[ascend]': see docs/engines.md")
+
+
+def _absent(result: Scan, key: str) -> Iterator[Finding]:
+    """A key that no line of a file has, once, with those that are there."""
+    for named, absent in result.absent.items():
+        remedy = f"set it to one of them, or correct {result.path}"
+        if near := difflib.get_close_matches(absent, result.keys, n=1):
+            remedy = f"did you mean {reader.show(near[0])}?"
+        there = ", ".join(result.keys) or "none"
+        rule = f"the key {absent!r} is missing in all {result.count} lines of {result.path}; they have {there}"
+        yield Finding((f"data.{named}", key), rule, remedy, value=f"data.{named} = {reader.show(absent)}")
 
 
 def answer_key(topology: Topology) -> str:

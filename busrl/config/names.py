@@ -187,6 +187,7 @@ _SAYINGS = {
         "did you mean learner.kl_coef, with learner.kl? By default the clip alone bounds how far a step goes",
     "entropy_coef entropy_coeff entropy_bonus ent_coef":
         "did you mean learner.entropy_coef? By default learner.clip_high above clip_low keeps entropy from falling",
+    "loss_type loss_mode policy_loss pg_loss": "did you mean learner.loss? learner.recipe sets whole algorithms",
     "teacher_model teacher_model_path teacher_model_name_or_path distill_teacher": "did you mean model.teacher?",
     "ref_model reference_model ref_model_name_or_path": "did you mean model.reference? learner.kl reads it",
     "critic value_model value_head": 'write recipe = "ppo" in [learner]: it trains a value head, with [learner.value]',
@@ -210,6 +211,7 @@ _SAYINGS = {
     "trainer actor actor_rollout_ref rollout training train":
         "tables are [model], [data], [groups], [generation], [learner], [reward], ...: see configs/reference.toml",
 }
+
 RIVALS = {name: f"did you mean {key}?" for key, names in _KEYS.items() for name in names.split()}
 RIVALS |= {name: text for names, text in _SAYINGS.items() for name in names.split()}
 

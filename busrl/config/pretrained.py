@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,6 +131,26 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 def whole(config: Any, *names: str) -> int:
     """The first of these keys that holds a whole number; 0 if none does."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+
+# -- names of the hub, where a file or folder is expected -----
+
+MODEL, DATA_SET = "model", "data set"
+_OF_HUB = re.compile(r"(?:(?:hf:|https?:/(?:huggingface|hf)\.co)/(?:datasets/)?)?([\w-][\w.-]*(?:/[\w-][\w.-]*)?)")
+_OF_FILES = (".jsonl", ".json", ".parquet", ".pq", ".csv", ".toml", ".gz")
+
+
+def of_hub(topology: str, path: str, what: str = MODEL) -> str:
+    """What to do about a path that is not there and reads like a name of the hub, empty for any other. `topology`: the
+    file that named it, relative to itself; an override is relative to the current directory."""
+    for base in (os.path.dirname(topology), os.getcwd()):
+        found = _OF_HUB.fullmatch(os.path.relpath(path, base))
+        if found and not path.endswith(_OF_FILES) and not os.path.isdir(os.path.join(base, found[1].partition("/")[0])):
+            short = found[1].rpartition("/")[2]
+            kind, where = (" --repo-type dataset", "as path of a [[data.source]]") if what == DATA_SET else ("", "here")
+            fetch = f"`hf download {found[1]}{kind} --local-dir {short}`"
+            return f"a {what} of the hub is downloaded first: {fetch}; then name the folder {where}"
+    return ""
 
 
 # -- token ids -----

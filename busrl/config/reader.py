@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from busrl.algorithms.catalog import where_set
 from busrl.config import schema
 from busrl.config.declare import FUNCTION, REQUIRED, Item, Rule, Wrong, convert, items, tables
 from busrl.config.names import counterpart, elsewhere
@@ -363,6 +364,7 @@ class Reader:
         except Wrong as wrong:
             default = f"the default is {show(item.default)}"
             usual = f"{item.name} is: {item.rule.doc}" if item.rule.required else default
+            usual = (where_set(_dotted(path), value) if item.rule.named else "") or usual
             self._add(path, value, wrong.rule, wrong.remedy or usual)
             return _stand_in(item)
         return self._absolute(made, path) if item.rule.path else made

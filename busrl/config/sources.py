@@ -168,7 +168,7 @@ def faults(t: Topology, target: Target) -> Iterator[Finding]:
     if target.which == TRAIN:
         yield from _train_faults(t)
     for table, one in zip(target.tables, target.sources):
-        yield from _source_faults(one, table, target)
+        yield from _source_faults(one, table, target, t.source)
 
 
 def _train_faults(t: Topology) -> Iterator[Finding]:
@@ -184,7 +184,7 @@ def _train_faults(t: Topology) -> Iterator[Finding]:
             yield Finding((f"data.source.{at}.weight",), rule, "raise it, or remove the source")
 
 
-def _source_faults(one: DataSource, at: str, target: Target) -> Iterator[Finding]:
+def _source_faults(one: DataSource, at: str, target: Target, topology: str) -> Iterator[Finding]:
     kind, path = format_of(one.path, one.format, one.function, one.tasks), target.path
     given = [name for name in ("path", "function", "tasks") if getattr(one, name)]
     needed = GIVES.get(kind, "path")
@@ -196,7 +196,8 @@ def _source_faults(one: DataSource, at: str, target: Target) -> Iterator[Finding
                       f"give {words[needed]} and no other")
         return
     if needed == "path" and kind != "environment" and not Path(one.path).exists():
-        yield Finding((f"{at}.{path}",), "no such file or folder", "give a path relative to this topology")
+        remedy = pretrained.of_hub(topology, one.path, pretrained.DATA_SET) or "give a path relative to this topology"
+        yield Finding((f"{at}.{path}",), "no such file or folder", remedy)
     if kind == "hf" and Path(one.path).is_dir():
         try:
             files_of(Path(one.path), one.split or target.split)

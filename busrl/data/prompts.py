@@ -201,6 +201,8 @@ class Scan:
     more: tuple[tuple[str, int], ...] = ()
     starts: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))
+    absent: dict[str, str] = field(default_factory=dict)  # by the key of [data] that names it: a key that no line has
+    keys: tuple[str, ...] = ()  # of the first line
 
 
 def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> Scan:
@@ -210,9 +212,15 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
     starts, sizes = array("q"), array("q")
     problems: list[Problem] = []
     more: Counter[str] = Counter()
+    absent = {"prompt_key": prompt_key, **({"answer_key": answer_key} if answer_key else {})}
+    keys: tuple[str, ...] = ()
     with open_lines(path) as file:
         for start, line in prompt_lines(file):
             count += 1
+            if absent:
+                there = _keys_of(line)
+                keys = keys or there
+                absent = {named: key for named, key in absent.items() if there and key not in there}
             longest_line = max(longest_line, len(line))
             found = parse_line(line, f"{path}:{count}", prompt_key, answer_key)
             size = 0
@@ -231,7 +239,19 @@ def scan(path: str | Path, prompt_key: str = "prompt", answer_key: str = "") -> 
         problems.append(Problem(str(path), "", rule, "write some"))
     counted = tuple(more.most_common())
     longest = max(sizes, default=0)
-    return Scan(path, count, longest, longest_line, broken, tuple(problems), chats, counted, starts, sizes)
+    absent = absent if count else {}
+    return Scan(
+        path, count, longest, longest_line, broken, tuple(problems), chats, counted, starts, sizes, absent, keys
+    )
+
+
+def _keys_of(line: bytes) -> tuple[str, ...]:
+    """The keys of a line, none of what is no object."""
+    try:
+        record = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ()
+    return tuple(sorted(record)) if isinstance(record, dict) else ()
 
 
 def prompt_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -424,6 +424,8 @@ class Conversion:
             found = record if isinstance(record, Problem) else rules.line(place, record)
             if isinstance(found, Problem):
                 self._problem(number, found)
+                if rules.lacks and made.read == 1:
+                    return  # the other rows have no such column either
             elif isinstance(found, str):
                 left_out[found] += 1
             else:
@@ -452,6 +454,7 @@ class Rules:
     def __init__(self, job: Job, source: Source, seen: set[bytes], known: frozenset[bytes] = frozenset()) -> None:
         self.job, self.source, self.seen, self.known = job, source, seen, known
         self.shortened = 0
+        self.lacks = ""  # a column that a row should have had
         self._where: list[Condition] = parse_where(source.where)
         self._filter: Callable[[Record], Any] = lambda record: True
         if source.filter:
@@ -474,7 +477,8 @@ class Rules:
             record = self._record(record)
             reason = self._refusal(place, record)
         except KeyError as missing:
-            return _no_column(place, record, str(missing.args[0]))
+            self.lacks = str(missing.args[0])
+            return _no_column(place, record, self.lacks)
         except TypeError as problem:
             return Problem(place, "", f"where compares different kinds: {problem}", "correct the condition")
         except Refused as refused:
@@ -599,7 +603,9 @@ def _remedy(name: str, value: Any) -> str:
 
 def _no_column(place: str, record: Record, name: str) -> Problem:
     columns = ", ".join(sorted(record)) or "none"
-    return Problem(place, "", f"no column {name!r}; the columns are {columns}", "name one of them")
+    near = difflib.get_close_matches(name, record, n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else "name one of them"
+    return Problem(place, "", f"no column {name!r}; the columns are {columns}", remedy)
 
 
 def _without_nulls(message: Any) -> Any:

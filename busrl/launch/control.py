@@ -25,7 +25,7 @@ from msgspec import to_builtins
 
 from busrl import files
 from busrl.config import ProcessName, Topology, inflight
-from busrl.errors import MachineError, UserError
+from busrl.errors import MachineError, TopologyError, UserError
 from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import RunOutcome
 from busrl.ledger.controls import VERBS, ControlLine, Controls, size
@@ -97,6 +97,9 @@ class ControlDesk:
         try:
             self._act(asked, line)
             line.ok = True
+        except TopologyError as problem:  # the place is what was typed
+            told = "\n".join(f"{one.value or asked.key}: {one.rule}; {one.remedy}" for one in problem.problems)
+            line.text = told.replace("--set ", "")
         except UserError as problem:
             line.text = str(problem)
         try:

@@ -18,9 +18,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import busrl
+from busrl import device
 from busrl.config import ProcessName, Topology
 from busrl.config.engine_rules import PACKAGES, vllm_objection
-from busrl.config.schema import AGENT, Process
+from busrl.config.schema import AGENT, Process, has_model
 from busrl.errors import UserError
 from busrl.imports import is_installed, remedy_for
 from busrl.ring import LAYOUT
@@ -106,6 +107,22 @@ def require(t: Topology, asked: dict[int, dict[str, str]] | None = None) -> None
             why, what = vllm_objection(package, found.get(package, ""))
             if why:
                 raise UserError(f"{at}: {why}; {what}")
+
+
+def require_devices(t: Topology) -> None:
+    """UserError where a process of this host is to work on a device that its Python does not find: its start would end
+    there. A device that drivers and torch's build speak for is believed."""
+    for one in t.processes():
+        kind = t.device_of(one.name) if has_model(one.spec) else "cpu"
+        if kind in ("auto", "cpu") or (device.likely(kind) and not one.spec.python):
+            continue
+        code = f"from busrl.device import missing; print(missing({kind!r}))"
+        seen = {**os.environ, **one.spec.env, **device.visible(kind, ",".join(one.spec.devices))}
+        command = [one.spec.python or sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=seen, cwd="/")
+        if why := done.stdout.strip() or done.stderr.strip()[-200:]:
+            key = f"{one.role}'s device" if one.spec.device else "model.device"
+            raise UserError(f'{key} = "{kind}": {why}; set it to "cpu", or to "auto" for the best one')
 
 
 def lines(t: Topology, asked: dict[int, dict[str, str]]) -> list[str]:

@@ -14,11 +14,12 @@ episode of several turns there (None for one answer; a list of them with batch =
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -124,6 +125,43 @@ class Setup(msgspec.Struct, frozen=True):
     run_mb: int = 512
     at_once: int = 0
     trust: bool = False
+
+
+def adapter(function: RewardFunction, setup: Setup) -> tuple[str, str]:
+    """Whose signature a function of another trainer has, and a line that calls it as a reward of busrl; empty for any
+    other. In the same places those trainers give other things, by which it would judge."""
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return "", ""
+    name, waits = setup.function.rpartition(":")[2], inspect.iscoroutinefunction(function)
+    of_three = sum(one.kind <= one.POSITIONAL_OR_KEYWORD for one in known.values()) >= 3
+    more = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    first = next(iter(known), "")
+    if "completions" in known and (more or first in ("prompts", "completions")) and not (setup.batch and of_three):
+        whose, call, last = "TRL", _as_trl(name, known, more), "[0]"
+    elif {"data_source", "solution_str", "ground_truth"} & known.keys():
+        given = {"data_source": '"busrl"', "solution_str": "completion", "ground_truth": 'record["answer"]'}
+        whose, last = "verl", ""
+        call = f"{name}({', '.join(f'{one}={text}' for one, text in given.items() if one in known)})"
+    elif list(known)[:3] == ["queries", "prompts", "labels"]:
+        whose, last = "OpenRLHF", "[0]"
+        call = f'{name}([record["prompt"] + completion], [record["prompt"]], [record["answer"]])'
+    else:
+        return "", ""
+    begins, called = ("async def", f"(await {call})") if waits else ("def", call)
+    return whose, f"{begins} score(record, completion, token_ids): return float({called}{last})"
+
+
+def _as_trl(name: str, known: Iterable[str], more: bool) -> str:
+    """The call with lists of one, by keywords: of a function of any `more` columns, or of those that it names."""
+    given = {"prompts": '[record["prompt"]]', "completions": "[completion]", "completion_ids": "[token_ids]"}
+    words = [f"{one}={text}" for one, text in given.items() if one in known]
+    if more:
+        words.append('**{key: [value] for key, value in record.items() if key != "prompt"}')
+    else:
+        words += [f'{one}=[record["{one}"]]' for one in known if one not in given]
+    return f"{name}({', '.join(words)})"
 
 
 def settle(result: Any) -> tuple[float, dict[str, float]]:

@@ -29,7 +29,7 @@ import msgspec
 from busrl import imports, pipes
 from busrl.errors import RewardNotLoaded, cause
 from busrl.imports import IMPORTING, ImportClock
-from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, settle
+from busrl.rewards.base import ExactMatch, MalformedReward, RewardFunction, Setup, adapter, settle
 from busrl.rewards.pool import READY, Item, Outcome
 
 TEXT_LIMIT = 2000
@@ -68,7 +68,12 @@ def build(setup: Setup) -> RewardFunction:
     if setup.kind == "exact_match":
         return ExactMatch(setup.extract, setup.answer_key or "answer", f"{setup.place}.extract")
     if setup.kind == "python":
-        return imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
+        function = imports.load(f"{setup.place}.function", setup.function, RewardNotLoaded, setup.base_dir)
+        whose, line = adapter(function, setup)
+        if whose:
+            named, alone = f"{setup.place}.function = {setup.function!r}", ", with batch = false" if setup.batch else ""
+            raise RewardNotLoaded(f"{named}: it takes what {whose} gives a reward; name `{line}` instead{alone}")
+        return function
     if setup.kind == "model":
         from busrl.rewards.model import Scorer
 

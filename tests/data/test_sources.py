@@ -177,7 +177,7 @@ def test_a_column_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> Non
     ):
         problems = told(convert(tmp_path, source(path, **keys)))
         assert "no column" in problems[0] and "the columns are answer, question, rate" in problems[0], keys
-        assert len(problems) == 6 and "no row after the 5 broken ones" in problems[5]
+        assert len(problems) == 1, problems
 
 
 def test_broken_lines_of_a_jsonl_source_have_their_places(tmp_path: Path) -> None:

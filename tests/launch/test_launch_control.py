@@ -169,6 +169,9 @@ def test_it_is_answered_who_has_not_taken_it_up(tmp_path: Path) -> None:
     (("set", "learner.trigger.n_min", "0"), "expected a whole number >= 1"),
     (("set", "weights.max_staleness", "9"), "slots are needed, and the ring of the run has"),
     (("set", "learner", "1"), "section.key=value"),
+    (("set", "lr", "5e-4"), "lr has no section; did you mean learner.lr?"),
+    (("set", "learning_rate", "5e-4"), "did you mean learner.lr?"),
+    (("set", "learner.lr", "fast"), 'learner.lr = "fast": expected a number'),
     (("scale", "learner", "2"), "a run has one of them"),
     (("scale", "bus", "2"), 'role = "bus": expected one of "learner"'),
     (("scale", "agent", "2"), "the run has none"),
@@ -181,7 +184,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
 ) -> None:
     desk = Desk(tmp_path)
     answer = desk.ask(*what)
-    assert not answer.ok and why in answer.text, answer.text
+    assert not answer.ok and why in answer.text and "--set" not in answer.text, answer.text
     assert desk.run.topology is QUICKSTART and desk.outcome is None and not desk.run.paths.topology.exists()
     [line] = read_lines(desk.run.paths)
     assert not line.ok and line.who == "a test" and line.text == answer.text

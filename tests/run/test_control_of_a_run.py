@@ -102,7 +102,7 @@ def test_each_verb_works_while_a_run_runs_and_processes_die_and_nothing_is_lost(
         assert tokens(run) == drawn, "something was drawn while it was paused"
         paused_at = run.step()
         assert busrl("set", run.directory, "learner.lr", "fast") == 2
-        assert "busrl: set: --set learner.lr: learner.lr = \"fast\": expected a number" in capsys.readouterr().err
+        assert "busrl: set: learner.lr = \"fast\": expected a number" in capsys.readouterr().err
         assert busrl("status", run.directory) == 0
         shown = capsys.readouterr().out
         assert "paused by" in shown and "learner.lr = 1e-05" in shown, shown
