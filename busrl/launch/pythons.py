@@ -116,13 +116,21 @@ def require_devices(t: Topology) -> None:
         kind = t.device_of(one.name) if has_model(one.spec) else "cpu"
         if kind in ("auto", "cpu") or (device.likely(kind) and not one.spec.python):
             continue
-        code = f"from busrl.device import missing; print(missing({kind!r}))"
-        seen = {**os.environ, **one.spec.env, **device.visible(kind, ",".join(one.spec.devices))}
-        command = [one.spec.python or sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=seen, cwd="/")
-        if why := done.stdout.strip() or done.stderr.strip()[-200:]:
+        if why := _device_missing(kind, one.spec):
             key = f"{one.role}'s device" if one.spec.device else "model.device"
             raise UserError(f'{key} = "{kind}": {why}; set it to "cpu", or to "auto" for the best one')
+
+
+def _device_missing(kind: str, entry: Process) -> str:
+    """What the Python of an entry says of such a device; empty too where it cannot be asked: a start tells more."""
+    code = f"from busrl.device import missing; print(missing({kind!r}))"
+    seen = {**os.environ, **entry.env, **device.visible(kind, ",".join(entry.devices))}
+    command = [entry.python or sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=seen, check=True, cwd="/")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def lines(t: Topology, asked: dict[int, dict[str, str]]) -> list[str]:
