@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import resource
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +30,7 @@ BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 TELL_S = 30.0
 SWEEP_S = 0.5
 SHOWN = 3  # addresses of a line
+ATTACH_FILTER, RETURN = 26, 0x06  # an option of sockets, and an instruction of its filters
 OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"
 log = logging.getLogger("busrl")
 
@@ -142,6 +145,14 @@ class Listener:
             self._before(loop, context)
         else:
             loop.default_exception_handler(context)
+
+
+def shut(bound: socket.socket) -> None:
+    """Let nobody connect any more to a socket that listens for another library, for which all have come. Connections
+    that are there stay. Nothing where the kernel has no filters."""
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))  # of every packet it keeps no byte
+    with contextlib.suppress(OSError):
+        bound.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
 
 
 class Closed(asyncio.Protocol):

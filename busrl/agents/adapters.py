@@ -493,7 +493,7 @@ class Verifiers(Adapter):
 
 
 def _share_tls() -> None:
-    """Let all clients of verifiers have one TLS context. It makes a client for each episode, since each has a key of its
+    """Let all clients of verifiers have one TLS context. It makes a client for each episode, as each has a key of its
     own, and a context takes 20 to 50 ms of CPU time."""
     import httpx
     from verifiers.v1.clients import base

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import zmq
 
 from busrl.bus.broker import CurveListener
-from busrl.bus.endpoint import encrypt
-from busrl.bus.security import host_and_port
+from busrl.bus.endpoint import HANDSHAKE_MS, encrypt
+from busrl.bus.security import allow_many_connections, host_and_port
 from busrl.errors import PeerTimeout
 from busrl.keys import ClientKeys
 from busrl.protocol import hosts as h
@@ -29,6 +29,7 @@ HWM = 64
 MOST_BYTES = 1 << 30  # of a frame: a piece of weights, or a manifest
 BEAT_MS, SILENT_MS = 500, 2000
 RECONNECT_MS, RECONNECT_MOST_MS = 100, 1000
+BACKLOG = 1024  # connections that wait to be accepted: strangers end with their handshake's time
 AGAIN_S = 2.0  # after which a question without an answer is asked again
 LINGER_MS = 500  # for the last answers of a run
 
@@ -45,6 +46,7 @@ class Answering:
     """The side that answers. `listener` says where to listen and which keys count, `place` where that is."""
 
     def __init__(self, listener: CurveListener) -> None:
+        allow_many_connections()
         self.listener = listener
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
@@ -151,6 +153,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     options = {
         zmq.LINGER: 0, zmq.SNDHWM: HWM, zmq.RCVHWM: HWM, zmq.MAXMSGSIZE: MOST_BYTES, zmq.HEARTBEAT_IVL: BEAT_MS,
         zmq.HEARTBEAT_TIMEOUT: SILENT_MS, zmq.TCP_KEEPALIVE: 1,
+        zmq.HANDSHAKE_IVL: HANDSHAKE_MS, zmq.BACKLOG: BACKLOG,
     }
     for option, value in options.items():
         socket.setsockopt(option, value)

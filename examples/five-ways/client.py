@@ -21,7 +21,7 @@ START_S = 120.0
 
 
 async def play(shared: openai.AsyncOpenAI, episode: dict[str, Any]) -> float:
-    """One episode: any code that uses OpenAI's client. One of its own for each episode would cost more than the call."""
+    """One episode: any code that uses OpenAI's client. Making one for each would cost more than the call."""
     prompt = episode["task"]["prompt"]
     client = shared.with_options(base_url=episode["base_url"], api_key=episode["api_key"])
     messages: Any = [{"role": "user", "content": prompt}]
@@ -54,7 +54,7 @@ async def main() -> None:
     about = json.loads(told.read_text())
     head = {"Authorization": f"Bearer {Path(about['key']).read_text()}"}
     server = about["base_url"].removesuffix("/v1")
-    os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))  # the run is not behind one
+    os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
     async with openai.AsyncOpenAI(base_url=about["base_url"], api_key="of the episode") as shared:
         await asyncio.gather(*(work(shared, server, head) for _ in range(options.at_once)))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import httpx
 import msgspec
 import pytest
 from aiohttp import WSMsgType, web
@@ -219,6 +223,49 @@ def test_games_of_textarena_are_the_same_alone_and_beside_each_other_and_have_se
     assert alone[0][2] != alone[1][2] and "higher" in alone[0][2][1][1]
     assert [one[:2] for one in won] == [[0, 1.0], [1, -1.0]]
     assert [seat for seat, _ in won[0][2]] == [0, 1, 0, 1, 0]
+
+
+# -- clients ------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+
+
+def test_clients_of_verifiers_share_one_tls_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules by what the adapter takes of them: they are in another environment."""
+    modules = {name: ModuleType(name) for name in (
+        "verifiers", "verifiers.v1", "verifiers.v1.clients", "verifiers.v1.clients.base", "verifiers.v1.clients.eval")}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    base, evaluating = modules["verifiers.v1.clients.base"], modules["verifiers.v1.clients.eval"]
+    base.DEFAULT_LIMITS = httpx.Limits(max_connections=10)  # type: ignore[attr-defined]
+    contexts = list[Any]()
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **given: contexts.append(given["verify"]))
+    adapters._share_tls()
+    config = SimpleNamespace(timeout=SimpleNamespace(model_dump=lambda: {"timeout": 5.0}))
+    for build in (base.build_async_httpx, evaluating.build_async_httpx):  # type: ignore[attr-defined]
+        build(config)
+    assert len(contexts) == 2 and contexts[0] is contexts[1]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_no_example_makes_a_client_for_each_episode(path: Path) -> None:
+    """Called where a module is imported, or in a `main`: not in what runs for an episode."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.name != "main":
+            called = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+            assert not any(name.endswith("OpenAI") for name in called), function.name
+
+
+def test_the_page_of_clients_makes_one_for_all_episodes() -> None:
+    page = (ROOT / "docs" / "serve.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def episode" in block]
+    assert blocks
+    for block in blocks:
+        assert "OpenAI(" not in block.partition("def episode")[2]
 
 
 # -- OpenEnv ----------------------------------------------

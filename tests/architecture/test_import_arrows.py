@@ -44,12 +44,12 @@ ARROWS: dict[str, set[str]] = {
         "vocabulary",
     },
     "quickstart": {"errors", "data", "imports", "ring"},
-    "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports", "vocabulary"},
+    "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports", "listener", "vocabulary"},
     "engines": {
         "errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "imports", "pipes",
         "proxies", "vocabulary",
     },
-    "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "_blocks"},
+    "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "listener", "_blocks"},
     "sinks": {"errors", "files", "paths"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",

@@ -12,9 +12,10 @@ import torch
 
 from busrl import files
 from busrl.errors import DeviceMissing, RanksDiffer
+from busrl.listener import shut
 from busrl.training import checkpoint
 from busrl.training.checkpoint import Checkpoint
-from busrl.training.ranks import meeting
+from busrl.training.ranks import meeting, mesh
 from busrl.training.ranks.follower import place_of
 from busrl.training.ranks.meeting import Away, Place
 from busrl.training.trainer import MASTER, TrainerSettings
@@ -119,3 +120,40 @@ def test_a_copy_of_a_file_of_home_never_leaves_its_folder(tmp_path: Path, name: 
     assert place_of(tmp_path, "step_1/model.safetensors") == tmp_path / "step_1" / "model.safetensors"
     with pytest.raises(RanksDiffer, match="no name below its run directory"):
         place_of(tmp_path, name)
+
+
+def test_strangers_who_say_nothing_keep_no_rank_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are let in at the same time, for longer than anybody waits."""
+    came = list[Any]()
+    with meeting.door(tmp_path / "ranks.sock", note := tmp_path / "ranks.json", HERE, 10) as door:
+        place = Place(**files.read_map(note))
+        strangers = [socket.create_connection((place.address, place.port)) for _ in range(meeting.MOST_VISITORS + 30)]
+        monkeypatch.setattr(meeting, "PROOF_S", 60.0)
+
+        def waits() -> None:
+            while not came:
+                came.extend(filter(None, [door.accept(1)]))
+
+        visitor = threading.Thread(target=waits, daemon=True)
+        visitor.start()
+        with meeting.connect(tmp_path / "ranks.sock", away(place), 10) as rank:
+            visitor.join(30)
+            assert len(came) == 1
+            rank.sendall(b"hello")
+            assert came[0].recv(5) == b"hello"
+        for one in (*strangers, *came):
+            one.close()
+
+
+def test_nobody_connects_to_a_store_for_which_all_have_come() -> None:
+    store, listening = mesh.open_store(2, 20)
+    rank = mesh.find_store(store.port, 2, 20)
+    shut(listening)
+    stranger = socket.socket()
+    stranger.settimeout(0.5)
+    with pytest.raises(OSError):
+        stranger.connect((mesh.HOST, store.port))
+    rank.set("word", "kept")
+    assert store.get("word") == b"kept", "those that are there stay"
+    stranger.close()
+    listening.close()

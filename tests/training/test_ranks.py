@@ -29,7 +29,7 @@ def run_ranks(folder: Path, world: int, steps: int, families: Sequence[str]) -> 
     """All ranks as processes of their own, to their end."""
     for family in {family.partition(":")[0] for family in families}:
         rank_program.build(family).save_pretrained(str(folder / family), max_shard_size="40KB")
-    store = mesh.open_store(world, 60)
+    store, _listening = mesh.open_store(world, 60)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     parts = [str(world), str(store.port), str(folder), str(steps), *families]
     processes = [

@@ -213,7 +213,7 @@ def test_the_socket_is_private_and_versions_grow(sender: BroadcastSender, cast: 
 
 
 def test_only_this_host_can_reach_the_store() -> None:
-    _store, where = open_store(HOST, TIMEOUT_S)
+    _store, where, _listening = open_store(HOST, TIMEOUT_S)
     port = int(where.partition("/")[0].rpartition(":")[2])
     listening = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
     addresses = [line.split()[1] for line in listening if f":{port:04X}" in line and line.split()[3] == "0A"]

@@ -170,7 +170,7 @@ def group(context: Context) -> None:
         context.note(f"one device: {backend} refuses two ranks on it, so a group of one is what can be tried")
     total = nbytes(checkpoint_shapes("tiny" if context.small else "0.6B"), torch.bfloat16)
     for epoch in range(1, 4):
-        store, where = open_store("127.0.0.1", JOIN_S)
+        store, where, _listening = open_store("127.0.0.1", JOIN_S)
         settings = {"epoch": epoch, "size": ranks, "store": where, "backend": backend, "kind": device.type}
         with peer("member", rank=1, nbytes=total, **settings) if ranks == 2 else nullcontext() as other:
             formed, sent, right = broadcast_once(rank=0, nbytes=total, own=store, **settings)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from busrl.errors import CannotTrain, DiskFull, RankFailed, RankLost, RanksDiffer, Stopped, WriteFailed, cause
+from busrl.listener import shut
 from busrl.training import sharded
 from busrl.training.batch import Round, Sample, Worth, rounds_of
 from busrl.training.checkpoint import Checkpoint
@@ -126,13 +127,16 @@ class Team:
         ranks, limit, address = self.settings.ranks, self.settings.collective_s, self.settings.address
         if address:
             meeting.use_network_of(address)
-        self.store, prefix = mesh.open_store(ranks, limit, address or mesh.HOST), secrets.token_hex(8)
+        self.store, listening = mesh.open_store(ranks, limit, address or mesh.HOST)
+        prefix = secrets.token_hex(8)
         self.tell([
             wire.Join(world=ranks, port=self.store.port, prefix=prefix, address=address, root=str(self.settings.root))
             for _ in self.followers
         ])
-        with self.together("join"):
+        with listening, self.together("join"):
             self.meshes = mesh.join(self.store, prefix, 0, ranks, self.settings.device, limit, self.settings.axes)
+            if self.settings.device.type == "cpu":  # NCCL may connect once more
+                shut(listening)
 
     def tell(self, messages: Sequence[wire.ControlMessage]) -> None:
         self.seq += 1

@@ -29,6 +29,7 @@ from busrl import files
 from busrl.errors import DeviceMissing
 
 PROOF_S = 5.0
+MOST_VISITORS = 64  # that prove themselves at the same time
 SIZE = 32  # bytes of a nonce, and of a proof
 SIOCGIFADDR = 0x8915
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -53,20 +54,88 @@ class Away:
     folder: Path
 
 
+@dataclass
+class Visitor:
+    """A connection from elsewhere that has not proved itself yet: what it has sent, and how long it may take."""
+
+    connected: socket.socket
+    nonce: bytes
+    until: float
+    sent: bytes = b""
+
+
 class Door:
-    """Takes connections of ranks."""
+    """Takes connections of ranks. Whoever connects from elsewhere and is silent keeps nobody waiting."""
 
     def __init__(self, here: socket.socket, there: socket.socket | None, secret: str, silent_s: float) -> None:
         self._here, self._there, self._secret, self._silent_s = here, there, secret, silent_s
+        self._visitors: dict[int, Visitor] = {}  # by descriptor, the one that came first in front
 
     def accept(self, wait_s: float) -> socket.socket | None:
         """The next one; None if nobody came, or somebody who is no rank."""
-        for one in select.select([one for one in (self._here, self._there) if one is not None], [], [], wait_s)[0]:
-            connected: socket.socket = one.accept()[0]
-            if one is self._here or _proved(connected, self._secret, b"0", b"r", first=True):
-                return connected if one is self._here else _watched(connected, self._silent_s)
-            connected.close()
-        return None
+        until = time.monotonic() + wait_s
+        while True:
+            now, dues = time.monotonic(), [visitor.until for visitor in self._visitors.values()]
+            ready = self._ready(max(0.0, min([until, *dues]) - now))
+            if self._here.fileno() in ready:
+                return self._here.accept()[0]
+            if self._there is not None and self._there.fileno() in ready:
+                self._receive(self._there.accept()[0])
+            heard = [visitor for fd, visitor in self._visitors.items() if fd in ready]
+            for visitor in heard:
+                if self._has_all(visitor):
+                    return self._judged(visitor)
+            if late := [visitor for visitor in self._visitors.values() if visitor.until <= time.monotonic()]:
+                self._leave(late[0])
+                return None
+            if time.monotonic() >= until:
+                return None
+
+    def close(self) -> None:
+        for visitor in list(self._visitors.values()):
+            self._leave(visitor)
+
+    def _ready(self, wait_s: float) -> set[int]:
+        poller = select.poll()  # no bound on a descriptor's number
+        for one in (self._here, self._there, *(visitor.connected for visitor in self._visitors.values())):
+            if one is not None:
+                poller.register(one, select.POLLIN)
+        return {number for number, _ in poller.poll(1000 * wait_s)}
+
+    def _receive(self, connected: socket.socket) -> None:
+        """Let it begin; where too many have, the one that has taken longest goes."""
+        if len(self._visitors) >= MOST_VISITORS:
+            self._leave(next(iter(self._visitors.values())))
+        visitor = Visitor(connected, secrets.token_bytes(SIZE), time.monotonic() + PROOF_S)
+        self._visitors[connected.fileno()] = visitor
+        connected.setblocking(False)
+        with contextlib.suppress(OSError):  # it is gone, which is seen when it is read
+            connected.send(visitor.nonce)
+
+    def _has_all(self, visitor: Visitor) -> bool:
+        """Read what is there. Whether it is a nonce and a proof, or the end."""
+        try:
+            piece = visitor.connected.recv(2 * SIZE - len(visitor.sent))
+        except OSError:
+            piece = b""
+        visitor.sent += piece
+        return not piece or len(visitor.sent) == 2 * SIZE
+
+    def _judged(self, visitor: Visitor) -> socket.socket | None:
+        theirs, proof = visitor.sent[:SIZE], visitor.sent[SIZE:]
+        both, connected = visitor.nonce + theirs, visitor.connected
+        if not hmac.compare_digest(proof, _proof(self._secret, b"r", both)):
+            self._leave(visitor)
+            return None
+        del self._visitors[connected.fileno()]
+        connected.settimeout(PROOF_S)
+        with contextlib.suppress(OSError):
+            connected.sendall(_proof(self._secret, b"0", both))
+        return _watched(connected, self._silent_s)
+
+    def _leave(self, visitor: Visitor) -> None:
+        del self._visitors[visitor.connected.fileno()]
+        visitor.connected.close()
 
 
 @contextlib.contextmanager
@@ -88,7 +157,9 @@ def door(file: Path, note: Path, address: str, silent_s: float) -> Iterator[Door
             place = Place(address, there.getsockname()[1], secret)
             files.replace(note, json.dumps(asdict(place)).encode())
             stack.callback(note.unlink, missing_ok=True)
-        yield Door(here, there, secret, silent_s)
+        made = Door(here, there, secret, silent_s)
+        stack.callback(made.close)
+        yield made
 
 
 def connect(file: Path, away: Away | None, silent_s: float) -> socket.socket:
@@ -105,34 +176,28 @@ def connect(file: Path, away: Away | None, silent_s: float) -> socket.socket:
     if place is None:
         raise ConnectionRefusedError(0, "home knows of no learner that waits for ranks")
     connected = socket.create_connection((place.address, place.port), PROOF_S)
-    if not _proved(connected, place.secret, b"r", b"0", first=False):
+    if not _proved(connected, place.secret):
         connected.close()
         raise ConnectionRefusedError(0, "it is of another attempt")
     return _watched(connected, silent_s)
 
 
-def _proved(connected: socket.socket, secret: str, own: bytes, other: bytes, first: bool) -> bool:
-    """Whether the other side proves itself; this one does too. Both send a nonce, then whoever connects its proof, then
-    rank 0 (`first`) its own: it gives none to whoever has none."""
-
-    def proof(of: bytes, nonces: bytes) -> bytes:
-        return hmac.digest(bytes.fromhex(secret), of + nonces, "sha256")
-
-    connected.settimeout(PROOF_S)
+def _proved(connected: socket.socket, secret: str) -> bool:
+    """Whether rank 0 proves itself at the other end; this side does too. Both send a nonce, then whoever connects its
+    proof, then rank 0 its own: it gives none to whoever has none."""
     until, nonce = time.monotonic() + PROOF_S, secrets.token_bytes(SIZE)
+    connected.settimeout(PROOF_S)
     try:
         connected.sendall(nonce)
-        theirs = _exactly(connected, until)
-        both = nonce + theirs if first else theirs + nonce
-        if not first:
-            connected.sendall(proof(own, both))
-        if not hmac.compare_digest(_exactly(connected, until), proof(other, both)):
-            return False
-        if first:
-            connected.sendall(proof(own, both))
+        both = _exactly(connected, until) + nonce
+        connected.sendall(_proof(secret, b"r", both))
+        return hmac.compare_digest(_exactly(connected, until), _proof(secret, b"0", both))
     except OSError:
         return False
-    return True
+
+
+def _proof(secret: str, of: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(secret), of + nonces, "sha256")
 
 
 def _exactly(connected: socket.socket, until: float) -> bytes:

@@ -207,13 +207,16 @@ def _require_even(name: str, tensor: Tensor, axis: int, over: int, key: str) -> 
 # -- groups of processes -----------------------------------------------------------
 
 
-def open_store(world: int, timeout_s: float, address: str = HOST) -> Any:
-    """The store through which `world` ranks find each other, on a free port of this address alone (its `port`)."""
+def open_store(world: int, timeout_s: float, address: str = HOST) -> tuple[Any, socket.socket]:
+    """The store through which `world` ranks find each other, on a free port of this address alone (its `port`); and
+    the socket that it listens at."""
     bound = socket.create_server((address, 0), backlog=max(128, world))
-    return dist.TCPStore(
+    listening = bound.dup()
+    store = dist.TCPStore(
         address, bound.getsockname()[1], world, is_master=True, timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False, master_listen_fd=bound.detach(),
     )
+    return store, listening
 
 
 def find_store(port: int, world: int, timeout_s: float, address: str = HOST) -> Any:

@@ -34,6 +34,7 @@ import torch.distributed
 
 from busrl.device import device_group, own_stream
 from busrl.errors import first_line
+from busrl.listener import shut
 from busrl.weights.base import is_named
 
 log = logging.getLogger("busrl")
@@ -228,16 +229,16 @@ class Group:
             threading.Thread(target=_abort, args=(group,), name="weights abort", daemon=True).start()
 
 
-def open_store(host: str, timeout_s: float) -> tuple[Any, str]:
-    """A store on a free port of `host`, and its address for the others."""
+def open_store(host: str, timeout_s: float) -> tuple[Any, str, socket.socket]:
+    """A store on a free port of `host`, its address for the others, and the socket that it listens at."""
     listener = socket.create_server((host, 0), backlog=128)
-    port = listener.getsockname()[1]
+    port, listening = listener.getsockname()[1], listener.dup()
     # The store takes a bound socket, because it would listen on every interface itself.
     store = dist.TCPStore(
         host, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, f"{host}:{port}/{secrets.token_hex(16)}"
+    return store, f"{host}:{port}/{secrets.token_hex(16)}", listening
 
 
 def join_store(address: str, timeout_s: float) -> Any:
@@ -278,13 +279,17 @@ def _abort(group: Any) -> None:
 class GroupSetup:
     """Forms a group in a thread, which calls `done` at its end and sets `ended`; then `group` or `problem` is set."""
 
-    def __init__(self, rendezvous: Rendezvous, done: Callable[[], None], store: Any = None) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, done: Callable[[], None], store: Any = None,
+        listening: socket.socket | None = None,
+    ) -> None:
+        """`store`: that of this process, and where it is `listening`."""
         self.rendezvous = rendezvous
         self.group: Group | None = None
         self.problem = ""
         self.ended = threading.Event()
         self._cancelled = False
-        self._done, self._store = done, store
+        self._done, self._store, self._listening = done, store, listening
         threading.Thread(target=self._run, name=f"weights epoch {rendezvous.epoch}", daemon=True).start()
 
     def cancel(self) -> None:
@@ -298,12 +303,16 @@ class GroupSetup:
         try:
             own_stream(self.rendezvous.device)
             self.group = connect(self.rendezvous, self._store)
+            if self._listening is not None and self.rendezvous.backend == "gloo":  # NCCL may connect once more
+                shut(self._listening)
             if self._cancelled:
                 self.cancel()
         except Exception as problem:  # of sockets, of torch, of a missing backend: all are reported
             self.problem = f"{first_line(str(problem))} (after {time.monotonic() - begun:.1f} s)"
         finally:
             self._store = None
+            if self._listening is not None:
+                self._listening.close()
             self.ended.set()
         with contextlib.suppress(OSError):
             self._done()

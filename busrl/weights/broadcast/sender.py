@@ -400,10 +400,10 @@ class BroadcastSender(Sender):
 
     def _connect(self, size: int) -> GroupSetup:
         """Form the group; returns early if a member is lost meanwhile."""
-        store, where = open_store(HOST, self._phase_s)
+        store, where, listening = open_store(HOST, self._phase_s)
         rendezvous = Rendezvous(self.epoch, 0, size, where, self._phase_s, self._backend, self._device)
         self._send_all("connect", store=where, timeout_s=self._phase_s, backend=self._backend)
-        setup = GroupSetup(rendezvous, self._server.waker.wake, store)
+        setup = GroupSetup(rendezvous, self._server.waker.wake, store, listening)
         limit_s = 1.5 * self._phase_s  # the first group between devices makes their contexts too
         limit_s = limit_s if self._backend == "gloo" else max(limit_s, DEVICE_CONNECT_S)
         deadline = time.monotonic() + limit_s
