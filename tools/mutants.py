@@ -58,6 +58,7 @@ DRAWN = (f"{ANSWERS}::test_each_token_is_the_one_that_its_random_number_draws",)
 ENDS = (f"{ANSWERS}::test_every_end_token_of_the_generation_config_ends_an_answer",)
 RUN = (WHOLE_RUN,)
 RANKS, TEAM = ("tests/training/test_ranks.py",), "tests/training/test_team.py"
+RANK_READS = ("tests/training/test_team_options.py::test_reference_and_teacher_of_a_rank_are_read_at_the_temperature_of_the_draw",)
 HEAD = "busrl/training/head.py"
 OPTIMIZERS, OPTIMISER_TESTS = "busrl/training/optimizers.py", ("tests/training/test_optimizers.py",)
 ADVANTAGES, LOSSES = "busrl/algorithms/advantages.py", "busrl/algorithms/losses.py"
@@ -69,6 +70,10 @@ VALUES, VALUE_TESTS = "busrl/algorithms/gae.py", ("tests/algorithms/test_gae.py"
 HEAD_TESTS = (
     "tests/roles/test_training_step.py::test_the_gradient_of_a_step_with_a_value_head_is_that_of_the_plain_formulas",)
 EPISODES = ("tests/roles/test_episode_steps.py",)
+BY_HAND = ("tests/roles/test_step_by_hand.py",)
+REFERRED = ("tests/roles/test_training_step.py::test_a_reference_reads_whole_answers_at_the_temperature_of_their_draw",)
+TERMS, BUILDER = "busrl/algorithms/terms.py", "busrl/training/ranks/builder.py"
+AT_ONE = "__import__('dataclasses').replace(flat, temperature=None)"  # of what is scored
 STEP, METRICS, SCHEDULE = "busrl/roles/learner/step.py", "busrl/roles/learner/metrics.py", "busrl/roles/learner/step.py"
 ROLLOUT, LEARNER, VALIDATOR = "busrl/roles/rollout.py", "busrl/roles/learner/loop.py", "busrl/roles/validator.py"
 FIGURES = "busrl/data/figures.py"
@@ -495,6 +500,68 @@ MUTANTS = (
     Mutant("a checkpoint forgets the value head", STEP, "self.trainer.value_head.write(directory / VALUE)", "pass",
            ("tests/roles/test_training_step.py::"
             "test_the_value_head_comes_back_from_checkpoint_and_log_and_is_in_no_model",)),
+    # -- terms that no published number holds: sign, temperature, mask, which tokens
+    Mutant("what a KL takes from the reward is added", STEP, "record.reward - float(np.sum(penalty))",
+           "record.reward + float(np.sum(penalty))", BY_HAND),
+    Mutant("what a KL takes from each token's reward is added", STEP, "row -= penalty", "row += penalty", BY_HAND),
+    Mutant("a KL in the reward is that of the other direction", STEP,
+           "coefficient * estimator(own, torch.from_numpy(row.astype(np.float64)))",
+           "coefficient * estimator(torch.from_numpy(row.astype(np.float64)), own)", BY_HAND),
+    Mutant("a KL in the reward is that of the weights at hand", STEP,
+           "drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]",
+           "drawn = [torch.from_numpy(one.astype(np.float64)) for one in self.trainer.score(self._samples(records))]", BY_HAND),
+    Mutant("an opponent's turns pay for their KL", STEP, "            * np.repeat(record.turns_trained(), record.turn_lengths())\n", "", BY_HAND),
+    Mutant("a KL of the reward is in the loss too", TRAINER,
+           'self.settings.kl != "none" and self.settings.kl_in == "loss"', 'self.settings.kl != "none"', BY_HAND),
+    Mutant("a KL in the loss pulls away from the reference", TERMS, "found + settings.kl_coef * divergence",
+           "found - settings.kl_coef * divergence", BY_HAND),
+    Mutant("a reference ignores the temperature", STEP, "forward.score(samples, flat)[0]", f"forward.score(samples, {AT_ONE})[0]", BY_HAND),
+    Mutant("the base of an adapter ignores the temperature", "busrl/training/model.py", "return score(*given)[0]",
+           "return score(given[0], __import__('dataclasses').replace(given[1], temperature=None))[0]", REFERRED),
+    Mutant("an adapter is its own reference", "busrl/training/model.py", "            with self.off():\n                return score",
+           "            if True:\n                return score", REFERRED),
+    Mutant("a reference is the model that is trained", STEP, "forward = self._other(self.referred or self.source)",
+           "forward = trainer.forward", BY_HAND),
+    Mutant("a teacher ignores the temperature", STEP, "forward.best(samples, flat, self.config.teacher_k, words)",
+           f"forward.best(samples, {AT_ONE}, self.config.teacher_k, words)", BY_HAND),
+    Mutant("a rank's reference ignores the temperature", BUILDER, "second.score(samples, flat)[0]", f"second.score(samples, {AT_ONE})[0]",
+           RANK_READS),
+    Mutant("a rank's teacher ignores the temperature", BUILDER, "second.best(samples, flat, count, words)",
+           f"second.best(samples, {AT_ONE}, count, words)", RANK_READS),
+    Mutant("a bonus is paid for certainty", TERMS, "found - settings.entropy_coef * seen.entropy",
+           "found + settings.entropy_coef * seen.entropy", BY_HAND),
+    Mutant("a correction is engine over trainer", TERMS, "log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs).detach()",
+           "log_ratio(inputs.behaviour_logprobs, inputs.proximal_logprobs).detach()", BY_HAND),
+    Mutant("a correction is of the weights at hand", TERMS, "log_ratio(inputs.proximal_logprobs, inputs.behaviour_logprobs).detach()",
+           "log_ratio(inputs.trainer_logprobs, inputs.behaviour_logprobs).detach()", BY_HAND),
+    Mutant("the KL that is told is of the other direction", DIAGNOSTICS,
+           "terms.k3(inputs.trainer_logprobs.detach(), inputs.reference_logprobs)",
+           "terms.k3(inputs.reference_logprobs, inputs.trainer_logprobs.detach())", BY_HAND),
+    Mutant("what separates from a teacher is pushed away", TERMS, "found + settings.teacher_coef * losses.topk_kl",
+           "found - settings.teacher_coef * losses.topk_kl", BY_HAND),
+    Mutant("a teacher's rest counts for nothing", LOSSES, "distill.topk_kl(inputs.student_logprobs, inputs.teacher_logprobs)",
+           "distill.topk_kl(inputs.student_logprobs, inputs.teacher_logprobs, tail=False)", BY_HAND),
+    Mutant("tokens that are not trained are whitened along", STEP, "counts = [int(self._trained(one).sum()) for one in records]",
+           "counts = [one.tokens for one in records]", BY_HAND),
+    Mutant("cut answers are whitened along", STEP, ".mask() & (not self._is_cut(record))", ".mask()", BY_HAND),
+    Mutant("tokens that are too old are whitened along", STEP,
+           "to_sample(record, self.last_only, self.stale.count(record)).mask()", "to_sample(record, self.last_only).mask()", BY_HAND),
+    Mutant("earlier segments are whitened along", STEP,
+           "to_sample(record, self.last_only, self.stale.count(record)).mask()",
+           "to_sample(record, False, self.stale.count(record)).mask()", BY_HAND),
+    Mutant("a sample weighs by what was drawn of it", STEP, "lengths = [[sample.trained] for sample in samples]",
+           "lengths = [[sample.generated] for sample in samples]", BY_HAND),
+    Mutant("an answer's length is no norm", ADVANTAGES, "return [1 / norm] * len(tokens)", "return [1.0] * len(tokens)", BY_HAND),
+    Mutant("n instead of n - 1 tokens under the root of a whitening", ADVANTAGES, "(counts.sum() - 1).clamp(min=1)",
+           "counts.sum().clamp(min=1)", BY_HAND),
+    Mutant("the reward is of the first token", STEP, "row[-1] += record.reward", "row[0] += record.reward", BY_HAND),
+    Mutant("values of tokens that are not trained are learnt", TRAINER, "loss if flat.mask is None else loss.where(flat.mask, 0)",
+           "loss", BY_HAND),
+    Mutant("the loss of values is not aggregated as that of the policy", TRAINER, "loss, trained = loss * weights, trained * weights",
+           "loss, trained = loss * weights, trained - loss + loss * weights", BY_HAND),
+    Mutant("an explained variance of the values alone", DIAGNOSTICS, "error = found.returns - found.values", "error = found.values", BY_HAND),
+    Mutant("tokens of older weights have ratio 1 too", TRAINER,
+           "torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)", "inputs.trainer_logprobs.detach()", BY_HAND),
 )
 
 

@@ -86,11 +86,11 @@ def turn_advantages(
 
 
 def batch_whiten(rewards: Sequence[float], lengths: Sequence[int]) -> Tensor:
-    """(R - mean) / sqrt(variance + 1e-8) over all tokens of the step, each with the reward of its sample, so that a
-    sample weighs by its length (REINFORCE++); n - 1 tokens under the root."""
+    """(R - mean) / sqrt(variance + 1e-8) over all trained tokens of the step, each with the reward of its sample, so
+    that a sample weighs by its length (REINFORCE++); n - 1 tokens under the root. `lengths`: trained tokens of each."""
     values = torch.tensor(list(rewards), dtype=torch.float64)
     counts = torch.tensor(list(lengths), dtype=torch.float64)
-    centred = values - (values * counts).sum() / counts.sum()
+    centred = values - (values * counts).sum() / counts.sum().clamp(min=1)
     variance = (centred.square() * counts).sum() / (counts.sum() - 1).clamp(min=1)
     return centred / (variance + 1e-8).sqrt()
 

@@ -745,6 +745,32 @@ def test_under_lora_the_reference_is_the_base_and_gradients_reach_the_adapter_al
     assert plain.train(batch, 4, version=0).grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["the base of an adapter", "the model of the start", "a folder"])
+def test_a_reference_reads_whole_answers_at_the_temperature_of_their_draw(
+    topology: Topology, folder: Path, other_folder: Path, kind: str
+) -> None:
+    """As transformers alone gives their log-probabilities, after an update that moved the trained weights."""
+    chosen = with_keys(topology, kl="k3", kl_coef=0.5, lr=1e-2)
+    if kind == "the base of an adapter":
+        pytest.importorskip("peft")
+        chosen = with_lora(chosen)
+    source = other_folder if kind == "a folder" else folder
+    if kind == "a folder":
+        chosen = dataclasses.replace(chosen, model=dataclasses.replace(chosen.model, reference=str(source)))
+    step, batch = TrainingStep(chosen), [msgspec.structs.replace(one, temperature=0.7) for one in varied(1)]
+    for version in (0, None):
+        step.train(batch, 4, version=version)
+    plain = Qwen3ForCausalLM.from_pretrained(source)
+    samples = [to_sample(one) for one in batch]
+    for record, row, now in zip(batch, step.trainer.score(samples, "reference"), step.trainer.score(samples)):
+        ids = torch.tensor([[*record.prompt_array().tolist(), *record.token_array().tolist()]])
+        logits, begin = plain(input_ids=ids).logits[0].detach(), len(record.prompt_array())
+        logs = torch.log_softmax(logits[begin - 1 : -1] / 0.7, -1)
+        expected = logs.gather(-1, ids[0, begin:, None])[:, 0].numpy()
+        assert row == pytest.approx(expected, abs=1e-5)
+        assert float(np.abs(now - expected).max()) > 1e-3
+
+
 def test_a_reference_of_another_vocabulary_ends_the_start_by_name(topology: Topology, tmp_path: Path) -> None:
     config = Qwen3Config(
         vocab_size=17, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
@@ -938,14 +964,23 @@ def test_a_rank_that_fails_again_with_the_same_samples_ends_the_run(topology: To
 
 
 @pytest.fixture(scope="module")
-def other_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model of the same tokens, with rows that no token has."""
+    return another(tmp_path_factory.mktemp("teacher"), 20)
+
+
+@pytest.fixture(scope="module")
+def other_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same tokens."""
+    return another(tmp_path_factory.mktemp("other"), 16)
+
+
+def another(path: Path, words: int) -> Path:
     torch.manual_seed(9)
     config = Qwen3Config(
-        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        vocab_size=words, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
         intermediate_size=32, max_position_embeddings=64, eos_token_id=1,
     )
-    path = tmp_path_factory.mktemp("teacher")
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -961,9 +996,9 @@ def with_teacher(topology: Topology, teacher: Path, **keys: object) -> Topology:
 
 @pytest.mark.parametrize("keys", [{}, {"loss": "ppo_clip", "advantage": "group_std", "teacher_coef": 0.5}], ids=str)
 def test_with_a_teacher_streamed_at_once_and_from_the_log_the_step_is_the_same(
-    topology: Topology, other_folder: Path, keys: dict[str, object]
+    topology: Topology, teacher_folder: Path, keys: dict[str, object]
 ) -> None:
-    chosen, batch = with_teacher(topology, other_folder, **keys), varied(1)
+    chosen, batch = with_teacher(topology, teacher_folder, **keys), varied(1)
     assert catalog.held_back(chosen.learner) == ""
     parts, whole, again = (Watched(chosen) for _ in range(3))
     parts.accumulate(batch[12:], 0)
@@ -979,13 +1014,13 @@ def test_with_a_teacher_streamed_at_once_and_from_the_log_the_step_is_the_same(
 
 
 def test_a_model_that_is_its_own_teacher_learns_nothing_and_another_is_followed_in_flat_groups_too(
-    topology: Topology, folder: Path, other_folder: Path
+    topology: Topology, folder: Path, teacher_folder: Path
 ) -> None:
     batch = [msgspec.structs.replace(one, reward=0.0, temperature=0.8) for one in records(1)]
     same = Watched(with_teacher(topology, folder), shifted=1.0)
     told = same.train(batch, 4, version=0)
     assert told.diagnostics.teacher_kl == pytest.approx(0, abs=1e-6) and told.grad_norm < 1e-4
-    step = TrainingStep(with_teacher(topology, other_folder, lr=1e-2, warmup_groups=0))
+    step = TrainingStep(with_teacher(topology, teacher_folder, lr=1e-2, warmup_groups=0))
     apart_by = [step.train(batch, 4, version=None).diagnostics.teacher_kl for _ in range(12)]
     assert apart_by[-1] < 0.5 * apart_by[0]  # type: ignore[operator]
 

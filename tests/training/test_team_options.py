@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from busrl.algorithms import gae
 from busrl.errors import FunctionRefused, RankLost, UserError
 from busrl.training import checkpoint, optimizers
+from busrl.training.batch import flatten
 from busrl.training.forward import choose_forward
 from busrl.training.model import Adapter, LoraSettings, load, vocabulary
+from busrl.training.ranks.builder import TrainerBuilder
 from busrl.training.trainer import Given, Trainer, TrainerSettings
 from tests.training.test_team import SETTINGS, TEACHER_K, a_step, assert_same_steps, assert_same_weights, team_of
 
@@ -201,6 +204,26 @@ def test_an_adapter_and_a_reference_over_ranks_are_those_of_one(kind: str, lab: 
         alone.load_adapter(alone.adapter, tmp_path / "adapter")
         alone.load_optimizer_state(state)
         assert_same_steps([a_step(alone, lab, seed) for seed in (5, 6)], after)
+
+
+def test_reference_and_teacher_of_a_rank_are_read_at_the_temperature_of_the_draw(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank makes of its second model, which is whole here: as transformers alone gives its logits."""
+    folder = changed(lab, tmp_path / "second")
+    monkeypatch.setattr(TrainerBuilder, "_other", lambda self, where: choose_forward(load(where)))
+    team = SimpleNamespace(reference=folder, teacher=folder, teacher_k=TEACHER_K)
+    builder, model, plain = TrainerBuilder(TrainerSettings(), team, None), lab.model(double=False), load(folder)
+    samples = lab.samples(groups=1, members=3, temperatures=(0.7,))
+    flat = flatten(samples, torch.float32, torch.device("cpu"))
+    rows = [plain(torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids])[None].astype(np.int64))).logits[
+        0, len(one.prompt_ids) - 1 : -1].detach() for one in samples]
+    expected = torch.log_softmax(torch.cat(rows) / 0.7, -1)
+    referred = builder._refer(None, None, model)(samples, flat)
+    assert torch.allclose(referred.detach(), expected.gather(-1, flat.targets[:, None])[:, 0], atol=1e-5)
+    ids, best = builder._teach(model)(samples, flat)
+    assert torch.allclose(best, expected.gather(-1, ids), atol=1e-5)
+    assert torch.allclose(best, expected.topk(TEACHER_K, -1).values, atol=1e-5)
 
 
 @pytest.mark.slow

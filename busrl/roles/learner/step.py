@@ -418,7 +418,8 @@ class TrainingStep:
         if self.config.credit == "turn":
             return self._turn_advantages(records)
         if catalog.ADVANTAGES.get(self.config.advantage) == catalog.BATCH:
-            return formulas.advantages(self.estimator, self._rewards(records), _lengths(records))
+            counts = [int(self._trained(one).sum()) for one in records]
+            return formulas.advantages(self.estimator, self._rewards(records), counts)
         found = self._group_advantages(records)
         if self.config.advantage in ONCE:
             scale = formulas.batch_scale(found)
@@ -456,7 +457,8 @@ class TrainingStep:
         return [record.reward - float(np.sum(penalty)) for record, penalty in both]
 
     def _penalties(self, records: Sequence[SampleRecord]) -> list[npt.NDArray[np.float64] | float]:
-        """What kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else 0."""
+        """What kl_in = "reward" takes from each token's reward, at the log-probability it was drawn with; else 0. A
+        turn that is not trained, of an opponent say, pays nothing."""
         if self.config.kl == "none" or self.config.kl_in == "loss":
             return [0.0] * len(records)
         estimator, coefficient = terms.ESTIMATORS[self.config.kl], self.config.kl_coef
@@ -464,7 +466,8 @@ class TrainingStep:
         drawn = [torch.from_numpy(record.logprob_array().astype(np.float64)) for record in records]
         return [
             coefficient * estimator(own, torch.from_numpy(row.astype(np.float64))).numpy()
-            for own, row in zip(drawn, referred, strict=True)
+            * np.repeat(record.turns_trained(), record.turn_lengths())
+            for record, own, row in zip(records, drawn, referred, strict=True)
         ]
 
     def finish(self, groups: int) -> StepStats:
