@@ -15,6 +15,9 @@ import signal
 import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# In the processes that a test starts; those of pytest's own are in pyproject.toml. A rank whose output of a wrapped
+# module is a view would fail.
+os.environ.setdefault("PYTHONWARNINGS", "error::UserWarning:torch.distributed.fsdp._fully_shard._fsdp_state")
 with contextlib.suppress(ImportError):  # the environment of vLLM has no hypothesis, and its tests need none
     from hypothesis import HealthCheck, settings
 

@@ -560,6 +560,10 @@ MUTANTS = (
     Mutant("the loss of values is not aggregated as that of the policy", TRAINER, "loss, trained = loss * weights, trained * weights",
            "loss, trained = loss * weights, trained - loss + loss * weights", BY_HAND),
     Mutant("an explained variance of the values alone", DIAGNOSTICS, "error = found.returns - found.values", "error = found.values", BY_HAND),
+    Mutant("what leaves a wrapped module is a view", "busrl/training/ranks/mesh.py", "return found.clone() if", "return found if",
+           ("tests/training/test_ranks.py::test_what_leaves_a_wrapped_module_may_be_changed_in_place",)),
+    Mutant("untrained turns of a cut episode are counted twice", METRICS, "one.turns and not (masks_cut and one.finish == Finish.LENGTH)",
+           "one.turns", (f"{STEPS}::test_the_numbers_of_a_step_of_episodes_are_those_that_log_and_weights_give",)),
     Mutant("tokens of older weights have ratio 1 too", TRAINER,
            "torch.where(current, inputs.trainer_logprobs.detach(), inputs.behaviour_logprobs)", "inputs.trainer_logprobs.detach()", BY_HAND),
 )

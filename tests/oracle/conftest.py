@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from busrl.algorithms import catalog
 from busrl.config import Topology, load
 from busrl.ledger.wal import Record, SampleRecord
 from busrl.paths import RunPaths
@@ -31,15 +33,24 @@ JUDGE = "judge.py:score"
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of 16 tokens, two of which end an answer, and a tokenizer that knows one of them."""
+    return _folder(tmp_path_factory.mktemp("oracle-model"), 0)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one."""
+    return _folder(tmp_path_factory.mktemp("oracle-reference"), 1)
+
+
+def _folder(path: Path, seed: int) -> Path:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, max_position_embeddings=64, eos_token_id=1, tie_word_embeddings=True,
     )
-    path = tmp_path_factory.mktemp("oracle-model")
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,8 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class MadeRun:
     """A learner without processes. Every step gets `GROUPS` groups of made-up answers and one that is flat."""
 
-    def __init__(self, root: Path, folder: Path, **tables: dict[str, Any]) -> None:
-        self.topology, self.paths = _topology(root, folder, tables), RunPaths.of(root)
+    def __init__(self, root: Path, folder: Path, episodes: bool = False, **tables: dict[str, Any]) -> None:
+        """`episodes`: every second sample is one of three turns in two sequences, of which one may be an opponent's."""
+        self.topology, self.paths, self.episodes = _topology(root, folder, tables), RunPaths.of(root), episodes
         root.mkdir(exist_ok=True)
         (root / "topology.json").write_text(self.topology.to_json())
         self.fates = bytearray()
@@ -79,6 +91,7 @@ class MadeRun:
     def stop(self, checkpoint: bool = True) -> None:
         if checkpoint:
             self.checkpoint()
+        self.history.commit()
         self.history.close()
         self.metrics.close()
         (self.paths.root / "fates.bin").write_bytes(bytes(self.fates))
@@ -98,7 +111,7 @@ class MadeRun:
         self.flat_group(step)
         self.history.append(record)
         self.training.stale.at(version, step - 1)
-        if self.topology.learner.updates_per_batch == 1:
+        if not catalog.held_back(self.topology.learner):
             self.training.accumulate([one for group in groups[:2] for one in group.records], version)
             self.training.accumulate([one for group in groups[2:] for one in group.records], version)
             stats = self.training.finish(GROUPS)
@@ -129,7 +142,7 @@ class MadeRun:
         oldest = max(0, step - 1 - int(chance.integers(0, 3 if self.topology.weights.mode != "sync" else 1)))
         versions = np.sort(chance.integers(oldest, step, len(tokens)))
         versions[0] = oldest
-        return SampleRecord(
+        made = SampleRecord(
             uid=2 * SIZE * group + member, group=group, admission=group, member=member, attempt=0, prompt_crc=0,
             reward=float(chance.integers(0, 3)), temperature=float(np.float32(self.topology.generation.temperature)),
             version=oldest, step=oldest, finish=2 if cut else 1,
@@ -137,6 +150,7 @@ class MadeRun:
             logprobs=b"\0" * 4 * len(tokens), versions=versions.astype("<u4").tobytes(),
             segments=_segments(chance, len(tokens)) if self.topology.segments.on else [],
         )
+        return _episode(chance, made) if self.episodes and member % 2 else made
 
     def flat_group(self, step: int, draw: int = -1) -> None:
         """Set a flat group aside for the coming `step`, as the learner does: metrics first, then its fates."""
@@ -152,6 +166,22 @@ class MadeRun:
 
     def weights(self) -> torch.Tensor:
         return torch.cat([tensor.detach().flatten().double() for tensor in self.training.weights().values()])
+
+
+def _episode(chance: np.random.Generator, answer: SampleRecord) -> SampleRecord:
+    """The tokens of an answer, of at least three, as those of three turns: two of a sequence, with the word of a tool
+    between them, and one of a sequence that was forked."""
+    tokens, versions = answer.token_array().tolist(), answer.version_array()
+    first, second = sorted(chance.choice(np.arange(1, len(tokens)), 2, replace=False).tolist())
+    ids = [3, 4, *tokens[:first], 7, *tokens[first:second], 5, *tokens[second:]]
+    marks = [1, 4 + int(chance.random() < 0.5), 3]  # in the order of the log; the last one's call was the second
+    ends = [2 + first, 3 + second, len(tokens) - second + 1]
+    turns = [0, 2, ends[0], marks[0], 0, ends[0] + 1, ends[1], marks[1], 1, 1, ends[2], marks[2]]
+    oldest = versions[: first].min() if marks[1] % 2 == 0 else versions.min()
+    return msgspec.structs.replace(
+        answer, prompt_ids=b"", token_ids=np.array(ids, "<i4").tobytes(), segments=[], seqs=[ends[1], ends[2]],
+        turns=turns, turn_rewards=chance.random(3).round(2).tolist(), step=int(min(oldest, versions[second:].min())),
+    )
 
 
 def _segments(chance: np.random.Generator, tokens: int) -> list[int]:
@@ -184,8 +214,10 @@ def _topology(root: Path, folder: Path, tables: dict[str, dict[str, Any]]) -> To
 def made(tmp_path: Path, folder: Path) -> Callable[..., MadeRun]:
     """Makes a finished run of so many steps with these tables of the topology."""
 
-    def make(steps: int = 3, name: str = "run", stop: bool = True, **tables: dict[str, Any]) -> MadeRun:
-        run = MadeRun(tmp_path / name, folder, **tables)
+    def make(
+        steps: int = 3, name: str = "run", stop: bool = True, episodes: bool = False, **tables: dict[str, Any]
+    ) -> MadeRun:
+        run = MadeRun(tmp_path / name, folder, episodes, **tables)
         run.steps(steps)
         if stop:
             run.stop()

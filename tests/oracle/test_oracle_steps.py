@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from busrl.config.learner import Value
+
 ROOT = Path(__file__).resolve().parents[2]
+REFERENCE: dict[str, Any] = {}  # a model of its own
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "ppo_clip": {
@@ -32,18 +35,74 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "pois": {"segments": {"length": 4, "loss": "pois", "global_max_length": 12}, "weights": {"mode": "sync"}},
     "tokens that are too old": {"weights": {"max_staleness": 1}, "segments": {"length": 4, "global_max_length": 12}},
     "an adapter": {"lora": {"rank": 3, "alpha": 9}, "learner": {"checkpoint_every": 1, "keep_last": 9}},
+    "an adapter from its first step on, with its base as the reference": {
+        "lora": {"rank": 3, "alpha": 9}, "learner": {"kl": "k2", "kl_coef": 2.0, "lr": 1e-2, "updates_per_batch": 2},
+    },
+    "k3 and an entropy bonus in the loss": {"learner": {"kl": "k3", "kl_coef": 0.3, "entropy_coef": 0.1}},
+    "k3_is in the loss, to the weights before the step": {
+        "learner": {"kl": "k3_is", "kl_coef": 0.3, "ratio": "proximal", "updates_per_batch": 2, "lr": 1e-3},
+    },
+    "another reference, in the reward": {
+        "model": REFERENCE, "learner": {"kl": "k1", "kl_coef": 0.2, "kl_in": "reward"}},
+    "token_tis": {"learner": {"loss": "reinforce", "correction": "token_tis", "correction_high": 1.2}},
+    "seq_tis": {"learner": {"loss": "reinforce", "correction": "seq_tis"}},
+    "icepop in two mini-batches": {
+        "learner": {"ratio": "proximal", "correction": "icepop", "updates_per_batch": 2, "lr": 1e-3}},
+    "seq_mis": {
+        "learner": {"loss": "reinforce", "correction": "seq_mis", "correction_low": 0.2, "correction_high": 5.0}},
+    "geo_rs": {"learner": {"loss": "reinforce", "correction": "geo_rs", "correction_low": 0.8, "correction_high": 1.1}},
+    "k3_rs": {"learner": {"loss": "reinforce", "correction": "k3_rs", "correction_high": 0.3}},
+    "a value head": {"learner": {"advantage": "gae", "value": Value(decay=0.9, decay_of_values=0.95, gamma=0.99)}},
+    "a value head, two mini-batches, a KL in the reward and checkpoints": {
+        "reward": {"truncated": "mask"}, "learner": {
+            "advantage": "gae", "value": Value(whiten=False, decay=0.9, coef=1.0, clip=0.05, rate=100.0),
+            "updates_per_batch": 2, "kl": "k2", "kl_coef": 0.3, "kl_in": "reward", "checkpoint_every": 1}},
+    "checkpoints in shards": {"learner": {"checkpoint_mode": "async", "checkpoint_every": 1, "weight_decay": 0.2}},
+    "cut answers are masked": {"reward": {"truncated": "mask"}},
 }
+MANY_TURNS: dict[str, dict[str, dict[str, Any]]] = {
+    "credit by episode, cut ones masked": {"reward": {"truncated": "mask"}},
+    "credit by turn, a KL in the reward": {
+        "model": REFERENCE, "learner": {"credit": "turn", "kl": "k3", "kl_coef": 0.2, "kl_in": "reward"}},
+    "tokens that are too old, a correction of whole episodes": {
+        "weights": {"max_staleness": 1},
+        "learner": {"loss": "reinforce", "correction": "seq_tis", "checkpoint_every": 1}},
+    "a value head, cut ones masked": {
+        "reward": {"truncated": "mask"}, "learner": {"advantage": "gae", "value": Value(decay=0.9), "kl": "k3",
+                                                     "kl_coef": 0.1, "kl_in": "reward"}},
+}
+
+
+def told(found: Sequence[str]) -> list[str]:
+    """Without what the made-up ages of samples break on purpose."""
+    return [text for text in found if "max_staleness" not in text]
+
+
+def with_reference(tables: dict[str, dict[str, Any]], folder: Path, reference: Path) -> dict[str, dict[str, Any]]:
+    given = {"path": str(folder), "reference": str(reference)}
+    return {name: given if table is REFERENCE else table for name, table in tables.items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_numbers_of_a_step_are_those_that_log_and_weights_give(
-    name: str, made: Callable[..., Any], wrong: Any
+    name: str, made: Callable[..., Any], wrong: Any, folder: Path, reference: Path
 ) -> None:
-    if name == "an adapter":
+    if name.startswith("an adapter"):
         pytest.importorskip("peft")
-    run = made(3, **SETTINGS[name])
-    found = [text for text in wrong(run.paths.root) if not ("max_staleness" in text and name.startswith("tokens"))]
-    assert found == []
+    run = made(3, **with_reference(SETTINGS[name], folder, reference))
+    found = wrong(run.paths.root)
+    assert (told(found) if name.startswith("tokens") else list(found)) == []
+
+
+@pytest.mark.parametrize("name", MANY_TURNS)
+def test_the_numbers_of_a_step_of_episodes_are_those_that_log_and_weights_give(
+    name: str, made: Callable[..., Any], wrong: Any, folder: Path, reference: Path
+) -> None:
+    run = made(3, episodes=True, **with_reference(MANY_TURNS[name], folder, reference))
+    assert told(wrong(run.paths.root)) == []
+    masked = [json.loads(line)["masked"] for line in run.paths.metrics.read_text().splitlines()]
+    assert any("untrained" in one for one in masked)
+    assert ("cut ones masked" in name) == any("cut" in one for one in masked)
 
 
 def test_a_learner_that_starts_again_goes_on_with_the_very_numbers(made: Callable[..., Any], wrong: Any) -> None:
@@ -154,6 +213,18 @@ def test_a_run_directory_of_an_older_busrl_is_read_still(made: Callable[..., Any
     assert any("[4]: set aside by a learner that died" in text for text in check(run.paths.root).left_out)
 
 
+@pytest.mark.parametrize("name", ["kl", "dropped", "value_loss", "explained_variance"])
+def test_a_false_number_of_a_term_is_found(name: str, made: Callable[..., Any], wrong: Any) -> None:
+    keys: dict[str, Any] = {"loss": "reinforce", "correction": "token_tis"} if name == "dropped" else {
+        "advantage": "gae", "kl": "k3", "kl_coef": 0.1}
+    run = made(2, learner=keys)
+    path = run.paths.metrics
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[-1][name] += 2e-5
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [text.split(":")[0] for text in wrong(run.paths.root)] == [name]
+
+
 FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "reward": ("metrics.jsonl", lambda row: row | {"reward": row["reward_trained"]}),
     "grad_norm": ("metrics.jsonl", lambda row: row | {"grad_norm": row["grad_norm"] * 1.0001}),
@@ -206,7 +277,7 @@ def test_the_oracle_shares_no_code_with_the_run() -> None:
         assert "import busrl" not in path.read_text() and "from busrl" not in path.read_text(), path
 
 
-@pytest.mark.parametrize(("key", "value"), [("loss", "gspo"), ("kl", "k3"), ("aggregation", "prompt-mean")])
+@pytest.mark.parametrize(("key", "value"), [("loss", "gspo"), ("newest_ratio", "one"), ("unit", "turn")])
 def test_a_run_of_an_algorithm_that_is_not_recomputed_is_refused_by_name(key: str, value: str) -> None:
     from oracle.check import _only_what_is_known
 

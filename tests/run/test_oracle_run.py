@@ -40,13 +40,15 @@ def finished(directory: Path, *settings: str) -> tuple[Run, Any]:
 @pytest.fixture(scope="module")
 def two_updates(quickstart: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Any]:
     directory = tmp_path_factory.mktemp("oracle") / "run"
-    return finished(directory, "learner.loss=decoupled", "learner.updates_per_batch=2")
+    keys = ("learner.loss=decoupled", "learner.updates_per_batch=2", "learner.kl=k3", "learner.kl_coef=0.02")
+    return finished(directory, *keys)
 
 
 def test_every_number_of_a_run_is_what_its_log_and_its_weights_give(two_updates: tuple[Run, Any]) -> None:
     run, found = two_updates
     assert found.wrong == [] and found.left_out == [], found.text()
-    assert found.done["loss"] == found.done["mismatch"] == found.done["reward"] == STEPS, found.text()
+    assert found.done["loss"] == found.done["kl"] == found.done["mismatch"] == STEPS, found.text()
+    assert found.done["reward"] == STEPS, found.text()
     assert found.done["tokens drawn"] > 1000 and found.done["validation samples"] > 20, found.text()
     assert found.done["validation rounds"] == 3 and found.done["weights"] == 1, found.text()
     rows = run.metrics()
@@ -73,15 +75,20 @@ def test_answers_of_several_versions_are_among_those_looked_at(two_updates: tupl
         ("weights.mode=fully-async", "reward.truncated=-1", "reward.truncated_penalty=0"),
         ("segments.loss=last_segment", "process.rollout.count=2"),
         ("weights.over_age=drop", "weights.max_staleness=1", "learner.deterministic=true"),
-        ("lora.rank=4", "weights.transport=lora_hotswap"),
+        ("lora.rank=4", "weights.transport=lora_hotswap", "learner.kl=k2", "learner.kl_coef=0.05"),
+        ("learner.loss=reinforce", "learner.correction=seq_tis", "learner.kl=k1", "learner.kl_coef=0.05",
+         "learner.kl_in=reward", "learner.entropy_coef=0.01"),
+        ("learner.advantage=gae", "learner.updates_per_batch=2", "reward.truncated=mask",
+         "reward.truncated_penalty=0"),
     ],
-    ids=["four updates", "recompute", "sync", "fully-async", "last segment", "drop", "adapter"],
+    ids=["four updates", "recompute", "sync", "fully-async", "last segment", "drop", "adapter", "correction",
+         "value head"],
 )
 def test_every_number_of_a_run_of_another_kind(
     settings: tuple[str, ...], tmp_path: Path, quickstart: None
 ) -> None:
     _, found = finished(tmp_path / "run", *settings)
-    assert found.wrong == [], found.text()
+    assert found.wrong == [] and found.left_out == [], found.text()
 
 
 @pytest.mark.slow

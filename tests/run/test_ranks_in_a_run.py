@@ -13,6 +13,8 @@ import pytest
 from checks import check_end
 from harness import ROOT, Run, read_lines, running
 
+from tools.oracle.check import check
+
 RANKS = '\n[[process]]\nrole = "learner"\nranks = {ranks}\n'
 KILLS = 20
 OTHERS = '\n[[process]]\nrole = "rollout"\n\n[[process]]\nrole = "reward"\n'
@@ -26,10 +28,13 @@ def a_run(folder: Path, *settings: str, ranks: int = 2, steps: int = 6) -> Run:
 
 @pytest.mark.long
 def test_a_run_with_two_ranks_trains_every_sample_once(tmp_path: Path, quickstart: None) -> None:
-    run = a_run(tmp_path, "validation.data=", "learner.parity.every=1", "learner.parity.wait_s=100", steps=3)
+    keys = ("learner.parity.every=1", "learner.parity.wait_s=100", "learner.kl=k3", "learner.kl_coef=0.02")
+    run = a_run(tmp_path, "validation.data=", *keys, steps=3)
     with running(run):
         code = run.wait()
     check_end(run, code)
+    found = check(run.directory)  # the weights of its shards among them
+    assert found.wrong == found.left_out == [] and found.done["weights"] == 1 and found.done["kl"] == 3, found.text()
     compared = [row["parity"] for row in run.metrics() if row["parity_engines"]]
     assert len(compared) >= 2 and max(compared) < 1e-4
     assert run.paths.log("rank/1").exists() and run.restarts("rank/1") == run.restarts("learner") == 0

@@ -6,18 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from busrl.algorithms import diagnostics
 from busrl.config.memory import Work, learner_sum
-from busrl.training import optimizers
+from busrl.training import optimizers, packing, sharded
+from busrl.training.batch import flatten
+from busrl.training.forward import JoinedRows, PackedRows, PaddedRows
 from busrl.training.ranks import mesh
-from busrl.training.ranks.mesh import Layout
+from busrl.training.ranks.mesh import Layout, Meshes, ShardedForward
 from tests.training import rank_program
 
 PROGRAM = Path(rank_program.__file__)
@@ -148,6 +151,41 @@ KINDS = {
     "others": ["qwen3:bfloat16", "qwen3:lora16", "qwen2:layers", "qwen2:adafactor", "qwen3:lora@tensor=2",
                "qwen3:lora16@tensor=2"],
 }
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Meshes]:
+    """The mesh of one rank, which is this process."""
+    store = mesh.open_store(1, 60)
+    yield mesh.join(store, "views", 0, 1, torch.device("cpu"), 60)
+    mesh.leave()
+
+
+@pytest.mark.parametrize("way", [PackedRows, PaddedRows, JoinedRows])
+def test_what_leaves_a_wrapped_module_may_be_changed_in_place(way: type[PaddedRows], alone: Meshes) -> None:
+    """FSDP2 hooks backward to the tensors that a module returns, and an operation in place on a view drops the hook."""
+    gradients = []
+    for spread in (False, True):
+        model = rank_program.build("qwen3")
+        if way is PackedRows:
+            packing.adopt(model)
+        forward: Any = way(model)
+        if spread:
+            mesh.shard(model, alone)
+            forward = ShardedForward(forward)
+        samples = [rank_program.sample(np.random.default_rng(uid), uid) for uid in range(3)]
+        flat = flatten(samples, torch.float32, torch.device("cpu"))
+        (logprobs, entropy), hidden = forward.with_states(samples, flat)
+        states = forward.states(samples)
+        scored, _ = forward.score(samples, flat)
+        if spread:
+            assert [one._base for one in (logprobs, entropy, hidden, states, scored)] == [None] * 5
+        for one in (logprobs, states, scored):  # backward reads the others again
+            one *= 3
+        (logprobs.sum() + entropy.sum() + 0.1 * hidden.square().sum() + states.sum() + scored.sum()).backward()
+        gradients.append({name: sharded.gathered(one.grad) for name, one in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.long

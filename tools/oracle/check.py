@@ -14,8 +14,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from torch import Tensor
 
 from tools.oracle import maths
 from tools.oracle.files import EOS, LENGTH, RunFiles, Sample, Step, read
-from tools.oracle.model import Dense, Lora, Model, gradients, load_adamw, padded
+from tools.oracle.model import padded
+from tools.oracle.training import Tokens, Training, joined
 
 EXACT = 2e-4  # nats: an engine's float32 log-probability against float64
 NEAR = 1e-4  # a random number so close to an edge may fall on either side in float32
 UPDATE = 2e-3  # of the length of the update: float32 against float64, where a gradient is all but zero
 ROUNDING = 3e-7  # of the length of the weights: a few roundings to float32
-BOUNDARY = 2e-5  # a ratio so close to a clip bound may be counted on either side
 VALIDATE = 1 << 62
 MOST = 20  # wrong things of one kind that are listed
 
@@ -77,12 +76,14 @@ def check(root: Path, tolerance: float = 1e-5, dtype: str = "float64") -> Found:
     return _Check(read(Path(root)), tolerance, dtype).all()
 
 
-# What the formulas of `maths` are of: dotted key -> the values that they know.
+# What the formulas of `maths` are of: dotted key -> the values that they know; the first where a run has no such key.
 KNOWN = {
-    "learner.loss": ("ppo_clip", "decoupled"), "learner.advantage": ("group_std", "group_mean"),
-    "learner.aggregation": ("token-mean",), "learner.ratio": ("behaviour",), "learner.newest_ratio": ("recorded",),
-    "learner.passes_per_batch": (1,), "learner.correction": ("none",), "learner.kl": ("none",),
-    "learner.entropy_coef": (0.0,), "learner.credit": ("episode", "turn"), "learner.unit": ("episode",),
+    "learner.loss": ("ppo_clip", "decoupled", "reinforce"), "learner.advantage": ("group_std", "group_mean", "gae"),
+    "learner.aggregation": ("token-mean",), "learner.ratio": ("behaviour", "proximal"),
+    "learner.newest_ratio": ("recorded",), "learner.passes_per_batch": (1,),
+    "learner.correction": ("none", *maths.BOUNDS), "learner.kl": ("none", "k1", "k2", "k3", "k3_is"),
+    "learner.credit": ("episode", "turn"), "learner.unit": ("episode",), "learner.teacher_coef": (0.0,),
+    "learner.optimizer": ("adamw",), "learner.train_layers": ("",), "learner.start_from": ("",), "lora.dropout": (0.0,),
 }
 
 
@@ -90,7 +91,7 @@ def _only_what_is_known(topology: dict[str, Any]) -> None:
     """A ValueError for a run of an algorithm that is not recomputed here; a key of a later busrl may be missing."""
     for key, values in KNOWN.items():
         table, name = key.split(".")
-        if (value := topology[table].get(name, values[0])) not in values:
+        if (value := topology.get(table, {}).get(name, values[0])) not in values:
             raise ValueError(
                 f"{key} = {value!r}: the oracle recomputes runs with {', '.join(map(repr, values))} alone; the "
                 "formulas of the others are tested against vectors (tests/algorithms)"
@@ -106,15 +107,11 @@ class _Check:
         self.generation, self.weights_ = topology["generation"], topology["weights"]
         self.experiments, self.worth = topology["experiments"], topology["reward"]
         self.found = Found()
-        self.model = Model(Path(topology["model"]["path"]), dtype)
-        rank = topology["lora"]["rank"]
-        self.lora = rank > 0
-        scale = (topology["lora"]["alpha"] or 2 * rank) / max(1, rank)
-        self.trained: Dense | Lora = Lora(self.model, scale) if self.lora else Dense(self.model)
-        self.adamw = maths.AdamW(self.learner)
-        self.at = -1 if self.lora else 0  # the step whose weights `trained` holds
-        self.replayed = 0  # updates since the weights were the run's own: a gradient norm drifts most
         self.step_of = maths.VersionSteps(_newest_before(files))
+        self.training = Training(files, dtype, self.step_of)
+        self.model, self.lora = self.training.model, self.training.lora
+        self.at = 0 if self.training.trained.leaves else -1  # the step whose weights `training` holds; an adapter: peft
+        self.replayed = 0  # updates since the weights were the run's own: a gradient norm drifts most
         self.kept: dict[int, dict[str, Tensor]] = {0: self.model.weights()}  # weights by step
         self.prompts = _Prompts(topology)
 
@@ -158,9 +155,7 @@ class _Check:
         """Put the weights before `step` in place: those of a checkpoint, or those that we made ourselves."""
         folder = self.files.checkpoints.get(step - 1)
         if folder is not None:
-            self.trained.load(folder)
-            self.adamw = maths.AdamW(self.learner)
-            load_adamw(self.adamw, folder, self.trained)
+            self.training.load(folder)
             self.at, self.replayed = step - 1, 0
         if self.at != step - 1:
             return False
@@ -169,7 +164,7 @@ class _Check:
 
     def keep(self, step: int) -> None:
         """What engines ran as the version of that step."""
-        self.kept[step] = {name: value.detach().clone() for name, value in self.trained.effective().items()}
+        self.kept[step] = {name: value.detach().clone() for name, value in self.training.trained.effective().items()}
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -177,11 +172,11 @@ class _Check:
         row = self.row(step)
         expected = self.of_the_record(step) | self.of_the_ended(step)
         expected["lr"] = maths.learning_rate(self.learner, self.run, trained, len(step.groups))
-        before = {name: value.clone() for name, value in self.trained.leaves.items()}
-        updates = self.updates(step, expected["lr"])
-        expected |= _joined(updates, self.learner)
+        before = {name: value.clone() for name, value in self.training.tensors().items()}
+        updates = self.training.step(step, expected["lr"])
+        expected |= joined(updates, self.learner)
         expected |= self.mismatch(step, updates[0])
-        expected |= self.masked(step, updates)
+        expected |= self.training.masked(step)
         self.compare(step, row, expected)
         self.at, self.replayed = step.step, self.replayed + len(updates)
         self.came_out(step, before)
@@ -220,38 +215,6 @@ class _Check:
             "cut_share": sum(sample.finish == LENGTH for sample in samples) / len(samples),
         } | self.age_numbers(step)
 
-    def masked(self, step: Step, updates: list[list[_Tokens]]) -> dict[str, Any]:
-        """Tokens of the step's samples that taught nothing, and why."""
-        every = [one for made in updates for one in made]
-        trained = sum(len(one.loss) for one in every)
-        untrained = sum(int((~sample.trained).sum()) for sample in step.samples)
-        old = [sum(self.too_old(step, one) for one in turns_of(sample)) for sample in step.samples]
-        whole = [old_ == len(sample.tokens) for old_, sample in zip(old, step.samples)]  # left out altogether
-        earlier = [0 if out else self.context(s, o) - o for s, o, out in zip(step.samples, old, whole)]
-        context = untrained + sum(0 if out else o + e for o, e, out in zip(old, earlier, whole))
-        more = {"untrained": untrained} if untrained else {}
-        return {
-            "masked": {"earlier_segments": sum(earlier), "too_old": sum(old), **more},
-            "never_trained": context / max(1, trained + context),
-        }
-
-    def context(self, sample: Sample, old: int) -> int:
-        """Generated tokens at the start that are read and not trained."""
-        return max(old, sample.last_begins if self.segments["loss"] == "last_segment" else 0)
-
-    def too_old(self, step: Step, sample: Sample) -> int:
-        """Everything up to the last token of a version more than max_staleness steps old, where that is left out."""
-        bounded = self.weights_["mode"] == "batch-async" and self.weights_["over_age"] == "wait"
-        young = step.step - 1 - sample.step <= self.weights_["max_staleness"]
-        if not bounded or self.experiments["forced_age"] or young:
-            return 0
-        late = [
-            i + 1
-            for i, version in enumerate(sample.versions.tolist())
-            if step.step - 1 - self.step_of(version) > self.weights_["max_staleness"]
-        ]
-        return max(late, default=0)
-
     def age_numbers(self, step: Step) -> dict[str, Any]:
         members = [step.members(group) for group in step.groups]
         ages = np.array([step.step - 1 - min(step.samples[i].step for i in own) for own in members])
@@ -281,71 +244,13 @@ class _Check:
             "flat_share": ended["fates"].count("f") / len(ended["draws"]), "length_ended": sum(lengths) / len(lengths),
         }
 
-    def updates(self, step: Step, rate: float) -> list[list[_Tokens]]:
-        """The mini-batches of a step: the tokens of each under the weights of its own update."""
-        shares = maths.mini_batches(step.groups, self.learner["updates_per_batch"])
-        start = [logp.detach() for logp, _ in self.model.score(self.trained.effective(), step.samples)]
-        return [self.update(step, groups, start, rate) for groups in shares]
-
-    def update(self, step: Step, groups: list[int], start: list[Tensor], rate: float) -> list[_Tokens]:
-        for value in self.trained.leaves.values():
-            value.requires_grad_()
-        made = []
-        for group in groups:
-            own = step.members(group)
-            values = self.advantages([step.samples[i] for i in own])
-            scored = self.model.score(self.trained.effective(), [step.samples[i] for i in own])
-            for i, worth, (logp, entropy) in zip(own, values, scored):
-                for part, sample, value in zip(parts_of(step.samples[i]), turns_of(step.samples[i]), worth):
-                    context = self.context(sample, self.too_old(step, sample))
-                    if context < len(sample.tokens):
-                        scores = logp[part], entropy[part], start[i][part]
-                        made.append(self.tokens(step, sample, value, *scores, context))
-        count = sum(len(one.logp) for one in made)
-        if count:
-            total = sum((one.loss.sum() for one in made), torch.zeros((), dtype=self.model.dtype)) / count
-            slope, norm = maths.clipped(gradients(self.trained.leaves, total), self.learner["max_grad_norm"])
-            for one in made:
-                one.norm = norm
-            self.adamw.step(self.trained.leaves, slope, rate)
-        self.trained.leaves = {name: value.detach() for name, value in self.trained.leaves.items()}
-        return made
-
-    def advantages(self, samples: list[Sample]) -> list[list[float]]:
-        """Of each turn of each sample of a group, in the order of the log."""
-        kind = self.learner["advantage"]
-        if self.learner.get("credit", "episode") == "episode":
-            values = maths.advantages(kind, [one.reward for one in samples])
-            return [[value] * len(one.turns) for value, one in zip(values, samples)]
-        orders = [sorted(range(len(one.turns)), key=lambda at, one=one: one.turns[at, 3]) for one in samples]
-        rewards = []
-        for one, order in zip(samples, orders):
-            own = [(one.turn_rewards or [0.0] * len(order))[at] for at in order]
-            rewards.append([*own[:-1], own[-1] + one.reward - math.fsum(own)])
-        worth = maths.turn_advantages(kind, rewards, self.learner["gamma"])
-        return [[row[order.index(at)] for at in range(len(order))] for row, order in zip(worth, orders)]
-
-    def tokens(
-        self, step: Step, sample: Sample, advantage: float, logp: Tensor, entropy: Tensor, start: Tensor, context: int
-    ) -> _Tokens:
-        part = slice(context, None)
-        behaviour = torch.from_numpy(sample.logprobs).to(logp)
-        against = logp.detach() if self.segments["loss"] == "pois" else behaviour
-        prox = start if self.learner["updates_per_batch"] > 1 else logp.detach()
-        loss = maths.loss(self.learner["loss"], logp, against, prox, advantage, self.learner)[part]
-        log_ratio = torch.clamp(logp.detach() - behaviour, -20, 20)[part]
-        return _Tokens(
-            loss, logp.detach()[part], entropy[part], log_ratio, advantage, torch.from_numpy(sample.versions)[part],
-            int(sample.versions[0]),
-        )
-
-    def mismatch(self, step: Step, first: list[_Tokens]) -> dict[str, Any]:
+    def mismatch(self, step: Step, first: list[Tokens]) -> dict[str, Any]:
         """Mean |log ratio| of the tokens that the very weights of this step drew: before its first update, and only
-        where the newest version is of the step before. `begun`: of answers whose first token is of it, too."""
+        where the newest version is of the step before. `begun`: of answers whose turns all begin with it, too."""
         exact = self.step_of(step.version) == step.step - 1 and not self.experiments["forced_age"]
         drawn = first if exact else []
         gaps = [one.log_ratio[one.versions == step.version].abs() for one in drawn]
-        begun = [gap for one, gap in zip(drawn, gaps) if one.first_version == step.version]
+        begun = [gap for one, gap in zip(drawn, gaps) if one.begun == step.version]
         return {"mismatch": _mean_of(gaps), "mismatch_begun": _mean_of(begun)}
 
     def came_out(self, step: Step, before: dict[str, Tensor]) -> None:
@@ -354,20 +259,27 @@ class _Check:
         folder = self.files.checkpoints.get(step.step)
         if folder is None:
             return
-        mine = self.trained.leaves
-        self.trained.load(folder)
-        theirs = self.trained.leaves
-        moved = math.sqrt(sum(float((mine[name] - before[name]).square().sum()) for name in mine))
-        apart = math.sqrt(sum(float((mine[name] - theirs[name]).square().sum()) for name in mine))
-        rounding = ROUNDING * math.sqrt(sum(float(value.square().sum()) for value in theirs.values()))
-        share = max(0.0, apart - rounding) / max(moved, 1e-12)
-        self.found.done["weights"] += 1
-        self.found.widest["weights"] = max(self.found.widest.get("weights", 0.0), share)
-        if share > UPDATE:
-            self.found.error("weights", f"step {step.step} moved {moved:.3g}, the checkpoint is {share:.3g} of it away")
+        mine = self.training.tensors()
+        self.training.load(folder)
+        theirs = self.training.tensors()
+        self.moved(step, "weights", before, mine, theirs)
+        if self.training.value is not None:
+            self.moved(step, "value head", before, mine, theirs)
         self.keep(step.step)
-        self.adamw = maths.AdamW(self.learner)
-        load_adamw(self.adamw, folder, self.trained)
+
+    def moved(
+        self, step: Step, what: str, before: dict[str, Tensor], mine: dict[str, Tensor], theirs: dict[str, Tensor]
+    ) -> None:
+        """How far from theirs what we made is, as a share of the update."""
+        names = [name for name in mine if name.startswith("value.") == (what == "value head")]
+        moved, apart, size = (math.sqrt(sum(float(one.square().sum()) for one in parts)) for parts in (
+            [mine[name] - before[name] for name in names], [mine[name] - theirs[name] for name in names],
+            [theirs[name] for name in names]))
+        share = max(0.0, apart - ROUNDING * size) / max(moved, 1e-12)
+        self.found.done[what] += 1
+        self.found.widest[what] = max(self.found.widest.get(what, 0.0), share)
+        if share > UPDATE:
+            self.found.error(what, f"step {step.step} moved {moved:.3g}, the checkpoint is {share:.3g} of it away")
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -570,20 +482,6 @@ class _Check:
         return tokens, near
 
 
-@dataclass
-class _Tokens:
-    """The trained tokens of one answer under the weights of its update."""
-
-    loss: Tensor
-    logp: Tensor
-    entropy: Tensor
-    log_ratio: Tensor
-    advantage: float
-    versions: Tensor
-    first_version: int  # of the whole answer
-    norm: float = 0.0  # of the gradient of its mini-batch
-
-
 def _mean_of(parts: list[Tensor]) -> float | None:
     return float(torch.cat(parts).mean()) if sum(map(len, parts)) else None
 
@@ -593,52 +491,6 @@ def _newest_before(files: RunFiles) -> list[tuple[int, int]]:
     live = {step: row for step, row in files.rows.items() if "version" in row and not row.get("replayed")}
     found = {1: 0} | {step + 1: int(row["version"]) for step, row in live.items()}
     return sorted((found | {step.step: step.version for step in files.steps}).items())
-
-
-def parts_of(sample: Sample) -> list[slice]:
-    """The generated tokens of each turn among all of a sample; of an answer all."""
-    ends = np.cumsum(sample.turns[:, 2] - sample.turns[:, 1]).tolist()
-    return [slice(begin, end) for begin, end in zip([0, *ends], ends)]
-
-
-def turns_of(sample: Sample) -> list[Sample]:
-    """Each turn as an answer of its own; one that is not trained has no token."""
-    if not sample.is_episode:
-        return [sample]
-    return [
-        replace(sample, tokens=sample.tokens[part][:most], logprobs=sample.logprobs[part][:most],
-                versions=sample.versions[part][:most], segments=[most])
-        for part, mark in zip(parts_of(sample), sample.turns[:, 3].tolist())
-        for most in [part.stop - part.start if mark % 2 else 0]
-    ]
-
-
-def _joined(updates: Iterable[list[_Tokens]], learner: dict[str, Any]) -> dict[str, Any]:
-    """What the trained tokens of all mini-batches come to; the gradient norm is that of the last one."""
-    updates = list(updates)
-    every = [one for made in updates for one in made]
-    count = sum(len(one.loss) for one in every)
-    log_ratio = torch.cat([one.log_ratio for one in every])
-    advantage = torch.cat([torch.full_like(one.log_ratio, one.advantage) for one in every])
-    r = log_ratio.exp()
-    return {
-        "tokens": count,
-        "loss": float(sum(float(one.loss.detach().sum()) for one in every)) / count,
-        "grad_norm": updates[-1][0].norm,
-        "entropy": float(torch.cat([one.entropy for one in every]).mean()),
-        "log_ratio_mean": float(log_ratio.mean()),
-        "k3": float((r - 1 - log_ratio).mean()),
-        "ess": float(r.sum() ** 2 / (count * (r * r).sum())),
-        "clip_low": _share((advantage < 0), 1 - learner["clip_low"] - r),
-        "clip_high": _share((advantage > 0), r - 1 - learner["clip_high"]),
-        "dual_clip": _share((advantage < 0), r - learner["dual_clip"]),
-    }
-
-
-def _share(which: Tensor, above: Tensor) -> tuple[float, float]:
-    """The share of the tokens beyond a bound: at least and at most, as float32 may see it."""
-    low, high = (which & (above > BOUNDARY)).double().mean(), (which & (above > -BOUNDARY)).double().mean()
-    return float(low), float(high)
 
 
 class _Prompts:

@@ -1,4 +1,5 @@
-"""The formulas of a step, each written out plainly: advantages, loss, schedule, AdamW, ages, drawing a token.
+"""The formulas of a step, each written out plainly: advantages, loss and its terms, schedule, AdamW, ages, drawing a
+token.
 
 In float64, one sample after the other, with no thought of speed. Knows nothing of files or model folders.
 """
@@ -55,17 +56,76 @@ def ratio(logp: Tensor, reference: Tensor) -> Tensor:
     return torch.exp(torch.clamp(logp - reference, -20.0, 20.0))
 
 
-def loss(name: str, logp: Tensor, behaviour: Tensor, prox: Tensor, advantage: float, numbers: dict[str, Any]) -> Tensor:
-    """Per token, to be minimised. ppo_clip: against the recorded log-probabilities. decoupled: against the weights at
-    the start of the step, times min(prox / behaviour, tis_cap)."""
-    r = ratio(logp, behaviour if name == "ppo_clip" else prox)
+def loss(name: str, logp: Tensor, behaviour: Tensor, prox: Tensor, worth: Tensor, numbers: dict[str, Any]) -> Tensor:
+    """Per token, to be minimised; `worth`: the advantage of each. ppo_clip: against the recorded log-probabilities, or
+    with learner.ratio = "proximal" the weights at the start of the step. decoupled: against these, times
+    min(prox / behaviour, tis_cap). reinforce: no ratio."""
+    if name == "reinforce":
+        return -worth * logp
+    r = ratio(logp, prox if name == "decoupled" else old(behaviour, prox, numbers))
     clipped = torch.clamp(r, 1 - numbers["clip_low"], 1 + numbers["clip_high"])
-    objective = torch.minimum(r * advantage, clipped * advantage)
-    if advantage < 0:
-        objective = torch.clamp(objective, min=numbers["dual_clip"] * advantage)
+    objective = torch.minimum(r * worth, clipped * worth)
+    objective = torch.where(worth < 0, torch.maximum(objective, numbers["dual_clip"] * worth), objective)
     if name == "decoupled":
         objective = objective * torch.clamp(ratio(prox, behaviour), max=numbers["tis_cap"])
     return -objective
+
+
+def old(behaviour: Tensor, prox: Tensor, numbers: dict[str, Any]) -> Tensor:
+    """What the ratio of a loss is to."""
+    return prox if numbers.get("ratio", "behaviour") == "proximal" else behaviour
+
+
+# Low and high of a correction where the run names none.
+BOUNDS = {"token_tis": (0.0, 2.0), "seq_tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mis": (0.5, 2.0),
+          "geo_rs": (0.999, 1.001), "k3_rs": (0.0, 0.01)}
+
+
+def correction(kind: str, behaviour: Tensor, prox: Tensor, numbers: dict[str, Any]) -> Tensor:
+    """What the loss of each trained token of one sample is multiplied by, from rho = prox / behaviour of these."""
+    logs = torch.clamp(prox - behaviour, -20.0, 20.0)
+    low, high = (numbers[f"correction_{side}"] or bound for side, bound in zip(("low", "high"), BOUNDS[kind]))
+    found = {
+        "token_tis": torch.exp(logs), "icepop": torch.exp(logs), "geo_rs": torch.exp(logs.mean()),
+        "seq_tis": torch.exp(torch.clamp(logs.sum(), -20.0, 20.0)),
+        "seq_mis": torch.exp(torch.clamp(logs.sum(), -20.0, 20.0)), "k3_rs": (torch.exp(logs) - logs - 1).mean(),
+    }[kind].expand_as(logs)
+    if kind.endswith("_tis"):
+        return torch.clamp(found, max=high)
+    within = (found >= low) & (found <= high)
+    return torch.where(within, torch.ones_like(found) if kind.endswith("_rs") else found, torch.zeros_like(found))
+
+
+def kl(kind: str, logp: Tensor, reference: Tensor) -> Tensor:
+    """An estimate of KL(p || reference) by a token that p drew: k1, k2 or k3."""
+    d = torch.clamp(logp - reference, -20.0, 20.0)
+    return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[kind]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, decay: float) -> list[float]:
+    """A_t = d_t + gamma decay A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t; behind the last token all is 0."""
+    found, after, value_after = [0.0] * len(rewards), 0.0, 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        after = rewards[t] + gamma * value_after - values[t] + gamma * decay * after
+        found[t], value_after = after, values[t]
+    return found
+
+
+def whitening(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and the root of (variance + 1e-8) with n - 1 under it."""
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, 1.0
+    return mean, math.sqrt(math.fsum((one - mean) ** 2 for one in values) / (len(values) - 1) + 1e-8)
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """max((V - G)^2, (V within clip of V before - G)^2) / 2; without a clip the first alone."""
+    plain = (values - returns) ** 2
+    if not clip:
+        return plain / 2
+    near = torch.minimum(torch.maximum(values, before - clip), before + clip)
+    return torch.maximum(plain, (near - returns) ** 2) / 2
 
 
 def learning_rate(learner: dict[str, Any], run: dict[str, Any], trained: int, groups: int) -> float:
@@ -90,6 +150,11 @@ class AdamW:
         self.count = 0
         self.first: dict[str, Tensor] = {}
         self.second: dict[str, Tensor] = {}
+
+    def take(self, name: str, state: dict[str, Any], dtype: torch.dtype) -> None:
+        """The moments of one tensor as torch's optimiser has them."""
+        self.count = int(state["step"])
+        self.first[name], self.second[name] = state["exp_avg"].to(dtype), state["exp_avg_sq"].to(dtype)
 
     def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float) -> None:
         """Changes `weights` in place."""

@@ -1,7 +1,7 @@
-"""A model folder as plain tensors: log-probabilities and entropies of answers, and their gradient.
+"""A model folder as plain tensors: log-probabilities, entropies and values of answers, and their gradient.
 
-Loads with transformers, the adapter of a LoRA run with safetensors. Every answer is put through the model's own
-forward, padded at the right, in float64. Knows nothing of losses, logs or runs.
+Loads with transformers, and what a checkpoint holds beside it with peft, safetensors and torch. Every answer is put
+through the model's own forward, padded at the right, in float64. Knows nothing of losses, logs or runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,24 +50,37 @@ class Model:
         found: Tensor = torch.func.functional_call(self.net, weights, (), {"input_ids": ids, "use_cache": False}).logits
         return found
 
-    def score(self, weights: dict[str, Tensor], samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
-        """Of each sample: the log-probabilities of its tokens at its temperature, and the entropies there."""
-        found: list[tuple[Tensor, Tensor]] = []
+    def score(self, weights: dict[str, Tensor], samples: Sequence[Sample]) -> list[Scores]:
+        """Of each sample what its tokens were drawn with: at its temperature, under these weights."""
+        found: list[Scores] = []
         for begin in range(0, len(samples), ROWS):
             part = samples[begin : begin + ROWS]
             rows = [one for sample in part for one in sample.sequences()]
-            logits = iter(zip(self.logits(weights, padded([ids for ids, _ in rows])), rows, strict=True))
+            ids = padded([ids for ids, _ in rows])
+            given = {"input_ids": ids, "use_cache": False, "output_hidden_states": True}
+            made: Any = torch.func.functional_call(self.net, weights, (), given)
+            each = iter(zip(made.logits, made.hidden_states[-1], rows, strict=True))
             for sample in part:
-                pieces = []
+                logits, hidden = [], []
                 for _ in sample.seqs:
-                    scores, (_, spans) = next(logits)
-                    # The logits at a position are about the token after it.
-                    pieces += [scores[first - 1 : last - 1] for first, last in spans]
-                own = torch.cat(pieces) / sample.temperature
+                    scores, states, (_, spans) = next(each)
+                    # What stands at a position is about the token after it.
+                    logits += [scores[first - 1 : last - 1] for first, last in spans]
+                    hidden += [states[first - 1 : last - 1] for first, last in spans]
+                own = torch.cat(logits) / sample.temperature
                 every = torch.log_softmax(own, -1)
                 entropy = -(every.exp() * every.clamp(min=-1e4)).sum(-1)
-                found.append((every[torch.arange(len(own)), torch.from_numpy(sample.tokens)], entropy.detach()))
+                logp = every[torch.arange(len(own)), torch.from_numpy(sample.tokens)]
+                found.append(Scores(logp, entropy, torch.cat(hidden)))
         return found
+
+
+class Scores(NamedTuple):
+    """Of each generated token of a sample."""
+
+    logp: Tensor
+    entropy: Tensor
+    hidden: Tensor  # the last hidden state before it, [tokens, width]
 
 
 def padded(rows: Sequence[np.ndarray]) -> Tensor:
@@ -98,7 +111,11 @@ class Dense:
         self.leaves = model.weights()
 
     def load(self, checkpoint: Path) -> None:
-        self.leaves = self.model.weights(checkpoint / "model")
+        if (checkpoint / "shards").is_dir():
+            stored = shards(checkpoint)
+            self.leaves = {name: stored[f"weights.{name}"].to(self.model.dtype) for name in self.model.names}
+        else:
+            self.leaves = self.model.weights(checkpoint / "model")
 
     def effective(self) -> dict[str, Tensor]:
         return self.leaves
@@ -110,13 +127,36 @@ class Dense:
 
 
 class Lora:
-    """An adapter W + scale B A on the base's linear layers is trained. It begins with what a checkpoint holds."""
+    """An adapter W + scale B A on the base's linear layers is trained: A as peft draws it from the seed of the run, and
+    B = 0, or what a checkpoint holds."""
 
     PREFIX = "base_model.model."
 
-    def __init__(self, model: Model, scale: float) -> None:
-        self.model, self.scale, self.base = model, scale, model.weights()
-        self.leaves: dict[str, Tensor] = {}
+    def __init__(self, model: Model, settings: dict[str, Any], seed: int) -> None:
+        rank = settings["rank"]
+        alpha = settings["alpha"] or 2 * rank
+        self.model, self.scale, self.base = model, alpha / rank, model.weights()
+        self.leaves: dict[str, Tensor] = self._drawn(rank, settings["targets"], seed)
+
+    def _drawn(self, rank: int, targets: Sequence[str], seed: int) -> dict[str, Tensor]:
+        """Empty where there is no peft."""
+        try:
+            import peft
+        except ImportError:
+            return {}
+        from transformers import AutoModelForCausalLM
+
+        net = AutoModelForCausalLM.from_pretrained(self.model.folder, local_files_only=True, dtype=torch.float32)
+        head = net.get_output_embeddings()
+        every = [(name, one) for name, one in net.named_modules() if isinstance(one, torch.nn.Linear)]
+        linear = {name.rpartition(".")[2] for name, one in every if one is not head}
+        config = peft.LoraConfig(r=rank, target_modules=sorted(targets or linear), task_type="CAUSAL_LM")
+        torch.manual_seed(seed)
+        made = dict(peft.get_peft_model(net, config).named_parameters())
+        return {
+            name.removeprefix(self.PREFIX).replace(".default.", "."): value.detach().to(self.model.dtype)
+            for name, value in made.items() if ".lora_" in name
+        }
 
     def load(self, checkpoint: Path) -> None:
         stored = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
@@ -137,17 +177,63 @@ class Lora:
         return [f"{n}.lora_{side}.weight" for n in layers for side in "AB" if f"{n}.lora_{side}.weight" in self.leaves]
 
 
+class ValueHead:
+    """V = h w + b, of a run with learner.advantage = "gae"; it begins at 0, and has an optimiser of its own."""
+
+    def __init__(self, width: int, settings: dict[str, Any], dtype: torch.dtype) -> None:
+        self.settings, self.dtype = settings, dtype
+        self.leaves = {"weight": torch.zeros(1, width, dtype=dtype), "bias": torch.zeros(1, dtype=dtype)}
+        self.adamw = AdamW({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The value before each token; the gradient by the hidden states counts `coef` times."""
+        known = hidden.detach()
+        scaled = known + self.settings["coef"] * (hidden - known)
+        return scaled @ self.leaves["weight"][0] + self.leaves["bias"]
+
+    def load(self, checkpoint: Path) -> None:
+        stored = load_file(checkpoint / "value" / "value_head.safetensors")
+        self.leaves = {name: stored[name].to(self.dtype) for name in self.leaves}
+        saved = torch.load(checkpoint / "value" / "optimizer.pt", map_location="cpu", weights_only=True)
+        self.adamw = AdamW({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+        for place, name in enumerate(self.leaves):
+            if (state := saved["state"].get(place)) is not None:
+                self.adamw.take(name, state, self.dtype)
+
+
 def gradients(leaves: dict[str, Tensor], total: Tensor) -> dict[str, Tensor]:
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return {name: g for name, g in zip(leaves, found) if g is not None}
 
 
+# -- a checkpoint's files ----------------------------------------------------------
+
+
 def load_adamw(adamw: AdamW, checkpoint: Path, trained: Dense | Lora) -> None:
     """The moments that a checkpoint of the run holds."""
+    if (checkpoint / "shards").is_dir():
+        stored = shards(checkpoint)
+        states = json.loads((checkpoint / "shards" / "optimizer.json").read_text())["state"]
+        for name, state in states.items():
+            adamw.take(name, {key: stored[f"optimizer.state.{name}.{key}"] for key in state}, trained.model.dtype)
+        return
     saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
     places = [place for group in saved["param_groups"] for place in group["params"]]
     for name, place in zip(trained.order(), places):
         if (state := saved["state"].get(place)) is not None:
-            adamw.count = int(state["step"])
-            adamw.first[name] = state["exp_avg"].to(trained.leaves[name])
-            adamw.second[name] = state["exp_avg_sq"].to(trained.leaves[name])
+            adamw.take(name, state, trained.model.dtype)
+
+
+def shards(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint in shards, put together from the files of all ranks. The header of each says where
+    its part of a tensor begins, and what shape the whole has."""
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for path in sorted((checkpoint / "shards").glob("rank-*.safetensors")):
+        file: Any = safe_open(str(path), "pt")
+        for name, (first, shape) in json.loads(file.metadata()["parts"]).items():
+            part = file.get_tensor(name)
+            whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=part.dtype))
+            whole[tuple(slice(at, at + size) for at, size in zip(first, part.shape))] = part
+    return found

@@ -372,7 +372,9 @@ def _line_of(record: Record, tags: Mapping[int, str] | None = None) -> GroupsLin
 
 
 def _training(stats: StepStats, samples: Sequence[SampleRecord] = ()) -> dict[str, Any]:
-    untrained = sum(_untrained(sample) for sample in samples if sample.turns)
+    # Of a cut episode that is masked all tokens count as cut, those of untrained turns too.
+    masks_cut = stats.cut_tokens > 0
+    untrained = sum(_untrained(one) for one in samples if one.turns and not (masks_cut and one.finish == Finish.LENGTH))
     earlier = stats.context_tokens - stats.old_tokens - untrained
     whole = stats.context_tokens + stats.cut_tokens
     masked = {"earlier_segments": max(0, earlier), "too_old": stats.old_tokens}

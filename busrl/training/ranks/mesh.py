@@ -5,7 +5,8 @@ messages or processes.
 
 - A gradient is the *sum* over ranks: FSDP2's own division by their number is off in every module, and the sum is
   forced, for the setting of the factor alone becomes an operation that Gloo refuses.
-- Every forward goes through the root module and through the head as modules, for there FSDP2 gathers the weights.
+- Every forward goes through the root module and through the head as modules, for there FSDP2 gathers the weights. No
+  tensor that leaves them is a view: FSDP2 hooks backward to it, and an operation in place on a view drops the hook.
 - All ranks make the same number of forwards and of backwards: each is a collective.
 - Shards, gradients and optimiser are float32; `dtype` is what is gathered and computed with.
 - ranks = replicate x fsdp x tensor, the tensor axis innermost. Ranks of one tensor group compute the same samples.
@@ -304,7 +305,7 @@ class ShardedForward(Forward):
         self.way, self.name, self.together = way, f"sharded {way.name}", way.together
         if isinstance(way, PaddedRows):
             way.head = _Gathered(way.model.get_output_embeddings(), way.head)
-            way.model.busrl_forward = lambda compute: compute()
+            way.model.busrl_forward = lambda compute: whole_tensors(compute())
             fsdp.register_fsdp_forward_method(way.model, "busrl_forward")
 
     def score(self, samples: Sequence[Sample], flat: Flat) -> Scores:
@@ -342,7 +343,7 @@ class _Gathered:
         self.head, self.pieces, plain = head, pieces, head.forward
 
         def forward(hidden: Tensor, compute: Callable[..., Any] | None = None) -> Any:
-            return plain(hidden) if compute is None else compute(hidden, head.weight, head.bias)
+            return plain(hidden) if compute is None else whole_tensors(compute(hidden, head.weight, head.bias))
 
         head.forward = forward
 
@@ -359,6 +360,13 @@ class _Gathered:
         found: tuple[Tensor, Tensor] = self.head(hidden, lambda own, weight, bias: self.pieces.best(
             own, weight, count, limit, temperature, bias, known))
         return found
+
+
+def whole_tensors(found: Any) -> Any:
+    """The same, in which each tensor with a gradient that is a view of another one is a copy."""
+    if isinstance(found, tuple):
+        return tuple(whole_tensors(one) for one in found)
+    return found.clone() if isinstance(found, Tensor) and found.requires_grad and found._base is not None else found
 
 
 # -- failures --------------------------------------------------------------------------
