@@ -42,13 +42,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _folder(tmp_path_factory.mktemp("oracle-reference"), 1)
 
 
-def _folder(path: Path, seed: int) -> Path:
+@pytest.fixture(scope="session")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with rows that no token has."""
+    return _folder(tmp_path_factory.mktemp("oracle-padded"), 0, 20)
+
+
+def _folder(path: Path, seed: int, rows: int = 16) -> Path:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        vocab_size=rows, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
         intermediate_size=48, max_position_embeddings=64, eos_token_id=1, tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config)

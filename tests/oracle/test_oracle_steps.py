@@ -14,7 +14,8 @@ import pytest
 from busrl.config.learner import Value
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE: dict[str, Any] = {}  # a model of its own
+REFERENCE: dict[str, Any] = {"its": "own"}
+PADDED: dict[str, Any] = {"more": "rows"}
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "ppo_clip": {
@@ -59,6 +60,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "updates_per_batch": 2, "kl": "k2", "kl_coef": 0.3, "kl_in": "reward", "checkpoint_every": 1}},
     "checkpoints in shards": {"learner": {"checkpoint_mode": "async", "checkpoint_every": 1, "weight_decay": 0.2}},
     "cut answers are masked": {"reward": {"truncated": "mask"}},
+    "rows that no token has": {"model": PADDED, "learner": {"kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.1}},
 }
 MANY_TURNS: dict[str, dict[str, dict[str, Any]]] = {
     "credit by episode, cut ones masked": {"reward": {"truncated": "mask"}},
@@ -78,27 +80,33 @@ def told(found: Sequence[str]) -> list[str]:
     return [text for text in found if "max_staleness" not in text]
 
 
-def with_reference(tables: dict[str, dict[str, Any]], folder: Path, reference: Path) -> dict[str, dict[str, Any]]:
-    given = {"path": str(folder), "reference": str(reference)}
-    return {name: given if table is REFERENCE else table for name, table in tables.items()}
+@pytest.fixture
+def filled(folder: Path, reference: Path, padded: Path) -> Callable[[dict[str, dict[str, Any]]], dict[str, Any]]:
+    """The tables with the folders of models in their places."""
+    models = {"its": {"path": str(folder), "reference": str(reference)}, "more": {"path": str(padded)}}
+
+    def fill(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {name: models[next(iter(table))] if name == "model" else table for name, table in tables.items()}
+
+    return fill
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_numbers_of_a_step_are_those_that_log_and_weights_give(
-    name: str, made: Callable[..., Any], wrong: Any, folder: Path, reference: Path
+    name: str, made: Callable[..., Any], wrong: Any, filled: Any
 ) -> None:
     if name.startswith("an adapter"):
         pytest.importorskip("peft")
-    run = made(3, **with_reference(SETTINGS[name], folder, reference))
+    run = made(3, **filled(SETTINGS[name]))
     found = wrong(run.paths.root)
     assert (told(found) if name.startswith("tokens") else list(found)) == []
 
 
 @pytest.mark.parametrize("name", MANY_TURNS)
 def test_the_numbers_of_a_step_of_episodes_are_those_that_log_and_weights_give(
-    name: str, made: Callable[..., Any], wrong: Any, folder: Path, reference: Path
+    name: str, made: Callable[..., Any], wrong: Any, filled: Any
 ) -> None:
-    run = made(3, episodes=True, **with_reference(MANY_TURNS[name], folder, reference))
+    run = made(3, episodes=True, **filled(MANY_TURNS[name]))
     assert told(wrong(run.paths.root)) == []
     masked = [json.loads(line)["masked"] for line in run.paths.metrics.read_text().splitlines()]
     assert any("untrained" in one for one in masked)

@@ -25,7 +25,7 @@ from torch import Tensor
 from tools.oracle import maths
 from tools.oracle.files import EOS, LENGTH, RunFiles, Sample, Step, read
 from tools.oracle.model import padded
-from tools.oracle.training import Tokens, Training, joined
+from tools.oracle.training import Terms, Tokens, Training, joined
 
 EXACT = 2e-4  # nats: an engine's float32 log-probability against float64
 NEAR = 1e-4  # a random number so close to an edge may fall on either side in float32
@@ -104,8 +104,8 @@ class _Check:
         topology = files.topology
         _only_what_is_known(topology)
         self.learner, self.run, self.segments = topology["learner"], topology["run"], topology["segments"]
-        self.generation, self.weights_ = topology["generation"], topology["weights"]
-        self.experiments, self.worth = topology["experiments"], topology["reward"]
+        self.generation, self.experiments = topology["generation"], topology["experiments"]
+        self.worth = topology["reward"]
         self.found = Found()
         self.step_of = maths.VersionSteps(_newest_before(files))
         self.training = Training(files, dtype, self.step_of)
@@ -373,12 +373,12 @@ class _Check:
 
     def ages(self, step: Step) -> None:
         """The step that a sample's age counts from is that of its oldest version, and no group is over the bound."""
-        waits = self.weights_["mode"] != "batch-async"
-        bound = None if waits or self.experiments["forced_age"] else self.weights_["max_staleness"]
+        terms = Terms.of(step, self.files.topology)
         for sample in step.samples:
             self.found.done["ages"] += 1
-            begin = sample.last_begins if self.segments["loss"] == "last_segment" else 0
-            oldest = min(self.step_of(version) for version in sample.versions[begin:].tolist())
+            begin = sample.last_begins if terms.last_segment else 0
+            versions = sample.versions[sample.trained] if sample.trained.any() else sample.versions
+            oldest = min(self.step_of(version) for version in versions[begin:].tolist())
             # Admitted while a version was published: its step may be read before, the version after that.
             earliest = self.step_of(sample.version) - self.learner["publish_every"]
             if not earliest <= sample.step <= oldest:
@@ -386,8 +386,9 @@ class _Check:
                 self.found.error("age", f"{text}, its oldest token is of step {oldest}")
         for group in step.groups:
             age = step.step - 1 - min(step.samples[i].step for i in step.members(group))
-            if bound is not None and age > bound:
-                self.found.error("age", f"step {step.step}: group {group} is {age} steps old, max_staleness is {bound}")
+            if terms.bound is not None and age > terms.bound:
+                text = f"group {group} is {age} steps old, max_staleness is {terms.bound}"
+                self.found.error("age", f"step {step.step}: {text}")
 
     # -- the whole run --------------------------------------------------------------------------------------------
 

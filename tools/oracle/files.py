@@ -81,6 +81,7 @@ class Step:
     cause: str
     groups: list[int]
     samples: list[Sample]
+    terms: dict[str, Any] | None = None  # what decided what is trained: in records of older runs it is not there
 
     def members(self, group: int) -> list[int]:
         return [i for i, sample in enumerate(self.samples) if sample.group == group]
@@ -200,7 +201,7 @@ def _payloads(path: Path, data: bytes) -> list[bytes]:
 def _step(payload: bytes) -> Step:
     raw = msgspec.msgpack.decode(payload)
     samples = [_sample(one) for one in raw["samples"]]
-    return Step(raw["step"], raw["version"], raw["cause"], raw["groups"], samples)
+    return Step(raw["step"], raw["version"], raw["cause"], raw["groups"], samples, raw.get("terms"))
 
 
 def _sample(raw: dict[str, Any]) -> Sample:

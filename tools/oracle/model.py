@@ -25,7 +25,8 @@ ROWS = 64  # of one forward
 class Model:
     """The architecture of one folder; weights are handed in with every call."""
 
-    def __init__(self, folder: Path, dtype: str = "float64") -> None:
+    def __init__(self, folder: Path, dtype: str = "float64", without: list[int] | None = None) -> None:
+        """`without`: ids that stand for no token, and are left out of every softmax; None: those of the folder."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -36,6 +37,8 @@ class Model:
         self.net = self.net.to(self.dtype).eval().requires_grad_(False)
         self.names = [name for name, _ in self.net.named_parameters()]
         self.ends = ends_of(folder)
+        rows = self.net.get_output_embeddings().out_features
+        self.without = without_token(folder, rows) if without is None else without
 
     def weights(self, folder: Path | None = None) -> dict[str, Tensor]:
         """The tensors of a folder of this architecture, as copies; without one, of its own."""
@@ -47,8 +50,12 @@ class Model:
         return {name: stored[name].to(self.dtype) for name in self.names}
 
     def logits(self, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-        found: Tensor = torch.func.functional_call(self.net, weights, (), {"input_ids": ids, "use_cache": False}).logits
-        return found
+        made: Any = torch.func.functional_call(self.net, weights, (), {"input_ids": ids, "use_cache": False})
+        return self.of_tokens(made.logits)
+
+    def of_tokens(self, logits: Tensor) -> Tensor:
+        """-inf where a row stands for no token."""
+        return logits.index_fill(-1, torch.tensor(self.without, dtype=torch.int64), float("-inf"))
 
     def score(self, weights: dict[str, Tensor], samples: Sequence[Sample]) -> list[Scores]:
         """Of each sample what its tokens were drawn with: at its temperature, under these weights."""
@@ -59,7 +66,7 @@ class Model:
             ids = padded([ids for ids, _ in rows])
             given = {"input_ids": ids, "use_cache": False, "output_hidden_states": True}
             made: Any = torch.func.functional_call(self.net, weights, (), given)
-            each = iter(zip(made.logits, made.hidden_states[-1], rows, strict=True))
+            each = iter(zip(self.of_tokens(made.logits), made.hidden_states[-1], rows, strict=True))
             for sample in part:
                 logits, hidden = [], []
                 for _ in sample.seqs:
@@ -101,6 +108,17 @@ def ends_of(folder: Path) -> set[int]:
         value = AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id
         found.update([] if value is None else [value])
     return found
+
+
+def without_token(folder: Path, rows: int) -> list[int]:
+    """Ids of rows that the folder's tokenizer has no token for; one that ends an answer is a token. None without a
+    tokenizer."""
+    if not (folder / "tokenizer_config.json").exists():
+        return []
+    from transformers import AutoTokenizer
+
+    known = set(AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab().values()) | ends_of(folder)
+    return sorted(set(range(rows)) - known)
 
 
 class Dense:

@@ -25,6 +25,27 @@ from tools.oracle.model import Dense, Lora, Model, Scores, ValueHead, gradients,
 BOUNDARY = 2e-5  # a ratio so close to a clip bound may be counted on either side
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What decides which tokens of a step are trained: its record says so, or else the topology."""
+
+    bound: int | None = None  # steps that a group may be old
+    masks_old: bool = False
+    last_segment: bool = False
+    masks_cut: bool = False
+
+    @classmethod
+    def of(cls, step: Step, topology: dict[str, Any]) -> Terms:
+        if step.terms is not None:
+            return cls(**step.terms)
+        weights, forced = topology["weights"], topology["experiments"]["forced_age"] > 0
+        bounded = weights["mode"] == "batch-async" and not forced
+        return cls(
+            weights["max_staleness"] if bounded else None, bounded and weights["over_age"] == "wait",
+            topology["segments"]["loss"] == "last_segment", topology["reward"]["truncated"] == "mask",
+        )
+
+
 @dataclass
 class Given:
     """What a step starts from, per sample."""
@@ -60,8 +81,8 @@ class Training:
 
     def __init__(self, files: RunFiles, dtype: str, step_of: maths.VersionSteps) -> None:
         topology = files.topology
-        self.learner, self.segments, self.step_of = topology["learner"], topology["segments"], step_of
-        self.weights_, self.experiments, self.worth = (topology[one] for one in ("weights", "experiments", "reward"))
+        self.topology, self.step_of = topology, step_of
+        self.learner, self.segments = topology["learner"], topology["segments"]
         self.model = Model(Path(topology["model"]["path"]), dtype)
         self.lora = topology["lora"]["rank"] > 0
         seed = topology["run"]["seed"]
@@ -71,7 +92,7 @@ class Training:
         self.kl = self.learner.get("kl", "none")
         if self.kl != "none":
             named = topology["model"].get("reference")
-            other = Model(Path(named), dtype) if named else self.model
+            other = Model(Path(named), dtype, self.model.without) if named else self.model
             self.reference = other, other.weights()
 
     def _value_head(self) -> ValueHead | None:
@@ -97,41 +118,31 @@ class Training:
 
     # -- which tokens ---------------------------------------------------------------------------------------------
 
-    def is_cut(self, sample: Sample) -> bool:
-        """Whether it is not trained, since the limit cut it."""
-        return self.worth["truncated"] == "mask" and sample.finish == LENGTH
-
     def mask(self, step: Step, sample: Sample) -> np.ndarray:
         """Of each generated token whether it is trained."""
-        if self.is_cut(sample):
+        terms = Terms.of(step, self.topology)
+        if is_cut(sample, terms):
             return np.zeros(len(sample.tokens), bool)
         found = sample.trained
         for part, turn in zip(parts_of(sample), turns_of(sample)):
-            found[part.start : part.start + self.context(turn, self.too_old(step, turn))] = False
+            context = max(self.too_old(step, turn, terms), turn.last_begins if terms.last_segment else 0)
+            found[part.start : part.start + context] = False
         return found
 
-    def context(self, sample: Sample, old: int) -> int:
-        """Generated tokens at the start that are read and not trained."""
-        return max(old, sample.last_begins if self.segments["loss"] == "last_segment" else 0)
-
-    def too_old(self, step: Step, sample: Sample) -> int:
-        """Everything up to the last token of a version more than max_staleness steps old, where that is left out."""
-        bounded = self.weights_["mode"] == "batch-async" and self.weights_["over_age"] == "wait"
-        young = step.step - 1 - sample.step <= self.weights_["max_staleness"]
-        if not bounded or self.experiments["forced_age"] or young:
+    def too_old(self, step: Step, sample: Sample, terms: Terms) -> int:
+        """Everything up to the last token of a version that is older than the bound, where that is left out."""
+        if not terms.masks_old or terms.bound is None or step.step - 1 - sample.step <= terms.bound:
             return 0
-        late = [
-            i + 1
-            for i, version in enumerate(sample.versions.tolist())
-            if step.step - 1 - self.step_of(version) > self.weights_["max_staleness"]
-        ]
+        late = [i + 1 for i, version in enumerate(sample.versions.tolist())
+                if step.step - 1 - self.step_of(version) > terms.bound]
         return max(late, default=0)
 
     def masked(self, step: Step) -> dict[str, Any]:
         """Tokens of the step's samples that taught nothing, and why."""
-        whole = [sample for sample in step.samples if not self.is_cut(sample)]
-        cut = sum(len(sample.tokens) for sample in step.samples if self.is_cut(sample))
-        old = sum(self.too_old(step, turn) for sample in whole for turn in turns_of(sample))
+        terms = Terms.of(step, self.topology)
+        whole = [sample for sample in step.samples if not is_cut(sample, terms)]
+        cut = sum(len(sample.tokens) for sample in step.samples if is_cut(sample, terms))
+        old = sum(self.too_old(step, turn, terms) for sample in whole for turn in turns_of(sample))
         untrained = sum(int((~sample.trained).sum()) for sample in whole)
         trained = sum(int(self.mask(step, sample).sum()) for sample in whole)
         context = sum(len(sample.tokens) for sample in whole) - trained
@@ -321,6 +332,11 @@ def _share(which: Tensor, above: Tensor) -> tuple[float, float]:
     """The share of the tokens beyond a bound: at least and at most, as float32 may see it."""
     low, high = (which & (above > BOUNDARY)).double().mean(), (which & (above > -BOUNDARY)).double().mean()
     return float(low), float(high)
+
+
+def is_cut(sample: Sample, terms: Terms) -> bool:
+    """Whether it is not trained, since the limit cut it."""
+    return terms.masks_cut and sample.finish == LENGTH
 
 
 def parts_of(sample: Sample) -> list[slice]:
