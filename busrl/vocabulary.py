@@ -2,8 +2,8 @@
 
 Many a model has more rows of logits than its tokenizer has tokens, padded for speed. An id of such a row has no text: a
 reward would judge what was not written. So no engine draws one, and the learner's softmax has none: both ask
-`token_rows`, the only place that decides. Reads JSON files; asks transformers for a tokenizer that has no
-tokenizer.json. Knows nothing of topologies, requests or weights.
+`token_rows`, the only place that decides. Reads JSON files, and asks transformers, in a process of its own, for the
+tokenizer that engines have. Knows nothing of topologies, requests or weights.
 
 - Engine and learner leave out the same rows, or the ratio of their probabilities is wrong.
 - An id that config.json or generation_config.json names as an end stays, with or without a text: it ends answers.
@@ -12,9 +12,15 @@ tokenizer.json. Knows nothing of topologies, requests or weights.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +31,6 @@ from busrl.files import as_map, read_map
 
 Ids = npt.NDArray[np.int32]
 NO_END = 1 << 31  # more than any id
-OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")  # of tokenizers without a tokenizer.json
 
 # -- rows without a token -----
 
@@ -81,7 +86,7 @@ ALL_ROWS = TokenRows()
 def token_rows(folder: Path) -> TokenRows:
     """Which rows of that folder's model stand for a token."""
     rows = vocabulary_size(folder)
-    known = _ids_of_files(folder) or _ids_of_library(folder)
+    known = _ids_of_files(folder)
     if not known:
         return TokenRows(rows=rows)
     known |= {one for one in end_ids(folder) if one < rows}
@@ -90,8 +95,10 @@ def token_rows(folder: Path) -> TokenRows:
 
 
 def _ids_of_files(folder: Path) -> set[int]:
-    """The ids of tokenizer.json, and of tokens that were added beside it; empty without that file."""
-    data = read_map(folder / "tokenizer.json")
+    """The ids of tokenizer.json, or of what transformers makes of other files, and of tokens that were added beside it;
+    empty without either."""
+    text = "" if (folder / FILES[0]).is_file() else library_tokenizer(folder)
+    data = as_map(json.loads(text)) if text else read_map(folder / "tokenizer.json")
     known, added = as_map(data.get("model")).get("vocab"), data.get("added_tokens")
     found = set(range(len(known))) if isinstance(known, list) else set(_ids(list(as_map(known).values())))
     if not found:
@@ -103,17 +110,48 @@ def _ids_of_files(folder: Path) -> set[int]:
         _ids(list(read_map(folder / "added_tokens.json").values())))
 
 
-def _ids_of_library(folder: Path) -> set[int]:
-    """The same of a tokenizer in other files, by transformers; empty where there is none, or no transformers."""
-    if not any((folder / name).is_file() for name in OTHER_FILES):
-        return set()
-    try:
-        from transformers import AutoTokenizer
+# -- the tokenizer that engines have -----
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        return set(_ids(list(tokenizer.get_vocab().values())))
-    except Exception:  # no such package, or what it cannot read: an engine that needs a tokenizer says so itself
-        return set()
+# Run in a process of its own, which takes transformers' tokenizers for all that it has: torch alone takes longer to
+# import than all the rest.
+ASK_LIBRARY = """
+import importlib.util, sys
+known = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] == "torch" else known(name, *more)
+from transformers import AutoTokenizer
+made = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+sys.stdout.buffer.write(made.backend_tokenizer.to_str().encode())
+"""
+ASK_S = 120.0
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # a folder with none has no tokenizer
+BESIDE = ("tokenizer_config.json", "config.json", "merges.txt")
+
+
+def library_tokenizer(folder: Path) -> str:
+    """The tokenizer that transformers makes of a folder, as the text of a tokenizer.json; "" without transformers, and
+    for a tokenizer that has no such form."""
+    there = [path for name in (*FILES, *BESIDE) if (path := folder / name).is_file()]
+    known = any(path.name in FILES for path in there)
+    return _asked(folder.resolve(), tuple(path.stat().st_mtime_ns for path in there)) if known else ""
+
+
+@lru_cache(maxsize=4)
+def _asked(folder: Path, times: tuple[int, ...]) -> str:
+    if (library := sys.modules.get("transformers")) is not None:
+        try:
+            made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return str(made.backend_tokenizer.to_str())
+        except Exception:  # as below
+            return ""
+    if importlib.util.find_spec("transformers") is None:
+        return ""
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run([sys.executable, "-c", ASK_LIBRARY, str(folder)], stdin=subprocess.DEVNULL, cwd="/",
+                              capture_output=True, timeout=ASK_S, env={**os.environ, **quiet}, check=True)
+        return done.stdout.decode()
+    except (OSError, subprocess.SubprocessError, UnicodeError):  # then that of tokenizer.json has to do
+        return ""
 
 
 # -- what the files say -----

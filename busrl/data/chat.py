@@ -12,19 +12,15 @@ packages tokenizers and jinja2, which transformers brings. Knows nothing of prom
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from busrl.data.prompts import Chat, Message, Prompt
 from busrl.errors import DataError
 from busrl.files import read_map
+from busrl.vocabulary import library_tokenizer
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 
@@ -62,46 +58,6 @@ def _templates(folder: Path) -> dict[str, str]:
             parts = [one for one in value if isinstance(one, dict) and {"name", "template"} <= one.keys()]
             return {str(one["name"]): str(one["template"]) for one in parts}
     return {}
-
-
-# Run in a process of its own, which takes transformers' tokenizers for all that it has: torch alone takes longer to
-# import than all the rest.
-ASK_LIBRARY = """
-import importlib.util, sys
-known = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] == "torch" else known(name, *more)
-from transformers import AutoTokenizer
-made = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
-sys.stdout.buffer.write(made.backend_tokenizer.to_str().encode())
-"""
-ASK_S = 120.0
-FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "merges.txt", "tokenizer.model")
-
-
-def library_tokenizer(folder: Path) -> str:
-    """The tokenizer that transformers makes of a folder, as the text of a tokenizer.json; "" without transformers, and
-    for a tokenizer that has no such form."""
-    times = tuple(path.stat().st_mtime_ns if (path := folder / name).is_file() else 0 for name in FILES)
-    return _asked(folder.resolve(), times) if any(times[:1] + times[3:]) else ""
-
-
-@lru_cache(maxsize=4)
-def _asked(folder: Path, times: tuple[int, ...]) -> str:
-    if (library := sys.modules.get("transformers")) is not None:
-        try:
-            made = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            return str(made.backend_tokenizer.to_str())
-        except Exception:  # as below
-            return ""
-    if importlib.util.find_spec("transformers") is None:
-        return ""
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run([sys.executable, "-c", ASK_LIBRARY, str(folder)], stdin=subprocess.DEVNULL, cwd="/",
-                              capture_output=True, timeout=ASK_S, env={**os.environ, **quiet}, check=True)
-        return done.stdout.decode()
-    except (OSError, subprocess.SubprocessError, UnicodeError):  # then that of tokenizer.json has to do
-        return ""
 
 
 class LightTokenizer:

@@ -9,8 +9,10 @@ nothing of tokenizers, groups or advantages.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from busrl.errors import SharedMemoryFull, SlotTooSmall
@@ -21,6 +23,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
 from busrl.states import REWARD_FATES
+from busrl.vocabulary import token_rows
 
 BATCH = 256
 STREAM_BATCH, STREAM_PAUSE_S = 12, 0.05  # a little longer than the pause between two doorbells of a busy rollout
@@ -93,6 +96,7 @@ class Reward(Actor):
         kinds = {part.kind for part in own.part} or {own.kind}
         self.wants_ids = bool(kinds & WITH_IDS)
         self.bell = Doorbell()
+        self.known = token_rows(Path(self.topology.model.path))
         self.streaming = False
         self.call_s = 0.0  # of the longest call
         self.rung, self.next_look = True, 0.0
@@ -161,11 +165,22 @@ class Reward(Actor):
     def _items(self, taken: Sequence[tuple[int, int]]) -> list[Item]:
         """What the function needs of each; a sample that cannot be read is dropped as malformed."""
         self.claimed.update(taken)
+        if self.known.without:
+            taken = [claim for claim in taken if self._is_text(*claim)]
         try:
             both = zip(read_copies(self.ring, taken, "task"), map(text_of, read_copies(self.ring, taken, "text")))
             return [Item(slot, *read, *self._more(slot, word)) for (slot, word), read in zip(taken, both)]
         except UNREADABLE:  # one by one, to find which of them
             return [item for slot, word in taken if (item := self._item(slot, word)) is not None]
+
+    def _is_text(self, slot: int, word: int) -> bool:
+        """Whether all ids of an answer stand for tokens; it is dropped if not: a program that is no rollout of busrl's
+        has written it. Calls of episodes were answered by rollouts."""
+        with contextlib.suppress(*UNREADABLE):
+            if len(wrong := self.known.foreign(read_generated(self.ring, slot, "tokens", segments_of(word)))):
+                self._drop(slot, "malformed", f"is dropped: {self.known.told(wrong)}")
+                return False
+        return True
 
     def _item(self, slot: int, word: int) -> Item | None:
         try:

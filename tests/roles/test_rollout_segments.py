@@ -22,13 +22,16 @@ from busrl.engines.base import Finished, Request
 from busrl.errors import ShmTooSmall, UserError
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
+from busrl.roles.actor import Doorbell
 from busrl.roles.answers import SegmentCuts, read_generated, read_text
 from busrl.roles.intake import SampleIntake
 from busrl.roles.learner.groups import claim_groups
 from busrl.roles.probes import Prober
+from busrl.roles.reward import Reward
 from busrl.roles.rollout import Pace, Rollout
 from busrl.scheduling.admission import derive
 from busrl.states import HeaderWord
+from busrl.vocabulary import TokenRows
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 12
@@ -408,6 +411,22 @@ def test_an_answer_with_an_id_that_is_no_token_is_dropped_and_named(
         f"sample 0 is dropped: {wrong} of its ids stand for no token of the tokenizer, the first is {ord('z')} "
         '(engine = "torch" of rollout/0 drew them)'
     ]
+
+
+def test_an_id_that_is_no_token_is_found_before_the_reward_whoever_wrote_it(rings: list[Ring]) -> None:
+    """Programs that map the ring commit answers themselves: here a worker whose folder has no tokenizer."""
+    ring = rings[0]
+    worker = Worker(topology(), ring, PlannedEngine(4, script=says({0: "abz$", 1: "abc$", 2: "abcdez$"})))
+    dispatch(ring, [0, 1, 2])
+    worker.run()
+    judge: Any = Reward.__new__(Reward)
+    judge.ring, judge.claimed, judge.wants_ids, judge.bell = ring, {}, False, Doorbell()
+    judge.known, said = TokenRows(end=ord("z"), rows=128), []
+    judge.warn = lambda where, text, **more: said.append(text)
+    items = judge._items(list(ring.take(State.GENERATED, State.REWARDING, cls=None, limit=8)))
+    assert [item.completion for item in items] == ["abc"]
+    why = "1 of its ids stand for no token of the tokenizer, the first is 122"
+    assert sorted(said) == [f"sample {uid} is dropped: {why}" for uid in (0, 2)]
 
 
 def crowded(tmp_path: Path, limit: int | str, lengths: Sequence[int]) -> Topology:

@@ -283,3 +283,27 @@ def test_new_weights_of_experts_and_of_16_bits_reach_the_kernels(
 def test_a_processor_with_amx_packs_no_dense_weight_away() -> None:
     done = subprocess.run([sys.executable, "-c", PACKED_AWAY], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_rows_without_a_token_are_never_drawn_and_have_no_share_before_and_after_an_update(tmp_path: Path) -> None:
+    """A third of the rows have no token, and are as likely as others; vLLM's own check of new weights agrees too."""
+    config = config_of(tied=True)
+    config.vocab_size = 48
+    scene = Scene(tmp_path / "wide", True, config=config)
+    settings = scene.settings("shm")
+    sender, receiver = factory.make_sender(settings), scene.engine.receiver(settings, "rollout-0")
+    assert receiver is not None and scene.rows.without == 48 - len(VOCABULARY)
+    try:
+        for version in (0, 1):
+            if version:
+                sender.publish(version, version, scene.tensors(version))
+                receiver.wait_for(version, 60)
+                scene.engine.update_weights(receiver)
+            asked = [request(k, [5, 6, k], 40, temperature=0.7) for k in range(2, 10)]
+            made = scene.run(*asked)
+            assert max(int(one.token_ids.max()) for one in made.values()) < len(VOCABULARY)
+            assert max(scene.off_by(one, made[one.key]) for one in asked) < EXACT
+    finally:
+        receiver.close()
+        sender.close()
+        scene.close()

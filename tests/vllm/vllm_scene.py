@@ -17,6 +17,7 @@ from busrl.config.schema import Vllm
 from busrl.engines.base import Finished, Request
 from busrl.engines.vllm.engine import VllmEngine
 from busrl.engines.vllm.process import Start
+from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.weights.factory import TransportSettings
 
 HERE = Path(__file__).resolve().parent
@@ -77,6 +78,7 @@ class Scene:
         self.folder, self.tied, self.config, self.dtype = folder, tied, config or config_of(tied), dtype
         self.models = {0: model_of(self.config, 0, dtype)}
         save(folder, self.models[0])
+        self.rows = token_rows(folder)
         os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{ROOT}"  # vLLM's processes import the extension by name
         self.early: dict[int, Finished] = {}
         limits = {"start_s": START_S, "rpc_s": 60.0, "silent_s": 120.0, **own}
@@ -122,7 +124,8 @@ class Scene:
         ids = torch.tensor([known + made.token_ids.tolist()])
         worst = 0.0
         for version in set(made.versions.tolist()):
-            expected = logprobs_of(self.model(version), ids, asked.temperature, asked.top_p)[len(known) - 1 :]
+            expected = logprobs_of(self.model(version), ids, asked.temperature, asked.top_p, self.rows)
+            expected = expected[len(known) - 1 :]
             mine = made.versions == version
             worst = max(worst, float(np.abs(expected - made.logprobs)[mine].max()))
         return worst
@@ -141,11 +144,13 @@ class Scene:
         assert self.engine.running, "all ended too early to be caught running"
 
 
-def logprobs_of(model: Any, ids: torch.Tensor, temperature: float, top_p: float) -> np.ndarray:
+def logprobs_of(
+    model: Any, ids: torch.Tensor, temperature: float, top_p: float, rows: TokenRows = ALL_ROWS
+) -> np.ndarray:
     from busrl.engines.torch.engine import _truncate
 
     with torch.inference_mode():
-        found = torch.log_softmax(model(ids).logits[0, :-1].float() / temperature, -1)
+        found = torch.log_softmax(rows.mask(model(ids).logits[0, :-1].float()) / temperature, -1)
         if top_p < 1:
             found = _truncate(found, torch.full((len(found), 1), top_p, dtype=torch.float64))
         return found.gather(-1, ids[0, 1:, None])[:, 0].numpy()
