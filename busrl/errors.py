@@ -306,6 +306,7 @@ NOT_IMPORTED = 6  # a module is missing or broken: the next start would import i
 # A process of a run says its code through the descriptor that this variable has, just before it ends. User code in it,
 # or a library, may end it with any code: that says nothing about the run.
 VERDICT = "BUSRL_VERDICT"
+LONGEST_VERDICT = 4000  # bytes of the code and the cause: a pipe takes them at once
 
 
 def process_code(problem: BaseException) -> int:
@@ -375,7 +376,7 @@ def retry_after_s(header: str) -> float:
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
 
-def first_line(text: str, width: int = 200) -> str:
+def first_line(text: str, width: int = 1000) -> str:
     """The first line of a text; where a traceback begins there, the line that names the exception instead."""
     head, trace, rest = text.strip().partition(TRACE)
     line = head.strip().split("\n", 1)[0]

@@ -31,7 +31,7 @@ from typing import BinaryIO
 from busrl import proxies
 from busrl.config import ProcessName
 from busrl.config.schema import AGENT
-from busrl.errors import RETRY, TRACE, VERDICT, BugError, first_line
+from busrl.errors import LONGEST_VERDICT, RETRY, TRACE, VERDICT, BugError, first_line
 from busrl.files import whole_file
 from busrl.guardian import MARK, end_marked
 from busrl.imports import PACKAGES, interpreter
@@ -75,17 +75,18 @@ class RunningChild:
             self.popen.wait()
             if self.mark:
                 end_marked(self.mark, MARKED_S)
-        code, verdict = self.popen.returncode, self._verdict()
+        code, (verdict, why) = self.popen.returncode, self._verdict()
         foreign = self.told >= 0 and code > 0 and code != verdict
-        return Exit(code, f"exit code {code}, which busrl did not give" if foreign else "", verdict)
+        return Exit(code, f"exit code {code}, which busrl did not give" if foreign else "", verdict, why)
 
-    def _verdict(self) -> int:
+    def _verdict(self) -> tuple[int, str]:
         """Of a program of somebody else's only an end with 0 says something."""
         if self.told < 0:
-            return 0 if self.popen.returncode == 0 else RETRY
+            return 0 if self.popen.returncode == 0 else RETRY, ""
         with contextlib.suppress(OSError, ValueError):
-            return int(os.read(self.told, 16))
-        return RETRY
+            code, _, why = os.read(self.told, LONGEST_VERDICT).decode(errors="replace").partition(" ")
+            return int(code), why
+        return RETRY, ""
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -230,14 +231,45 @@ def lines_of_life(path: Path) -> list[str]:
     return lines[begun + 1 :]
 
 
+# What libraries write while a process ends, whatever it died of.
+NOISE = re.compile(
+    r"nanobind: |See https://nanobind| - (leaked|\.\.\. skipped) |OMP: (Info|Warning|Hint)|terminate called|"
+    r"WARNING: All log messages before absl::|[IWE]\d{4} \d\d:\d\d:\d+|(\[rank\d+\]:)?\[[IW]\d+ |"
+    r".*resource_tracker\b.*|.*Warning: .*|  warnings\.warn\(|"
+    r"(Current t|T)hread 0x|  File \"|Extension modules: |  <no Python frame>|Stack \(most recent call first\)"
+)
+ASIDE = ("Exception ignored ", "Error in atexit.", "Exception in thread ")  # and the traceback behind it
+FATAL = re.compile(r"  what\(\): |Fatal Python error: ")
+
+
 def last_words(path: Path) -> str:
-    """What a child that died said last, in one line: what it raised if its log ends in a traceback, else the last line.
+    """What a child that died said last, in one line: what it raised if its log ends in a traceback, else what ended it,
+    else the last line; but not what libraries say of every end.
 
     Of this life of it alone; "" if it said nothing.
     """
-    lines = lines_of_life(path)
+    lines = _without_asides(lines_of_life(path))
     trace = max((at for at, line in enumerate(lines) if line.startswith(TRACE)), default=None)
-    return first_line("\n".join(lines[trace:] if trace is not None else lines[-1:]))
+    if trace is not None:
+        return first_line("\n".join(lines[trace:]))
+    fatal = [line.strip().removeprefix("what():").strip() for line in lines if FATAL.match(line)]
+    own = [line for line in lines if not NOISE.match(line)]
+    return first_line((fatal[:1] or own[-1:] or lines[-1:] or [""])[0])
+
+
+def _without_asides(lines: Sequence[str]) -> list[str]:
+    """Without the tracebacks of what Python calls ignored, or not the main thread's."""
+    kept, aside = list[str](), ""
+    for line in lines:
+        if line.startswith(ASIDE):
+            aside = "head"
+        elif aside == "head" and line.startswith((TRACE, " ")):
+            continue
+        elif aside == "head":  # the exception itself ends it
+            aside = ""
+        else:
+            kept.append(line)
+    return kept
 
 
 # -- signals that ask for an end ---------------------------------------------------------------------------------------

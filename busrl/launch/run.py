@@ -365,15 +365,17 @@ class Launch:
         awaited = ROLES[self._processes[child.name].role].awaited
         self._events.died(child, death.text, gives_up=death.gives_up and awaited)
         log = self._paths.log(child.name)
-        words = "" if child.unlogged else last_words(log)
-        if words:
-            self._say(f"  {log} ends: {words}")
+        words = how.why or ("" if child.unlogged else last_words(log))
         if not death.gives_up:
+            if words:
+                self._say(f"  {words} ({log})")
             return None
         if not awaited:
             self._warn(f"{child.name} is not started again, and the run goes on without it: {words or how}", "error")
             return None
-        if words:
+        if how.why and hopeless:  # the death and its exit code have been told
+            return RunOutcome("failed", f"{child.name}: {how.why}", 1)
+        if words and not how.why:
             self._say(f"last lines of {log}:")
             for line in last_lines(log):
                 self._say(f"  | {line}")

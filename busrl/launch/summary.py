@@ -204,6 +204,7 @@ MOST_SENDERS = 64
 SAVE_EVERY_S = 1.0
 TRACE = 4000
 TEXT = 200
+TOLD_AGAIN = 160  # characters of why a run ended: what is longer stands in its place alone, whole
 
 
 class EventLog:
@@ -243,6 +244,8 @@ class EventLog:
         severity = error.severity if error.severity in m.SEVERITIES else m.SEVERITIES[0]
         if error.sender in self._own:
             # It files and holds back itself; this is for one that does not, or that is none of ours.
+            if severity == "critical" and error.sender in {address(child.name) for child in self._children}:
+                return []  # launch says it of its end
             own = (error.sender, severity, error.where, error.text)
             kind = f"{error.sender}/{error.where}/{alike(error.text)[:TEXT]}"
             return [shown(*own)] if self._shown.admit(kind, own, now) else []
@@ -326,7 +329,8 @@ def build(
 
 def final_lines(summary: dict[str, Any], report: AuditReport | None, paths: RunPaths) -> list[str]:
     mark = "✓" if summary["goal_reached"] else "✗"
-    lines = [f"{mark} {summary['name']}: {summary['outcome']}, {summary['why']}"]
+    why = summary["why"] if len(summary["why"]) <= TOLD_AGAIN else 'by what "ending:" above says'
+    lines = [f"{mark} {summary['name']}: {summary['outcome']}, {why}"]
     before = f" ({summary['steps_before']} were done before)" if summary["steps_before"] else ""
     facts = [f"step {summary['steps']}/{summary['max_steps']} in {duration(summary['seconds'])}{before}"]
     first, last = summary["reward"]["first"], summary["reward"]["last_10_steps"]

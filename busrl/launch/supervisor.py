@@ -103,11 +103,13 @@ NOT_STARTED = 127  # the exit code of a program that could not be started, as sh
 @dataclass(frozen=True)
 class Exit:
     """How a process ended; as text what a person reads. `code` as in Popen.returncode: -n after signal n; `verdict`:
-    what busrl's own code in it said of its end (`errors.process_code`), RETRY where it said nothing."""
+    what busrl's own code in it said of its end (`errors.process_code`), RETRY where it said nothing; `why`: the cause
+    that it said with it."""
 
     code: int
     text: str = ""
     verdict: int = RETRY
+    why: str = ""
 
     def __str__(self) -> str:
         if self.text or self.code >= 0:

@@ -31,7 +31,8 @@ MAX_TEXT = 16_384
 MAX_MAP = 4_096
 MAX_ACTIVITY = 256
 MAX_KEY = 256
-SEVERITIES = ("warning", "error", "critical")  # of ERROR; any other word counts as the first
+NOTE = "note"  # what is no trouble, but a person should know
+SEVERITIES = ("warning", "error", "critical", NOTE)  # of ERROR; any other word counts as the first
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -233,8 +234,8 @@ class Goodbye(Message, tag="GOODBYE"):
 
 
 class Error(Message, tag="ERROR"):
-    """Something went wrong in the sender; `severity` is "warning", "error" or "critical", and anything else counts as
-    "warning"."""
+    """Something went wrong in the sender; `severity` is "warning", "error", "critical" or "note" (for nothing wrong),
+    and anything else counts as "warning"."""
 
     severity: Name
     where: Text = ""

@@ -16,13 +16,14 @@ import signal
 import sys
 import traceback
 
-from busrl.errors import NO_SPACE, VERDICT, BusrlError, process_code
+from busrl.errors import LONGEST_VERDICT, NO_SPACE, RETRY, VERDICT, BusrlError, cause, process_code
 from busrl.imports import uncollected
 from busrl.paths import RunPaths
 from busrl.states import ROLES
 
 
-def main() -> int:
+def main() -> tuple[int, str]:
+    """Run the process; its exit code, and why it ended where that is an error."""
     parser = argparse.ArgumentParser(prog="python -m busrl.roles", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir")
     parser.add_argument("name", help="process name, such as scheduler or rollout/0")
@@ -40,27 +41,28 @@ def main() -> int:
         code: int = process(options.run_dir, options.name).main()
     except BusrlError as problem:
         print(f"{options.name}: {problem}", file=sys.stderr, flush=True)
-        return process_code(problem)
+        return process_code(problem), cause(problem)
     except ImportError as problem:
         traceback.print_exc()
-        return process_code(problem)
+        return process_code(problem), cause(problem)
     except OSError as problem:
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        return NO_SPACE
+        return NO_SPACE, cause(problem)
     finally:
         # Python puts the default handlers back while it ends, which takes a while with torch: a SIGTERM that comes
         # then would turn an orderly end into a death by signal. What is ignored stays ignored.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    return code
+    return code, ""
 
 
-def said(code: int, verdict: int | None, pid: int) -> int:
-    """The exit code, which launch has been told through its descriptor; not by a copy of the process."""
+def said(code: int, why: str, verdict: int | None, pid: int) -> int:
+    """The exit code, which launch has been told through its descriptor, with the cause: libraries may write more into
+    the log while the process ends. Not by a copy of the process."""
     if verdict is not None and os.getpid() == pid:
         with contextlib.suppress(OSError):  # user code may have closed it
-            os.write(verdict, b"%d\n" % code)
+            os.write(verdict, f"{code} {why}".encode()[:LONGEST_VERDICT])
     return code
 
 
@@ -75,4 +77,9 @@ def verdict() -> int | None:
 
 if __name__ == "__main__":
     listener, own_pid = verdict(), os.getpid()
-    sys.exit(said(main(), listener, own_pid))
+    try:
+        end = main()
+    except Exception as problem:
+        said(RETRY, cause(problem), listener, own_pid)
+        raise
+    sys.exit(said(*end, listener, own_pid))

@@ -91,3 +91,42 @@ def test_the_last_words_of_a_child_are_what_it_raised_in_its_last_life(tmp_path:
     assert last_words(log) == "gone"
     log.write_text(f"{mark}{DEEP}{RAISED}\n{mark}")
     assert last_words(log) == ""
+
+
+CAUSE = "learner: the weights do not fit"
+LEAKS = """nanobind: leaked 64 types!
+ - leaked type "triton._C.libtriton.ir.location"
+ - ... skipped remainder
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.html
+"""
+TRACKER = """/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be
+  warnings.warn('resource_tracker: There appear to be %d '
+"""
+DUMP = """terminate called after throwing an instance of 'std::runtime_error'
+  what():  the peer has gone
+Fatal Python error: Aborted
+
+Current thread 0x00007f (most recent call first):
+  File "/x.py", line 3 in wait
+Extension modules: numpy (total: 1)
+"""
+IGNORED = f"Exception ignored in: <function Pool.__del__>\n{DEEP}AttributeError: 'NoneType' has no 'get'\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (f"{CAUSE}\n{LEAKS}", CAUSE),
+        (f"{CAUSE}\n{TRACKER}", CAUSE),
+        (f"{DEEP}{RAISED}\n{IGNORED}{LEAKS}", RAISED),
+        (f"quietly\n{CAUSE}\nOMP: Info #276: omp_set_nested routine deprecated\n", CAUSE),
+        (f"{CAUSE}\nI0000 00:00:1 cpu_guard.cc:210] This binary\n[W802 10:11:12 Module.cpp:1] Warning\n", CAUSE),
+        (f"quietly\n{DUMP}", "the peer has gone"),
+        ("terminate called without an active exception\n", "terminate called without an active exception"),
+    ],
+)
+def test_what_libraries_write_at_an_end_is_not_its_cause(tmp_path: Path, said: str, words: str) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(f"--- 2026-01-01 00:00:00 started by launch (pid 7)\n{said}")
+    assert last_words(log) == words

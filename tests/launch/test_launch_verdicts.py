@@ -65,11 +65,30 @@ def test_a_role_of_busrl_says_its_verdict_and_gives_its_listener_to_nobody(tmp_p
         paths.log("bus"))
     reader, writer = os.pipe()
     if not os.fork():
-        said(3, writer, os.getppid())  # a copy of the process that user code made
+        said(3, "", writer, os.getppid())  # a copy of the process that user code made
         os._exit(0)
     os.wait()
-    said(2, writer, os.getpid())
-    assert os.read(reader, 16) == b"2\n"
+    said(2, "its cause", writer, os.getpid())
+    assert os.read(reader, 64) == b"2 its cause"
+
+
+LATE = """
+import atexit
+import os
+
+atexit.register(os.write, 2, b"nanobind: leaked 64 types!\\nSomething that no list of noise knows\\n")
+"""
+
+
+def test_a_role_says_its_cause_itself_whatever_its_log_ends_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (paths := RunPaths.of(tmp_path)).topology.write_text(json.dumps({"bus": {"endpoint": "ipc"}}))
+    how = ended(paths, ProcessName("bus", "bus", 0, Process("bus")))
+    assert "no list of noise" in children.last_lines(paths.log("bus"))[-1]
+    assert how.why and how.why in paths.log("bus").read_text() and "noise" not in how.why
 
 
 BLOCKS = """

@@ -22,7 +22,7 @@ def row(
 
 
 def told(alarms: Alarms, *rows: dict[str, Any]) -> list[str]:
-    return [text for one in rows for text in alarms.step(one)]
+    return [text for one in rows for text in alarms.step(one).values()]
 
 
 def test_a_policy_that_left_the_one_that_sampled_is_told_once_with_the_numbers_and_what_to_do() -> None:
@@ -41,6 +41,11 @@ def test_steps_that_trained_no_token_or_were_no_number_say_nothing_of_the_policy
     alarms = Alarms()
     assert told(alarms, *(row(step, ess=0.0, k3=0.0, tokens=0) for step in range(9))) == []
     assert told(alarms, *(row(step, ess=nan, k3=nan) for step in range(9, 12)), *(row(12 + k) for k in range(3))) == []
+
+
+def test_a_share_of_flat_groups_that_swings_around_its_limit_is_one_alarm() -> None:
+    shares = [0.95] * 12 + [0.86, 0.95, 0.87, 0.96] * 12
+    assert len(told(Alarms(), *(row(step, flat=share, ended=40) for step, share in enumerate(shares)))) == 1
 
 
 def test_flat_groups_are_told_of_where_there_are_enough_of_them() -> None:

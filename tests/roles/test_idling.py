@@ -148,7 +148,7 @@ def test_flat_groups_are_told_with_their_rewards_the_cut_answers_and_one_of_them
         idle.set_aside(lines(0.0, 0.0, cut=1), "f", sample)
         idle.look(view(ended=["ff"]), [])
     text = idle.text(0)
-    assert "all 3 groups that ended since the start had the fate f (flat group)" in text
+    assert "all 3 groups that ended since the start: flat group" in text
     assert "every reward was 0, 50% of the answers were cut at generation.max_new_tokens" in text
     assert "'1 2 3 and more', worth 0" in text and "reward.extract" in text
     idle.set_aside(lines(1.0, 1.0), "f", sample)
@@ -184,6 +184,48 @@ def test_equal_rewards_that_were_higher_before_or_never_others_are_no_solved_tas
     idle.look(view(ended=["ff"]), [])
     assert not idle.solved and "reward.extract" in idle.text(60)
     assert ("too easy for this model, or the reward gives this to every answer" in idle.text(60)) == (not earlier)
+
+
+def ends_flat(idle: Idling, *rewards: float) -> None:
+    for reward in rewards:
+        idle.set_aside(lines(reward, reward), "f", sample)
+
+
+def test_where_nearly_all_flat_answers_are_right_the_task_is_learnt(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    ends_flat(idle, 0.0, *[1.0] * 30)
+    assert idle.learnt, "whatever was trained in between"
+    idle.end_streak()
+    text = idle.learnt_text(76, 150)
+    assert text.startswith("step 76: the task is learnt") and "it goes on to step 150" in text
+    assert "harder prompts" in text and "busrl stop" in text and "reward.extract" not in text
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 30, [1.0] * 30, [0.0] * 20 + [1.0] * 20, []])
+def test_flat_groups_at_low_equal_or_mixed_rewards_are_still_an_alarm(tmp_path: Path, rewards: list[float]) -> None:
+    idle = idling(tmp_path)
+    ends_flat(idle, *rewards)
+    assert not idle.learnt
+
+
+def test_groups_set_aside_before_a_step_and_counted_after_it_are_told_with_their_rewards(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    ends_flat(idle, 0.0, 0.0)
+    idle.end_streak()
+    idle.look(view(ended=["ff", "ff"]), [])
+    assert idle.streak == 2 and "every reward was 0" in idle.text(5)
+    idle.end_streak()
+    idle.look(view(ended=["ff"]), [])
+    assert "every reward" not in idle.text(6), "those of an earlier streak"
+
+
+def test_advice_comes_before_the_figures_and_no_fate_is_a_letter(tmp_path: Path) -> None:
+    idle = idling(tmp_path)
+    ends_flat(idle, 0.0)
+    idle.look(view(ended=["ff"]), [])
+    text = idle.text(0)
+    assert text.startswith("look at what the reward compares") and "fate" not in text
+    assert text.index("all 1 groups that ended") < text.index("the last: ")
 
 
 def test_flat_groups_of_different_rewards_are_no_solved_task(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ from busrl.roles.__main__ import main
 sys.argv = ["roles", sys.argv[1], "keeper"]
 signal.signal(signal.SIGTERM, lambda *_: None)
 sys.late = Late()  # in a module of its own it would be in a cycle: these are not looked for at the end of a role
-sys.exit(main())
+sys.exit(main()[0])
 """
 
 

@@ -87,7 +87,7 @@ def test_what_was_asked_for_wrongly_is_not_tried_again(tmp_path: Path, quickstar
     finally:
         endpoint.kill()
     assert run.text().count("openai.api_key_env names $BUSRL_NO_SUCH_KEY, which is not set in this environment") >= 1
-    assert run.restarts("rollout/0") == 0 and "rollout/0 cannot do what was asked: exit code 2" in run.text()
+    assert run.restarts("rollout/0") == 0 and "ending: rollout/0: openai.api_key_env names" in run.text()
 
 
 @pytest.mark.slow

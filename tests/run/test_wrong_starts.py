@@ -40,7 +40,10 @@ def ended_idle(tmp_path: Path, *settings: str, reward: str = own.REWARD) -> Run:
 def test_a_reward_that_is_always_zero(tmp_path: Path) -> None:
     run = ended_idle(tmp_path, reward=ZERO)
     text = run.text()
-    assert "had the fate f (flat group); every reward was 0" in text and "was answered" in text, text
+    assert "since the start: flat group; every reward was 0" in text and "was answered" in text, text
+    (ending,) = [line for line in text.splitlines() if line.startswith("ending: ")]
+    assert ending.startswith("ending: learner: nothing to train") and "was answered" in ending, "whole"
+    assert text.count("nothing to train (limits.idle_groups = 32): look at what the reward compares") == 1, "once"
     assert "warning: " in text and "some rows stay empty" in text, "launch says what check does"
     last = read_lines(run.paths.metrics)[-1]
     assert last["reward"] == 0.0 and last["flat_share"] == 1.0
@@ -78,7 +81,7 @@ def test_a_task_that_is_solved_before_the_last_step_ends_the_run_as_finished(tmp
 def test_a_reward_that_raises_on_every_sample(tmp_path: Path) -> None:
     run = ended_idle(tmp_path, reward=RAISES_LATER)
     text = run.text()
-    for part in ("had the fate R (reward raised)", "KeyError: 'answer'", "correct the reward"):
+    for part in (": reward raised", "KeyError: 'answer'", "correct the reward"):
         assert part in text, text
 
 

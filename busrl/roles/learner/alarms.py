@@ -126,7 +126,8 @@ def _joined(parts: Iterable[Ints]) -> Ints:
 # -- the newest steps ----------------------------------------------------------
 
 K3_HIGH, MOVED_STEPS = 0.3, 3
-FLAT_HIGH, FLAT_GROUPS = 0.9, 64  # of at least so many groups
+FLAT = "flat"
+FLAT_HIGH, FLAT_OVER, FLAT_GROUPS = 0.9, 0.8, 64  # it begins above the first, is over below the second
 CUT_HIGH, CUT_ANSWERS = 0.99, 64  # of at least so many answers
 STEPS = 10
 
@@ -144,13 +145,13 @@ class Alarms:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=STEPS)
         self._on: set[str] = set()
 
-    def step(self, row: Mapping[str, Any]) -> list[str]:
-        """The texts of the alarms that begin with this step."""
+    def step(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """The texts of the alarms that begin with this step, by name."""
         self._rows.append(row)
-        found = {"moved": self._left(row), "flat": self._flat(row), "cut": self._cut(row)}
-        begun = [text for name, text in found.items() if text and name not in self._on]
+        found = {"moved": self._left(row), FLAT: self._flat(row), "cut": self._cut(row)}
+        begun = {name: f"step {row['step']}: {text}" for name, text in found.items() if text and name not in self._on}
         self._on = {name for name, text in found.items() if text}
-        return [f"step {row['step']}: {text}" for text in begun]
+        return begun
 
     def _left(self, row: Mapping[str, Any]) -> str:
         # A step without trained tokens has 0 in both; one that is no number was reported already.
@@ -171,7 +172,7 @@ class Alarms:
 
     def _flat(self, row: Mapping[str, Any]) -> str:
         ended, flat = self._of_all("groups_ended", "flat_share")
-        if ended < FLAT_GROUPS or flat <= FLAT_HIGH:
+        if ended < FLAT_GROUPS or flat <= (FLAT_OVER if FLAT in self._on else FLAT_HIGH):
             return ""
         return (
             f"{flat:.0%} of the last {ended:g} groups were flat (all rewards of a group equal, nothing to learn from), "
@@ -214,6 +215,7 @@ SOLVED = (
     "the best that this run has seen: nothing is left to learn from these prompts. If a better reward exists, the "
     "policy has collapsed to one kind of answer: see samples.jsonl; else the task is solved: train on harder prompts"
 )
+NEWEST = 64  # flat groups, of which MOSTLY with the best reward mean that the task is learnt
 ALWAYS = (
     "no answer ever had another reward: either the prompts are too easy for this model, or the reward gives this to "
     "every answer (reward.extract or the function, data.answer_key); see the answers in samples.jsonl"
@@ -284,13 +286,15 @@ class Idling:
         self._ready: set[int] = set()
         self._looked = False
         self._worst, self._best = np.inf, -np.inf  # rewards of the run
+        self._newest: deque[float] = deque(maxlen=NEWEST)  # lowest rewards of flat groups, whatever was trained between
+        self._since_look = FlatStreak()  # set aside, and not yet counted
         self._recall()
         self._begin()
 
     def _begin(self) -> None:
         self.streak, self._reported = 0, 0
         self.causes: Counter[str] = Counter()
-        self.flat = FlatStreak()
+        self.flat = self._since_look
 
     def _recall(self) -> None:
         """What the steps before this life saw: a streak after the last of them is another start's business."""
@@ -312,7 +316,7 @@ class Idling:
                 if not ((fates == Fate.TRAINED) | (fates == Fate.SKIPPED)).any():
                     self.streak += 1
                     self.causes[cause_of(fates)] += 1
-        self._looked = True
+        self._looked, self._since_look = True, FlatStreak()
         ready = {*view.draws[view.usable & ~view.flat].tolist()} - {*asides}
         if new := len(ready - self._ready):
             self._usable += new
@@ -327,10 +331,12 @@ class Idling:
         """A group is about to be dropped; of a flat one `sample` gives an answer to show."""
         self.add_rewards(lines["reward"].tolist())
         if fate == Fate.FLAT.letter and len(lines):
-            own = self.flat
-            own.add(lines["reward"])
-            own.cut += int(np.count_nonzero(lines["finish"] == Finish.LENGTH))
-            own.last = sample()
+            self._newest.append(float(lines["reward"].min()))
+            cut, last = int(np.count_nonzero(lines["finish"] == Finish.LENGTH)), sample()
+            for own in {id(one): one for one in (self.flat, self._since_look)}.values():
+                own.add(lines["reward"])
+                own.cut += cut
+                own.last = last
 
     def end_streak(self) -> None:
         """A step was made, or there is a group for one."""
@@ -365,24 +371,41 @@ class Idling:
         level = flat.answers > 0 and flat.low == flat.high == self._best > self._worst
         return level and self.causes[Fate.FLAT.letter] >= MOSTLY * self.streak
 
+    @property
+    def learnt(self) -> bool:
+        """Whether nearly all of the newest flat groups have the best reward of the run: they teach nothing, because all
+        their answers are right."""
+        best = sum(one == self._best for one in self._newest)
+        return bool(self._newest) and self._best > self._worst and best >= MOSTLY * len(self._newest)
+
+    def learnt_text(self, step: int, last: int) -> str:
+        """What to do then; the run is at `step` of `last`."""
+        ends = f", or until {self.patience} groups in a row teach nothing (limits.idle_groups)" if self.limit else ""
+        return (
+            f"step {step}: the task is learnt: nearly all groups that teach nothing have the best reward that this run "
+            f"has seen ({self._best:g}) for every answer. Train on harder prompts (data.train), or end the run (busrl "
+            f"stop); it goes on to step {last}{ends}. If a better reward exists, all answers have become of one kind: "
+            "see samples.jsonl"
+        )
+
     def text(self, step: int) -> str:
-        """What ended the groups: the commonest cause with its count, and the last error or answer behind it."""
+        """What to do about what ended most groups, how many they were, and the last error or answer behind it."""
         cause, count = self.causes.most_common(1)[0] if self.causes else (Fate.INCOMPLETE.letter, 0)
         share = f"all {self.streak}" if count == self.streak else f"{count} of {self.streak}"
         since = f"since step {step}" if step else "since the start"
-        head = f"{share} groups that ended {since} had the fate {cause} ({fate_name(cause)})"
+        head = f"{share} groups that ended {since}: {fate_name(cause)}"
         if self.solved:
             head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
             parts = [f"{head}, {SOLVED}", self._answer()]
         elif cause == Fate.FLAT.letter:
             always = self.flat.answers > 0 and self._worst == self._best > 0
             seen = self.flat.text() if self.flat.answers else ""
-            parts = [head, seen, ALWAYS if always else REMEDY[cause], self._answer()]
+            parts = [ALWAYS if always else REMEDY[cause], head, seen, self._answer()]
         else:
             played = self._playing_fails
             error = last_error(self.paths, (*CALLER_ROLES, "reward") if played else (WHERE.get(cause, ""),))
             remedy = "see the log of the process that plays them" if played else REMEDY[cause]
-            parts = [head, error and f"the last error: {error}", remedy]
+            parts = [error and f"the last error: {error}", remedy, head]
         return "; ".join(part for part in parts if part)
 
     def _answer(self) -> str:

@@ -31,7 +31,7 @@ from busrl.ledger.wal import Record, SampleRecord
 from busrl.protocol import messages as m
 from busrl.ring import State
 from busrl.roles.actor import Actor, WorkDeadline
-from busrl.roles.learner.alarms import QUARTERS, Alarms, Idling, LengthSkew
+from busrl.roles.learner.alarms import FLAT, QUARTERS, Alarms, Idling, LengthSkew
 from busrl.roles.learner.control import Control
 from busrl.roles.learner.groups import (
     Claimed,
@@ -96,7 +96,7 @@ class Learner(Actor):
             self.paths, self._has_fate, self.own_metrics, self.topology.validation.solved, self.topology.log.keep
         )
         self.excerpts = Excerpts(self.topology)
-        self.idling, self._solved = Idling(self.topology, self.paths), False
+        self.idling, self._solved, self._learnt_told = Idling(self.topology, self.paths), False, False
         self.parity, self.alarms = Parity(self.topology, self.training), Alarms(self.config.ess_alarm)
         self.skew = LengthSkew(self.config.length_alarm_steps, self.config.length_alarm)
         self.control = Control(self.paths.decisions, self.topology, self.training, self.plan)
@@ -318,13 +318,22 @@ class Learner(Actor):
         if solved and ends:
             self.warn("learner", f"the run ends here: {text}", kind="solved")
             self._solved = True
-        elif (3 if solved else 1) in quarters:  # a nearly solved task has short streaks all the time
+        elif idling.learnt and not ends:  # a nearly solved task has short streaks all the time
+            self._tell_learnt()
+        elif (3 if solved else 1) in quarters:
             self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
         if ends and not solved:
             self._return_claims()
             if self.history.step > self.begun_at:
                 self._checkpoint(wait=True)
             raise CannotTrain(f"nothing to train (limits.idle_groups = {idling.limit}): {text}")
+
+    def _tell_learnt(self) -> None:
+        """Once: a success, and what to do with the time."""
+        if not self._learnt_told:
+            self._learnt_told = True
+            text = self.idling.learnt_text(self.history.step, self.topology.run.max_steps)
+            self.warn("learner", text, m.NOTE, kind="learnt")
 
     def _claim(self, view: GroupView, action: Claim) -> bool:
         slots = [view.slots_of(draw) for draw in action.draws]
@@ -454,8 +463,11 @@ class Learner(Actor):
             self.warn("learner", text, kind="mismatch")
         for text in self.own_metrics.failures:
             self.warn("learner", f"step {step}: {text}", kind=text[:60])
-        for text in () if self.topology.scripted else self.alarms.step(row):
-            self.warn("learner", text, kind=f"alarm {text.partition(':')[2][:16]}")
+        for name, text in {} if self.topology.scripted else self.alarms.step(row).items():
+            if name == FLAT and self.idling.learnt:
+                self._tell_learnt()
+            else:
+                self.warn("learner", text, kind=f"alarm {name}")
         if stats.skipped:
             what = "left out a part of its updates" if stats.partly else "changed nothing"
             self.warn("learner", f"step {step} {what}: {stats.skipped} ({', '.join(stats.culprits)})", "error")
