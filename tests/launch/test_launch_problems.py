@@ -100,7 +100,7 @@ LEAKS = """nanobind: leaked 64 types!
 nanobind: this is likely caused by a reference counting issue in the binding code.
 See https://nanobind.readthedocs.io/en/latest/refleaks.html
 """
-TRACKER = """/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be
+TRACKER = """/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: 1 leaked
   warnings.warn('resource_tracker: There appear to be %d '
 """
 DUMP = """terminate called after throwing an instance of 'std::runtime_error'
