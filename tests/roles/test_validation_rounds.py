@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from busrl.data import JsonlStream
 from busrl.data.figures import Figures, Judged
 from busrl.data.prompts import lines_of
 from busrl.files import LineFile
+from busrl.paths import RunPaths
 from busrl.protocol import messages as m
 from busrl.ring import Fates, Ring, State
 from busrl.roles.answers import write_parts, write_segment, write_text
@@ -323,6 +325,28 @@ def test_a_round_of_which_a_part_was_judged_says_so_and_stands(
     assert (row["val/reward"], row["samples"], row["dropped"]) == (1.0, 2, 1)
     assert role.sets[0].rounds.done == {0}
     assert any("1 of 3 samples" in said for said in role.heard if isinstance(said, str))
+
+
+@pytest.mark.parametrize(
+    ("begun_at", "fate", "written", "late"),
+    [
+        (0, "", "", False), (34, "", "", True), (34, "D", "", False),  # D: a predecessor was in the middle of it
+        (0, "R", '{"round": 0, "samples": 0}', True), (34, "R", '{"round": 0, "samples": 0}', True),
+    ],
+)
+def test_only_what_the_run_began_with_is_its_first_round(
+    living: Callable[[], Validator], tmp_path: Path, begun_at: int, fate: str, written: str, late: bool
+) -> None:
+    role = living()
+    if fate:
+        role.validate_fates.store(0, "D")
+        role.validate_fates.store(0, fate)
+    (tmp_path / "validation.jsonl").write_text(f"{written}\n" if written else "")
+    role.begun_at, role.paths = begun_at, RunPaths.of(tmp_path)
+    role.topology.run, role.topology.data = SimpleNamespace(seed=0), SimpleNamespace(prompt_key="prompt")
+    made = role._measured(dataclasses.replace(role.sets[0].asked, data=str(tmp_path / "held-out.jsonl")))
+    made.stream.close()
+    assert made.rounds.late == late and made.rounds.due(40, False) == (40 if late else 0)
 
 
 def test_a_round_whose_samples_stand_in_slots_keeps_its_fates(ring: Ring, living: Callable[[], Validator]) -> None:
