@@ -59,6 +59,24 @@ def write_all(fd: int, parts: Sequence[bytes], offset: int) -> int:
     return offset + total
 
 
+def user_folder(variable: str, below: str) -> Path:
+    """The folder of this user that an environment variable names, else `below` home; UserError if neither is known."""
+    if named := os.environ.get(variable):
+        return Path(named)
+    try:
+        return Path.home() / below
+    except RuntimeError:  # a container's user without an entry, and no HOME
+        raise UserError(f"this user has no home directory; set {variable} to a folder that can be written") from None
+
+
+def make_folder(folder: Path, remedy: str, mode: int = 0o777) -> None:
+    """Make a folder and those above it, unless it is there; UserError where that cannot be."""
+    try:
+        folder.mkdir(mode, parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UserError(f"{folder}: the folder cannot be made: {problem.strerror}; {remedy}") from None
+
+
 def sync(path: Path) -> None:
     """Make a file durable, or the names that were created, renamed or removed in a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -47,8 +47,7 @@ class ClientKeys:
 
 def default_directory() -> Path:
     """Where keys are unless the topology or --dir says otherwise."""
-    config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(config) / "busrl" / "keys"
+    return files.user_folder("XDG_CONFIG_HOME", ".config") / "busrl" / "keys"
 
 
 def directory_of(setting: str) -> Path:
@@ -66,7 +65,7 @@ def init(directory: Path, replace: bool = False) -> Pair:
             f"{directory}: there are keys already; `busrl keys add NAME` lets a client in, `busrl keys init --replace` "
             "makes a new pair of the broker, after which every client needs its file again"
         )
-    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.make_folder(directory.parent, "name another one with --dir, or as bus.keys in the topology", 0o700)
     for one in (directory, directory / "allowed", directory / "clients"):
         private_directory(one, "key directory", "use --dir with a directory of your own")
     pair = _new_pair()

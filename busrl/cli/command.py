@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
+import io
 import math
 import os
 import sys
@@ -59,6 +61,11 @@ def progress(line: Callable[[T], str], every_s: float) -> Callable[[T], None]:
     return show
 
 
+# Of files that a verb cannot use where they are: the person who named them knows what to do.
+UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT,
+            errno.ELOOP, errno.ENAMETOOLONG}
+
+
 EPILOG = """\
 A first run:     busrl launch configs/quickstart.toml
 Look before:     busrl check my.toml --set learner.lr=1e-4
@@ -72,6 +79,7 @@ Afterwards:      busrl report runs/NAME   busrl audit runs/NAME    busrl evaluat
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0, the verb's own, or that of the error's family."""
+    _open_streams()
     options = parser().parse_args(arguments)
     module, _, function = options.verb.partition(":")
     if module == "simulate":  # the predictors' matrices are small: a second numeric thread would only spin
@@ -85,8 +93,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _discard(sys.stderr)
 
 
+def _open_streams() -> None:
+    """Give a standard stream that is closed the null device: the next file would get its number, and what processes
+    print. What its encoding lacks is spelt out."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115 - they live as long as the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_names(options: argparse.Namespace) -> None:
+    """UserError for a path that is no UTF-8: busrl's files, messages and process titles have names in it."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current directory does not exist any more; change to another one") from None
+    named = [one for value in vars(options).values() for one in (value if isinstance(value, list) else [value])]
+    paths = [os.path.realpath(one) for one in named if isinstance(one, Path)]
+    for text in (here, *paths, *(one for one in named if isinstance(one, str))):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            shown = text.encode(errors="backslashreplace").decode()
+            raise UserError(f"{shown}: the name is no UTF-8, as busrl's files need it; give it another name") from None
+
+
 def _ended(module: str, function: str, options: argparse.Namespace) -> int:
     try:
+        _require_names(options)
         code = int(getattr(importlib.import_module(f"busrl.cli.{module}"), function)(options))
         sys.stdout.flush()
         return code
@@ -105,6 +146,9 @@ def _ended(module: str, function: str, options: argparse.Namespace) -> int:
         _discard(sys.stdout)
         return 141
     except OSError as error:
+        if error.filename is not None and error.errno in UNUSABLE:
+            remedy = f"give a place that `busrl {options.control}` can use"
+            return _tell(MachineError(f"{error.filename}: {error.strerror}; {remedy}"))
         if not _output_fails():  # another file's: the code that opened it should have named it
             raise
         _discard(sys.stdout)

@@ -140,13 +140,13 @@ def from_input(stream: BinaryIO, wait_s: float) -> tuple[str, Path, str]:
         raise UserError(f"standard input: nothing came for {wait_s:g} s; `-` is for hosts.start of a run's topology")
     found = Invitation.of_line(stream.readline(MOST_INPUT))
     file = _cache() / f"{hashlib.sha256(found.keys.encode()).hexdigest()[:12]}-{found.name}.key_secret"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(file.parent, "set XDG_CACHE_HOME there to a folder that can be written")
     files.replace(file, found.keys.encode())
     return found.endpoint, file, found.name
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")) / "busrl" / "hosts"
+    return files.user_folder("XDG_CACHE_HOME", ".cache") / "busrl" / "hosts"
 
 
 def scratch_of(ring: bytes, name: str) -> Path:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from busrl import files
 from busrl.errors import LockTimeout, MachineError, PeerTimeout
 from busrl.imports import interpreter
 from busrl.quickstart.task import Recipe, find
@@ -42,8 +43,7 @@ class Paths:
 
 
 def folder_of(recipe: Recipe) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "busrl" / recipe.folder
+    return files.user_folder("XDG_CACHE_HOME", ".cache") / "busrl" / recipe.folder
 
 
 def paths(name: str) -> Paths | None:
@@ -57,6 +57,7 @@ def ensure(name: str) -> Paths:
     found = paths(name)
     if found is not None:
         return found
+    files.make_folder(folder_of(find(name)).parent, "set XDG_CACHE_HOME to a folder that can be written")
     command = ["busrl.quickstart", "--name", name]
     read, write = os.pipe()
     with open(read) as told:

@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
         "errors", "files", "data", "scheduling", "keys", "faults", "device", "algorithms", "imports", "proxies",
         "vocabulary",
     },
-    "quickstart": {"errors", "data", "imports", "ring"},
+    "quickstart": {"errors", "data", "files", "imports", "ring"},
     "training": {"errors", "files", "paths", "algorithms", "ledger", "device", "imports", "listener", "vocabulary"},
     "engines": {
         "errors", "files", "paths", "config", "data", "quickstart", "weights", "device", "guardian", "imports", "pipes",
