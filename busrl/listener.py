@@ -147,6 +147,29 @@ class Listener:
             loop.default_exception_handler(context)
 
 
+def bounded(server: Any, most: int = 64) -> None:
+    """Let a server of the standard library, which has a thread for each connection, have so many at most: the one that
+    came first goes, and one that is silent for HEAD_S."""
+    here: dict[socket.socket, None] = {}
+    ends = server.shutdown_request
+
+    def begin(connected: socket.socket, address: object) -> bool:
+        if len(here) >= most:
+            first = next(iter(here))
+            del here[first]
+            with contextlib.suppress(OSError):  # it is gone
+                first.shutdown(socket.SHUT_RDWR)
+        here[connected] = None
+        return True
+
+    def end(connected: socket.socket) -> None:
+        here.pop(connected, None)
+        ends(connected)
+
+    server.verify_request, server.shutdown_request = begin, end
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": HEAD_S})
+
+
 def shut(bound: socket.socket) -> None:
     """Let nobody connect any more to a socket that listens for another library, for which all have come. Connections
     that are there stay. Nothing where the kernel has no filters."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from busrl.listener import bounded
 from busrl.sinks import Live, RunCard, Sink
 
 TABLE_S = 60.0  # between two tables of samples, which are files of their own there
@@ -127,6 +128,7 @@ class Prometheus(Sink):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         self._server, self._thread = start_http_server(card.port, card.host, registry)
+        bounded(self._server)
         card.say(f"prometheus: http://{card.host}:{self._server.server_port}/metrics")
 
     def collect(self) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,34 @@ def test_of_the_groups_that_were_kept_the_newest_are_known_and_neither_memory_no
         assert all(role.known(one) for one in digests[max(0, draw - 9) : draw + 1])
     assert read_digests(role.paths.atropos_seen) == [(digests[draw], draw) for draw in range(85, 95)]
     role.kept.close()
+
+
+def test_a_group_beyond_what_the_context_allows_is_refused_with_the_bound(chat: Renderer) -> None:
+    async def work(post: Post, kept: Kept) -> None:
+        status, said = await post(changed(tokens=[[5] * (1 << 20), [5, 6, 9]]))
+        assert status == 413 and "64 tokens" in said["error"]["message"]
+        assert (await post(GOOD))[0] == 200, "the connection of the next one is whole"
+
+    assert len(with_door(chat, work).groups) == 1
+
+
+def test_a_long_group_is_looked_at_while_others_are_answered(chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, answered, members = threading.Event(), threading.Event(), Rules.members
+
+    def waiting(*given: Any) -> Any:
+        begun.set()
+        assert answered.wait(20), "nobody else was answered meanwhile"
+        return members(*given)
+
+    monkeypatch.setattr(Rules, "members", waiting)
+    long = {**GOOD, "messages": ["what its environment keeps " * 1000]}
+
+    async def work(post: Post, kept: Kept) -> None:
+        posting = asyncio.ensure_future(post(long))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert (await post(b"", "status", "GET"))[0] == 200
+        answered.set()
+        assert (await posting)[0] == 200
+
+    assert len(with_door(chat, work).groups) == 1

@@ -50,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
         "proxies", "vocabulary",
     },
     "weights": {"errors", "files", "config", "paths", "ring", "device", "guardian", "private", "listener", "_blocks"},
-    "sinks": {"errors", "files", "paths"},
+    "sinks": {"errors", "files", "listener", "paths"},
     "roles": {
         "errors", "files", "paths", "protocol", "ring", "bus", "scheduling", "algorithms", "data", "rewards", "ledger",
         "config", "training", "engines", "weights", "quickstart", "keys", "faults", "gateway", "device", "agents",

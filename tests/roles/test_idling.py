@@ -280,7 +280,7 @@ def test_accidents_are_told_with_the_last_error_behind_them(tmp_path: Path) -> N
     assert text in idle.text(0)
     idle.end_streak()
     idle.look(view(ended=["l."]), [])
-    assert "prompt too long" in idle.text(0) and "its prompt has 99 tokens; raise generation.max_prompt" in idle.text(0)
+    assert "prompt too long" in idle.text(0) and "its prompt has 99 tokens; give generation.max_prompt" in idle.text(0)
 
 
 def test_the_end_of_such_a_run_is_final() -> None:
@@ -349,10 +349,11 @@ def test_a_run_whose_every_episode_fails_ends_soon_and_names_the_last_failure(tm
     paths = RunPaths.of(tmp_path)
     for _ in range(9):
         idle.look(view(ended=["RR"]), [])
-        record_error(paths, f"{role}/0", "warning", role, "sample 4 is dropped: refused by a proxy", uids=[4])
+        failure = "3 more like this, the latest: sample 4 is dropped: its episode raised: URLError: refused by a proxy"
+        record_error(paths, f"{role}/0", "warning", role, failure, uids=[4])
         told.append([*idle.quarters()])
     assert {quarter: told.index([quarter]) + 1 for quarter in (1, 4)} == {1: 2, 4: 8}
-    assert "the last error: sample 4 is dropped: refused by a proxy" in idle.text(0)
+    assert idle.text(0).startswith("no episode came to a reward; the last raised: URLError: refused by a proxy; see the")
 
 
 def test_episodes_of_which_some_came_to_a_reward_have_the_patience_of_all_runs(tmp_path: Path) -> None:

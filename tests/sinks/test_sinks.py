@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -310,5 +312,22 @@ def test_prometheus_answers_with_the_newest_numbers_and_those_of_the_moment(run:
         again = run.card("again", port=int(said[0].rsplit(":", 1)[1].split("/")[0]))
         with pytest.raises(OSError):
             Prometheus(again)
+    finally:
+        sink.close()
+
+
+def test_prometheus_answers_among_many_connections_that_say_nothing(run: RunOfFiles) -> None:
+    pytest.importorskip("prometheus_client")
+    said, before = list[str](), threading.active_count()
+    sink = Prometheus(run.card(say=said.append))
+    url = said[0].split()[-1]
+    port = int(url.rsplit(":", 1)[1].split("/")[0])
+    try:
+        with ExitStack() as strangers:
+            for _ in range(200):
+                strangers.enter_context(socket.create_connection(("127.0.0.1", port), END_S))
+            with urllib.request.urlopen(url, timeout=END_S) as answer:
+                assert answer.status == 200
+            until(lambda: threading.active_count() < before + 80)
     finally:
         sink.close()

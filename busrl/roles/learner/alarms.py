@@ -201,6 +201,7 @@ class Alarms:
 AUTO, LEAST = 4, 32  # x n_min, and at least so many: a few flat groups in a row are chance
 EPISODES = 8  # where episodes alone failed since the start: they are slow, and this is no chance either
 FAILED = {fate.letter for fate in (Fate.REWARD_RAISED, Fate.REWARD_HUNG, Fate.MALFORMED, Fate.POISON)}
+EPISODE = "its episode "  # before the failure, in what is said of a sample that is dropped
 RARE = 32  # a streak in which so many usable groups were to be expected is no chance
 QUARTERS = 4
 BY_RULE = (Fate.FLAT.letter, Fate.OLD.letter, Fate.LONG.letter)  # in the order in which they explain a group
@@ -397,15 +398,17 @@ class Idling:
         if self.solved:
             head = f"{share} groups that ended {since} were flat with a reward of {self.flat.low:g}"
             parts = [f"{head}, {SOLVED}", self._answer()]
+        elif self._playing_fails:
+            error = last_error(self.paths, (*CALLER_ROLES, "reward"))
+            last = f"; the last {error.partition(EPISODE)[2] or error}" if error else ""
+            parts = [f"no episode came to a reward{last}", "see the log of the process that plays them", head]
         elif cause == Fate.FLAT.letter:
             always = self.flat.answers > 0 and self._worst == self._best > 0
             seen = self.flat.text() if self.flat.answers else ""
             parts = [ALWAYS if always else REMEDY[cause], head, seen, self._answer()]
         else:
-            played = self._playing_fails
-            error = last_error(self.paths, (*CALLER_ROLES, "reward") if played else (WHERE.get(cause, ""),))
-            remedy = "see the log of the process that plays them" if played else REMEDY[cause]
-            parts = [error and f"the last error: {error}", remedy, head]
+            error = last_error(self.paths, (WHERE.get(cause, ""),))
+            parts = [error and f"the last error: {error}", REMEDY[cause], head]
         return "; ".join(part for part in parts if part)
 
     def _answer(self) -> str:
