@@ -129,6 +129,8 @@ class _Inspection:
             self._lora()
         if t.learner.train_layers and self._sound("learner.train_layers", "model.path"):
             self._trained_layers()
+        if self._sound("process", "learner.memory.compile", "model.path"):
+            self._layers_in_place()
         if t.learner.memory.compile and self._sound("learner.memory.compile", "model.device", "process"):
             self._compiler()
         if t.scheduler.keywords and self._sound("scheduler.keywords"):
@@ -262,6 +264,10 @@ class _Inspection:
         if config.get("is_encoder_decoder"):
             rule = f"{config.get('model_type', 'it')} is an encoder-decoder model, and busrl trains decoder-only ones"
             self._add("model.path", rule, "give a causal language model")
+            return pretrained.token_bytes(folder), pretrained.context_of(config)
+        if wrong := pretrained.kind_fault(folder):
+            self._add_problem("model.path", Problem(place, "", *wrong))
+            return pretrained.token_bytes(folder), pretrained.context_of(config)
         self._whole("model.path", folder)
         if fault := pretrained.token_fault(folder):
             remedy = "save the tokenizer of this model there; with a new tokenizer resize the model's embeddings first"
@@ -286,6 +292,9 @@ class _Inspection:
         folder, own = Path(path), pretrained.model_at(self.t.model.path)
         if missing := self._missing(folder):
             self._add(key, *missing)
+            return
+        if wrong := pretrained.kind_fault(folder):
+            self._add_problem(key, Problem(str(folder / "config.json"), "", *wrong))
             return
         self._whole(key, folder)
         if own is not None and (difference := pretrained.other_tokens(own, folder)):
@@ -333,14 +342,18 @@ class _Inspection:
         path, known = self.t.model.path, TINY_LAYERS
         if not path.startswith(TINY):
             known = sorted(pretrained.weight_layers(pretrained.tensor_shapes(Path(path))))
+            if (kind := pretrained.read_config(Path(path)).get("model_type")) in pretrained.CONVOLVED:
+                rule = f"a model of model_type {kind!r} has no linear layer that an adapter could be put on"
+                self._add("lora.rank", rule, "train all weights: lora.rank = 0")
+                return
         for name in self.t.lora.targets:
             if known and "." not in name and name not in known:
                 rule = f"the model has no layer {name!r} that an adapter could be put on"
                 self._add("lora.targets", rule, f"it has {', '.join(known)}")
 
     def _trained_layers(self) -> None:
-        folder = Path(self.t.model.path)
-        names, count = list(pretrained.tensor_shapes(folder)), pretrained.model_facts(folder).layers
+        names, count = pretrained.trainable(self.t.model.path)
+        own_head = pretrained.has_own_head(self.t.model.path)
         try:
             items = selection.parsed(self.t.learner.train_layers)
         except ValueError:  # a rule of its own names it
@@ -349,10 +362,24 @@ class _Inspection:
             if 0 < count <= item.last:
                 rule = f"{item.text!r} goes beyond the model, which has the layers 0 to {count - 1}"
                 self._add("learner.train_layers", rule, f'for example "{count // 2}-{count - 1}"')
+            elif not any(map(item.takes, names)) and item.takes("lm_head.weight") and not own_head:
+                rule = f"{item.text!r} is no parameter of its own: the head is the embedding (tie_word_embeddings)"
+                self._add("learner.train_layers", rule, "name embed_tokens, which trains both")
             elif names and not any(map(item.takes, names)):
                 known = sorted({name.split(".")[-2] for name in names if "." in name})
                 rule = f"no parameter of the model has {item.text!r} in its name"
                 self._add("learner.train_layers", rule, f"its parts are {', '.join(known)}")
+
+    def _layers_in_place(self) -> None:
+        """Ranks and the compiler work layer by layer, and look for the layers where most models have them."""
+        asked = [f"process.{at}.ranks" for at, one in enumerate(self.t.process) if one.ranks > 1]
+        asked += ["learner.memory.compile"] if self.t.learner.memory.compile else []
+        path = self.t.model.path
+        names = [] if not asked or path.startswith(TINY) else list(pretrained.tensor_shapes(Path(path)))
+        if any(map(pretrained.NUMBERED.search, names)) and not any(map(pretrained.LAYERED.match, names)):
+            for key in asked:
+                rule = "the layers of this model are not where those of most are (base_model.layers)"
+                self._add(key, rule, "compile = false" if key.endswith("compile") else "train it with ranks = 1")
 
     def _compiler(self) -> None:
         """torch.compile writes C++ for a CPU, and Triton for a GPU, which needs a C compiler to start its kernels."""
@@ -500,12 +527,12 @@ def _missing(folder: Path) -> tuple[str, str] | None:
         remedy = "give a folder with config.json, a tokenizer and weights; a model of the hub is downloaded first"
         return "no such folder", remedy
     if not (folder / "config.json").is_file():
-        return "no config.json in this folder", "give a Hugging Face model folder"
+        return pretrained.without_config(folder)
     if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin")):
         if (folder.parent / "shards").is_dir():
             remedy = "set learner.start_from to the checkpoint, or model.path to what `busrl export` makes of it"
             return "a checkpoint that has its weights in shards", remedy
-        return "no weights (*.safetensors) in this folder", "the download may not have finished"
+        return pretrained.without_weights(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         return "no tokenizer (tokenizer.json) in this folder", "save the tokenizer beside the model"
     return None

@@ -9,14 +9,17 @@ Reads config.json, tokenizer.json and the headers of safetensors files. What a r
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +223,151 @@ def weight_fault(folder: Path) -> tuple[str, str, str] | None:
     return None
 
 
+# -- folders that no run can load -----
+
+OTHER_HEADS = (  # ends of architectures that give no next token
+    "ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering", "ForMultipleChoice",
+    "ForNextSentencePrediction", "ForImageClassification", "ForPreTraining", "ForRewardModel",
+)
+PLAIN = "give the folder of a causal language model in bfloat16 or float32"
+IN_PLACE_OF_CONFIG = (  # what stands in a folder without config.json: a file, what the folder is, and the remedy
+    ("*.gguf", "a GGUF file, which is quantised or in another layout", "give the safetensors that it was made of"),
+    ("params.json", "a model in its maker's own layout", "give the same model in the layout of transformers"),
+    ("model_index.json", "a pipeline of several models (diffusers)", PLAIN),
+    ("modules.json", "a sentence-transformers folder", PLAIN),
+)
+OTHER_WEIGHTS = (  # the same of one without safetensors
+    ("*.gguf", "its weights are a GGUF file, which is quantised or in another layout",
+     "give the safetensors that it was made of"),
+    ("*.h5", "its weights are TensorFlow's", "give its safetensors"),
+    ("*.msgpack", "its weights are Flax's", "give its safetensors"),
+    ("*.onnx", "its weights are an ONNX graph", "give its safetensors"),
+    ("*.pth", "its weights are in their maker's own layout", "give the same model in the layout of transformers"),
+)
+
+
+def without_config(folder: Path) -> tuple[str, str]:
+    """Rule and remedy for a folder that has no config.json."""
+    if (folder / "adapter_config.json").is_file():
+        base = read_config(folder, "adapter_config.json").get("base_model_name_or_path") or "its base"
+        merged = "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)"
+        rule = f"an adapter of {base} (adapter_config.json), and no model"
+        return rule, f"give the base, or merge both: peft's {merged}"
+    found = (one[1:] for one in IN_PLACE_OF_CONFIG if any(folder.glob(one[0])))
+    rule, remedy = next(found, ("", "give a Hugging Face model folder"))
+    return "no config.json in this folder" + (f": it holds {rule}" if rule else ""), remedy
+
+
+def without_weights(folder: Path) -> tuple[str, str]:
+    """The same for one that has no weights that are read."""
+    found = (one[1:] for one in OTHER_WEIGHTS if any(folder.glob(one[0])))
+    return next(found, ("no weights (*.safetensors) in this folder", "the download may not have finished"))
+
+
+def kind_fault(folder: Path) -> tuple[str, str] | None:
+    """Rule and remedy for a model that config.json says is none that busrl trains; None for any other."""
+    config = read_config(folder)
+    language, kind = language_of(config), str(config.get("model_type", ""))
+    named = [str(one) for one in config.get("architectures") or ()]
+    for part in (config, language):
+        for name in ("quantization_config", "compression_config"):
+            if (found := part.get(name)) is not None:
+                how = as_map(found).get("quant_method") or "in fewer bits"
+                return f"a quantised checkpoint ({name}: {how}), which cannot be trained", f"{PLAIN}, such as its base"
+    if kind and own_code(config, kind):
+        rule = f"model_type {kind!r} is code in this folder (auto_map), and busrl runs none from a model folder"
+        return rule, "give a model that transformers has itself, or convert it (docs/from-a-folder.md)"
+    seen = [name for name in ("vision_config", "audio_config") if config.get(name)]
+    if seen and kind and not trains(kind):
+        return f"{named[0] if named else kind} reads more than text ({seen[0]})", f"{PLAIN}, such as its text part"
+    if named and named[0].endswith(OTHER_HEADS):
+        return f"{named[0]} has no head that gives the next token", PLAIN
+    if kind in _mapped("MASKED_LM") and not config.get("is_decoder"):
+        return f"{kind} is an encoder, whose tokens see those that follow", PLAIN
+    if kind and not trains(kind):
+        rule = f"the transformers that is installed has no causal language model of model_type {kind!r}"
+        return rule, f"{PLAIN}, or install a transformers that knows it"
+    return _headless(folder, config)
+
+
+def own_code(config: Mapping[str, Any], kind: str) -> bool:
+    """Whether its model is code in its folder alone: what transformers has itself is loaded from there."""
+    mapped = as_map(config.get("auto_map"))
+    return bool(mapped.keys() & {"AutoConfig", "AutoModelForCausalLM", "AutoModel"}) and not trains(kind)
+
+
+def trains(kind: str) -> bool:
+    """Whether transformers has a causal language model of this model_type; True where that cannot be told."""
+    known = _mapped("CAUSAL_LM")
+    return not known or kind in known
+
+
+@cache
+def _mapped(head: str) -> frozenset[str]:
+    """Every model_type that transformers has with this head, read from its source: importing it takes seconds. Empty
+    where it cannot be read."""
+    spec = importlib.util.find_spec("transformers")
+    places = spec.submodule_search_locations or [] if spec else []
+    for place in places:
+        with contextlib.suppress(OSError):
+            text = (Path(place) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+            found = re.search(rf"^MODEL_FOR_{head}_MAPPING_NAMES\b.*?^\)", text, re.M | re.S)
+            return frozenset(re.findall(r'\(\s*"([^"]+)",', found[0])) if found else frozenset()
+    return frozenset()
+
+
+def _headless(folder: Path, config: dict[str, Any]) -> tuple[str, str] | None:
+    """Weights without an output head, of a model whose head is not its embedding: it would begin at random."""
+    shapes = tensor_shapes(folder)
+    rows = {shape[0] for name, shape in shapes.items() if name.split(".")[-2:-1] in EMBEDDINGS and len(shape) == 2}
+    as_long = sum(len(shape) == 2 and shape[0] in rows for shape in shapes.values())  # the embedding is one of them
+    if tied(config) is False and as_long == 1:
+        return "its weights have no output head, and config.json says that it is not the embedding", PLAIN
+    return None
+
+
+def tied(config: Mapping[str, Any]) -> bool | None:
+    """Whether the output head is the embedding itself; None where the config leaves it to the model's class."""
+    said = config.get("tie_word_embeddings", language_of(config).get("tie_word_embeddings"))
+    return said if isinstance(said, bool) else None
+
+
+# -- what the learner finds in the model, before it starts -----
+
+NUMBERED = re.compile(r"\.\d+\.")  # a layer's number, in the name of a parameter
+LAYERED = re.compile(r"(\w+\.)?layers\.\d+\.")  # names that begin so have layers where ranks and the compiler look
+CONVOLVED = ("gpt2", "openai-gpt")  # whose layers are no nn.Linear, which adapters are put on
+TINY_PARTS = (
+    "input_layernorm", "post_attention_layernorm", *(f"self_attn.{one}_proj" for one in "qkvo"), "self_attn.q_norm",
+    "self_attn.k_norm", *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
+)
+
+
+def trainable(path: str) -> tuple[list[str], int]:
+    """Names of the parameters of a model that learner.train_layers chooses from, each once (none where the folder does
+    not tell), and the number of its layers."""
+    if path.startswith(TINY):
+        recipe = maker().RECIPES.get(path)
+        count = recipe.layers if recipe else 0
+        layers = [f"model.layers.{at}.{part}.weight" for at in range(count) for part in TINY_PARTS]
+        return ["model.embed_tokens.weight", *layers, "model.norm.weight"] if count else [], count
+    folder = Path(path)
+    names = list(tensor_shapes(folder))
+    if tied(read_config(folder)):  # a head that a file holds beside the embedding is the embedding all the same
+        names = [name for name in names if not is_head(name)]
+    return names, model_facts(folder).layers
+
+
+def has_own_head(path: str) -> bool:
+    """Whether the output head is a parameter of its own, as far as the folder tells."""
+    return not path.startswith(TINY) and tied(read_config(Path(path))) is not True
+
+
+def is_head(name: str) -> bool:
+    """Whether that is the name of an output head's parameter."""
+    return name.split(".")[-2:-1] in [[head] for head in HEADS] and not NUMBERED.search(name)
+
+
 def _cut(path: Path) -> str:
     """What is wrong with the length of a safetensors file; "" if nothing is."""
     begin, header = _header(path)
@@ -277,8 +425,10 @@ def adapted(shapes: Shapes, targets: tuple[str, ...]) -> list[tuple[int, ...]]:
 
 
 def weight_layers(shapes: Shapes) -> set[str]:
-    """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, no embeddings."""
-    return {layer for layer, _ in _matrices(shapes) if layer in HEADS or not _outer(layer)}
+    """Last names of the layers that may get an adapter, as far as names and shapes tell: matrices, but no embeddings
+    and no output head."""
+    inner = {name: shape for name, shape in shapes.items() if not is_head(name)}
+    return {layer for layer, _ in _matrices(inner) if layer in HEADS or not _outer(layer)}
 
 
 def _matrices(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
