@@ -233,6 +233,19 @@ def test_a_false_number_of_a_term_is_found(name: str, made: Callable[..., Any], 
     assert [text.split(":")[0] for text in wrong(run.paths.root)] == [name]
 
 
+def test_steps_of_a_run_that_began_with_other_weights_are_left_out_by_number(made: Callable[..., Any]) -> None:
+    from oracle.check import check
+
+    run = made(2)
+    path = run.paths.root / "topology.json"
+    topology = json.loads(path.read_text())
+    topology["learner"]["start_from"] = "/elsewhere/global_step_9"
+    path.write_text(json.dumps(topology))
+    found = check(run.paths.root)
+    assert found.left_out == [f"step {step}: nobody kept the weights before it" for step in (1, 2)]
+    assert found.wrong == [] and not found.done["loss"]
+
+
 FALSE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "reward": ("metrics.jsonl", lambda row: row | {"reward": row["reward_trained"]}),
     "grad_norm": ("metrics.jsonl", lambda row: row | {"grad_norm": row["grad_norm"] * 1.0001}),

@@ -83,7 +83,7 @@ KNOWN = {
     "learner.newest_ratio": ("recorded",), "learner.passes_per_batch": (1,),
     "learner.correction": ("none", *maths.BOUNDS), "learner.kl": ("none", "k1", "k2", "k3", "k3_is"),
     "learner.credit": ("episode", "turn"), "learner.unit": ("episode",), "learner.teacher_coef": (0.0,),
-    "learner.optimizer": ("adamw",), "learner.train_layers": ("",), "learner.start_from": ("",), "lora.dropout": (0.0,),
+    "learner.optimizer": ("adamw",), "learner.train_layers": ("",), "lora.dropout": (0.0,),
 }
 
 
@@ -110,9 +110,11 @@ class _Check:
         self.step_of = maths.VersionSteps(_newest_before(files))
         self.training = Training(files, dtype, self.step_of)
         self.model, self.lora = self.training.model, self.training.lora
-        self.at = 0 if self.training.trained.leaves else -1  # the step whose weights `training` holds; an adapter: peft
+        elsewhere = bool(self.learner.get("start_from"))  # it began with weights that are not those of model.path
+        # The step whose weights `training` holds; -1: none, for an adapter where there is no peft to draw it.
+        self.at = 0 if self.training.trained.leaves and not elsewhere else -1
         self.replayed = 0  # updates since the weights were the run's own: a gradient norm drifts most
-        self.kept: dict[int, dict[str, Tensor]] = {0: self.model.weights()}  # weights by step
+        self.kept: dict[int, dict[str, Tensor]] = {} if elsewhere else {0: self.model.weights()}  # weights by step
         self.prompts = _Prompts(topology)
 
     # -- the run --------------------------------------------------------------------------------------------------
