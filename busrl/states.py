@@ -156,6 +156,11 @@ def uid_of(draw: int, attempt: int, member: int, group_size: int) -> int:
     return (draw * 2 + attempt) * group_size + member
 
 
+def shown_uid(uid: int) -> str:
+    """For people, as `busrl ring history` takes it: v7 is the seventh sample of validation, from 0 on."""
+    return f"v{uid & ~VALIDATE_BIT}" if uid & VALIDATE_BIT else str(uid)
+
+
 def place_of(uid: Uids, group_size: int) -> tuple[Uids, Uids, Uids]:
     """The other way: (draw, attempt, member) of a training sample, or of an array of them."""
     group, member = uid // group_size, uid % group_size

@@ -40,7 +40,7 @@ from busrl.monitor.text import printable
 from busrl.paths import SHM, RunPaths
 from busrl.ring import UID_NONE, WORKING, Fates, Ring, RingGuard, State
 from busrl.ring.calls import open_episodes
-from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of
+from busrl.states import ACCIDENTS, RULES, VALIDATE_BIT, Fate, fate_name, place_of, shown_uid
 
 SUFFIX = ".ring"
 SHOWN = 200  # characters of a text
@@ -155,8 +155,7 @@ def render_slots(ring: Ring) -> list[str]:
         age, uid = (now - int(oldest["changed_ns"])) / 1e9, int(oldest["uid"])
         # In DROPPED the owner's place holds the reason.
         name = owners.get(owner, f"process {owner}") if owner and State(state) in WORKING else "-"
-        shown = f"v{uid & ~VALIDATE_BIT}" if uid & VALIDATE_BIT else str(uid)
-        table.append(f"  {State(state).name:<12}{name:<14}{len(here):>6}{age:>8.1f} s  {shown}")
+        table.append(f"  {State(state).name:<12}{name:<14}{len(here):>6}{age:>8.1f} s  {shown_uid(uid)}")
     return table
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from busrl import device, keys
 from busrl.algorithms import catalog
-from busrl.config import machine, memory, pretrained, trial
+from busrl.config import machine, memory, pretrained, sources, trial
 from busrl.config.hosts import of_host, rows_of
 from busrl.config.pretrained import model_at
 from busrl.config.prompts import AskedSet
@@ -38,7 +38,7 @@ def report(topology: Topology, verbose: bool = True) -> str:
     more = (_bus, _sums, _sizes) if verbose else ()
     parts = (_head, _warnings, _first, _data, _model, memory.lines, _processes, *more)
     found = ["\n".join(lines) for part in parts if (lines := list(part(topology)))]
-    return "\n\n".join([*found, *([] if verbose else [MORE])]) + "\n"
+    return sources.named("\n\n".join([*found, *([] if verbose else [MORE])])) + "\n"
 
 
 def require_memory(topology: Topology) -> None:
@@ -298,7 +298,10 @@ def _skipped(t: Topology) -> Iterator[str]:
 
 def _asked(t: Topology, one: AskedSet) -> str:
     """What a round asks of a set, and which figures it gives."""
-    asked = f"{'all' if one.prompts == one.lines else one.prompts} asked"
+    asked = "all asked" if one.prompts == one.lines else f"{one.prompts} asked"
+    if one.prompts > one.lines > 0:
+        fewest, more = divmod(one.prompts, one.lines)
+        asked = f"{one.prompts} answers, {fewest}{f' or {fewest + 1}' if more else ''} to each"
     if one.k > 1:
         extracts = t.reward.compares is not None
         vote = f"maj@{one.k}" if extracts else f"no maj@{one.k}: the reward extracts no answer"
@@ -337,7 +340,7 @@ def _rows_without(t: Topology) -> Iterator[str]:
 
 def warnings(t: Topology) -> list[str]:
     """What deserves a warning before a start: the findings of the loader, and what this machine lacks."""
-    return [*t.derived.warnings, *_lacking(t), *_doubts(t)]
+    return [sources.named(text) for text in (*t.derived.warnings, *_lacking(t), *_doubts(t))]
 
 
 def _lacking(t: Topology) -> Iterator[str]:

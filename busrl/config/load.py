@@ -95,8 +95,15 @@ def _load(
     problems.extend([] if simulated else _too_long(draft, sums))
     if problems:
         raise TopologyError(sorted(problems, key=source.order))
-    warnings = tuple(str(_problem(source, draft, finding)) for finding in found if finding.warning)
+    warned = (finding for finding in found if finding.warning and any(_decided(source, key) for key in finding.keys))
+    warnings = tuple(str(_problem(source, draft, finding)) for finding in warned)
     return dataclasses.replace(draft, derived=dataclasses.replace(derived, warnings=warnings))
+
+
+def _decided(source: Source, key: str) -> bool:
+    """Whether somebody wrote that key: nobody is warned of what is as it comes."""
+    parts = key.split(".")
+    return parts[0] == "process" or any(map(str.isdigit, parts)) or _written(source, *parts)
 
 
 def _unmade_keys(draft: Topology, unmade: Sequence[rules.Finding]) -> Iterator[str]:
@@ -278,11 +285,12 @@ def _depends(keys: Iterable[str], bad: set[str]) -> bool:
 
 def _problem(source: Source, draft: Topology, finding: rules.Finding) -> Problem:
     """The finding with a place: its own, or that of the first of its keys that is written down."""
+    rule, remedy = sources.named(finding.rule), sources.named(finding.remedy)
     if finding.place:
-        return Problem(finding.place, finding.value, finding.rule, finding.remedy)
+        return Problem(sources.named(finding.place), sources.named(finding.value), rule, remedy)
     written = (key for key in finding.keys if _path(key) in source.lines or _path(key) in source.overridden)
     place = source.place(_path(next(written, finding.keys[0])))
-    return Problem(place, finding.shown(draft), finding.rule, finding.remedy)
+    return Problem(place, sources.named(finding.shown(draft)), rule, remedy)
 
 
 def _path(key: str) -> KeyPath:

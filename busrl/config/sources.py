@@ -92,7 +92,9 @@ def prepare(t: Topology, earlier: Path | None, answers: bool, bad: Collection[st
 
 def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) -> tuple[Topology, list[Finding]]:
     key, weights = _fingerprint(t, target, answers), shares([one.weight for one in target.sources])
+    origin = " + ".join(os.path.basename(one.path) or one.function or ", ".join(one.tasks) for one in target.sources)
     if (before := _made_before(earlier, target.which, key, weights)) is not None:
+        _MADE_OF[before[0]] = origin
         return _with_made(t, target.which, key, *before), []
     folder = tempfile.mkdtemp(prefix="busrl-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -101,8 +103,19 @@ def _prepared(t: Topology, target: Target, earlier: Path | None, answers: bool) 
         return t, found
     path = os.path.join(folder, f"{event.crc:08x}.jsonl")
     os.rename(os.path.join(folder, "lines"), path)
+    _MADE_OF[path] = origin
     rows = tuple(_lines_of(made, share) for made, share in zip(event.made, weights))
     return _with_made(t, target.which, key, path, rows), []
+
+
+_MADE_OF: dict[str, str] = {}  # of each file that was made here, the names of its sources
+
+
+def named(text: str) -> str:
+    """The text with what a file was made of in the place of its path, which nobody has chosen."""
+    for path, origin in _MADE_OF.items():
+        text = text.replace(path, f"{origin} (converted)")
+    return text
 
 
 def _with_made(t: Topology, which: str, key: str, path: str, rows: tuple[SourceLines, ...]) -> Topology:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from busrl.errors import first_line
 from busrl.monitor.state import OVER, ErrorRecord, ProcessRow, RunState, Speed
 from busrl.monitor.waits import chain, said
+from busrl.states import fate_name
 
 LIMIT: Final = 400
 HOST_SILENT_S: Final = 5.0
@@ -270,7 +271,8 @@ def idle(run: RunState) -> str:
     row = run.idle
     if row is None:
         return ""
-    causes = ", ".join(f"{count} {safe(name)}" for name, count in row.idle_causes.items())
+    words = ((count, fate_name(name) if len(name) == 1 else safe(name)) for name, count in row.idle_causes.items())
+    causes = ", ".join(f"{count} {name}" for count, name in words)
     end = f", the run ends after {row.idle_limit}" if row.idle_limit else ""
     return f"{row.idle_groups} groups in a row ended with nothing to train ({causes}){end}"
 

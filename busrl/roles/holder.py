@@ -43,7 +43,7 @@ from busrl.ring.calls import AsyncCaller, CallAnswer, ModelCall, RingWatch
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import ANY_ATTEMPT, UNREADABLE, read_task, write_parts
 from busrl.roles.episodes import CONTEXT, commit_episode, reward_of, turn_rewards_of, write_episode
-from busrl.states import REWARD_FATES, Fate
+from busrl.states import REWARD_FATES, Fate, shown_uid
 from busrl.vocabulary import end_ids
 
 log = logging.getLogger("busrl")
@@ -302,7 +302,8 @@ class EpisodeHolder(Actor):
         elif self.unanswered[claim.uid] >= UNANSWERED_LIMIT:
             self.drop(claim, Fate.REWARD_RAISED, f"its calls got no answer {UNANSWERED_LIMIT} times: {problem}")
         else:
-            self.warn(self.role, f"episode {claim.uid} begins again: {problem}", kind="unanswered", uids=[claim.uid])
+            text = f"episode {shown_uid(claim.uid)} begins again: {problem}"
+            self.warn(self.role, text, kind="unanswered", uids=[claim.uid])
             self.give_back(claim)
 
     def give_back(self, claim: Claim) -> None:
@@ -314,8 +315,8 @@ class EpisodeHolder(Actor):
         text, _, trace = why.partition("\n")
         del self.claims[claim.slot]
         self.unanswered.pop(claim.uid, None)
-        self.warn(self.role, f"sample {claim.uid} is dropped: {text}", kind=f"dropped {fate.letter}", uids=[claim.uid],
-                  trace=trace)
+        text = f"sample {shown_uid(claim.uid)} is dropped: {text}"
+        self.warn(self.role, text, kind=f"dropped {fate.letter}", uids=[claim.uid], trace=trace)
         self.ring.drop(claim.slot, claim.word, fate)
         return text
 
@@ -338,7 +339,7 @@ class EpisodeHolder(Actor):
         except UNREADABLE as problem:
             found, why = None, str(problem)
         if found is None:
-            self.warn(self.role, f"sample {uid} is dropped: {why}", kind="no reward", uids=[uid])
+            self.warn(self.role, f"sample {shown_uid(uid)} is dropped: {why}", kind="no reward", uids=[uid])
             self.ring.drop(slot, word, Fate.MALFORMED)
             return None
         return found[0] + turn_rewards_of(self.ring, slot)

@@ -41,7 +41,7 @@ from busrl.roles import answers
 from busrl.roles.actor import Doorbell
 from busrl.roles.answers import UNREADABLE, SegmentCuts
 from busrl.scheduling.admission import Waves
-from busrl.states import Fate, Finish, SampleClass
+from busrl.states import Fate, Finish, SampleClass, shown_uid
 from busrl.vocabulary import token_rows
 from busrl.weights.base import VersionSteps
 
@@ -277,7 +277,7 @@ class SampleIntake(Intake):
     def _drop(self, slot: int, word: int, fate: Fate, why: str) -> None:
         uid = int(self.ring.line(slot)["uid"])
         self.claimed.pop(slot, None)
-        self.warn("rollout", f"sample {uid} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
+        self.warn("rollout", f"sample {shown_uid(uid)} is dropped: {why}", kind=f"dropped {fate.letter}", uids=[uid])
         self.ring.drop(slot, word, fate)
 
 

@@ -30,7 +30,7 @@ from busrl.roles.answers import SegmentCuts
 from busrl.roles.episodes import Bounds
 from busrl.roles.remote_ledgers import BothLedgers, CallLedger, RingLedger, desk_of, reserved_names
 from busrl.scheduling.admission import Lines
-from busrl.states import POISON_DEATHS, Fate
+from busrl.states import POISON_DEATHS, Fate, shown_uid
 from busrl.vocabulary import token_rows
 from busrl.watching import Tally
 
@@ -108,7 +108,8 @@ class Keeper(Actor):
         for slot in ((lines["state"] == State.QUEUED) & (lines["alone_deaths"] >= POISON_DEATHS)).nonzero()[0].tolist():
             if self.ring.drop(slot, int(lines["word"][slot]), Fate.POISON):
                 uid = int(lines["uid"][slot])
-                self.warn("keeper", f"sample {uid} is poison: two workers died on it alone", "error", uids=[uid])
+                text = f"sample {shown_uid(uid)} is poison: two workers died on it alone"
+                self.warn("keeper", text, "error", uids=[uid])
 
     # -- remote workers -------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class Keeper(Actor):
         now = time.monotonic()
         for lease in self.desk.tick(now):
             name, uid = lease.worker.name, lease.claim.uid
-            text = f"sample {uid} was taken back from {name}, which did not extend its lease"
+            text = f"sample {shown_uid(uid)} was taken back from {name}, which did not extend its lease"
             self.warn("gateway", text, kind=f"lease of {name}", uids=[uid])
         host_log.write(self.paths, self.hosts.changes(self.desk.seen()))
         if self.tally.changed and now >= self._next_save:

@@ -22,7 +22,7 @@ from busrl.ring import State, segments_of, seq_of
 from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import UNREADABLE, read_copies, read_generated, read_task, read_text, text_of, write_parts
 from busrl.roles.episodes import last_call, seen_by_reward, turn_rewards_of
-from busrl.states import REWARD_FATES
+from busrl.states import REWARD_FATES, shown_uid
 from busrl.vocabulary import token_rows
 
 BATCH = 256
@@ -216,7 +216,7 @@ class Reward(Actor):
     def _drop(self, slot: int, error: str, text: str, trace: str = "") -> None:
         word = self.claimed.pop(slot)
         uid = int(self.ring.line(slot)["uid"])
-        self.warn("reward", f"sample {uid} {text}", kind=error, uids=[uid], trace=trace)
+        self.warn("reward", f"sample {shown_uid(uid)} {text}", kind=error, uids=[uid], trace=trace)
         self.bell.add(lambda: self._message(slot, word, 0.0))
         self.ring.drop(slot, word, REWARD_FATES[error])
 

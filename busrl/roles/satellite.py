@@ -46,7 +46,7 @@ from busrl.roles.actor import Actor, Doorbell
 from busrl.roles.answers import DTYPES, UNREADABLE, read_copies, read_generated, read_parts, text_of
 from busrl.roles.episodes import pieces_of
 from busrl.roles.host_log import HostErrors
-from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase
+from busrl.states import VALIDATE_BIT, Fate, HeaderWord, RunPhase, shown_uid
 
 log = logging.getLogger("busrl")
 ANSWERS = ("GATEWAY_WELCOME", "GATEWAY_TASKS", "GATEWAY_ANSWER", "GATEWAY_SETTLED")
@@ -241,7 +241,7 @@ class Satellite(Actor):
         if code != "refused":
             self._settle(task)
         elif (one := self.held.get(task)) is not None:
-            self.warn("home", f"sample {one.uid} is refused: {why}", "error", uids=[one.uid])
+            self.warn("home", f"sample {shown_uid(one.uid)} is refused: {why}", "error", uids=[one.uid])
             self._fail(one, "malformed", why)
 
     def _replaced(self) -> None:
@@ -347,7 +347,8 @@ class Satellite(Actor):
                 try:
                     yield from self._read_all([one])
                 except UNREADABLE as problem:
-                    self.warn("satellite", f"sample {one.uid} cannot be read: {problem}", "error", uids=[one.uid])
+                    text = f"sample {shown_uid(one.uid)} cannot be read: {problem}"
+                    self.warn("satellite", text, "error", uids=[one.uid])
                     self._fail(one)
 
     def _read_all(self, ready: list[Held]) -> list[Answer]:
@@ -512,7 +513,7 @@ class Satellite(Actor):
             ))
         except MessageTooLarge as problem:  # it is alone: a pack of several is half as large as it may be
             one = pack[0].one
-            self.warn("satellite", f"sample {one.uid} cannot be sent: {problem}", "error", uids=[one.uid])
+            self.warn("satellite", f"sample {shown_uid(one.uid)} cannot be sent: {problem}", "error", uids=[one.uid])
             self._fail(one, "malformed", "too large to send")
 
     def _ask(self, message: g.Remote) -> None:

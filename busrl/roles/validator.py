@@ -47,7 +47,7 @@ from busrl.ring import State, segments_of
 from busrl.roles import version_pin
 from busrl.roles.actor import Actor
 from busrl.roles.answers import UNREADABLE, read_generated, read_parts, read_text
-from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass
+from busrl.states import PAUSE_STARTING, TERMINAL, VALIDATE_BIT, Fate, HeaderWord, RunPhase, SampleClass, shown_uid
 
 log = logging.getLogger("busrl")
 PRIORITY = 1 << 20
@@ -381,7 +381,7 @@ class Validator(Actor):
                 result = self._result(slot, word, line)
             except UNREADABLE as problem:
                 uid = int(line["uid"])
-                self.warn("validator", f"sample {uid} is dropped: {problem}", kind="unreadable", uids=[uid])
+                self.warn("validator", f"sample {shown_uid(uid)} is dropped: {problem}", kind="unreadable", uids=[uid])
                 self.ring.drop(slot, word, Fate.MALFORMED)
                 continue
             results = self._set_of(result.uid)[0].results

@@ -51,7 +51,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "named_files": "engine_rules pretrained prompt_tokens reader rules schema trial declare",
         "machine": "engine_rules pretrained schema", "sources": "pretrained prompt_tokens prompts rules schema trial",
         "derive": "named_files prompts rules schema", "hosts": "derive schema",
-        "explain": "derive hosts machine memory pretrained prompts reader rules schema trial",
+        "explain": "derive hosts machine memory pretrained prompts reader rules schema sources trial",
         "inflight": "derive load reader rules schema",
         "load": "derive engine_rules named_files pretrained prompts reader reward_rules rules schema sources",
     },

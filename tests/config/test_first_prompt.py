@@ -41,6 +41,27 @@ def test_an_answer_that_is_a_number_is_tried_as_its_text(judged: Callable[..., s
     assert 'reward of the right answer "4": 1' in judged("    return completion == str(record['answer'])\n")
 
 
+def test_the_page_names_what_prompts_were_made_of_and_no_temporary_file(loaded: Loaded, here: Path) -> None:
+    (here / "held.jsonl").write_text((here / "train.jsonl").read_text())
+    held = '[[validation.set]]\nname = "held"\ndata = "held.jsonl"\nsize = 30\n'
+    text = report(loaded(held))
+    assert "validation held: held.jsonl (converted), 30 prompts; 512 answers, 17 or 18 to each" in text
+    assert "busrl-data" not in text and "512 asked" not in text
+
+
+def test_the_first_prompt_of_converted_sources_is_that_of_their_names(loaded: Loaded, here: Path) -> None:
+    source = '[[data.source]]\npath = "train.jsonl"\nsize = 30\n'
+    text = report(loaded(source, base='[model]\npath = "model"\n'))
+    assert "first prompt (train.jsonl (converted):1)" in text and "busrl-data" not in text
+
+
+@pytest.mark.parametrize(("wrote", "warned"), [("", 0), ("[generation]\nmax_batch = 700\n", 1)])
+def test_nobody_is_warned_of_a_default_that_nobody_set(loaded: Loaded, wrote: str, warned: int) -> None:
+    topology = loaded(wrote, "groups.size=2", "learner.trigger.n_min=4")
+    assert topology.ring.slots != "auto" or topology.derived.slots < 128
+    assert sum("generation.max_batch" in text for text in topology.derived.warnings) == warned
+
+
 def test_equal_rewards_are_pointed_at(judged: Callable[..., str]) -> None:
     assert "both are worth the same" in judged("    return 0\n")
 

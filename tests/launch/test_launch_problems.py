@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ from busrl.errors import first_line
 from busrl.files import TAIL_BYTES
 from busrl.launch.children import last_words
 from busrl.monitor.status import MOST_KINDS, problem_lines
+from busrl.monitor.text import idle
+from busrl.states import VALIDATE_BIT, shown_uid
 
 
 def problems(path: Path) -> list[str]:
@@ -130,3 +133,10 @@ def test_what_libraries_write_at_an_end_is_not_its_cause(tmp_path: Path, said: s
     log = tmp_path / "x.log"
     log.write_text(f"--- 2026-01-01 00:00:00 started by launch (pid 7)\n{said}")
     assert last_words(log) == words
+
+
+def test_people_see_samples_of_validation_by_their_number_and_fates_in_words() -> None:
+    assert shown_uid(VALIDATE_BIT) == "v0" and shown_uid(VALIDATE_BIT + 12) == "v12" and shown_uid(7) == "7"
+    run = SimpleNamespace(idle=SimpleNamespace(idle_groups=9, idle_limit=32, idle_causes={"f": 8, "R": 1, "older": 2}))
+    text = idle(run)  # type: ignore[arg-type]
+    assert "(8 flat group, 1 reward raised, 2 older)" in text

@@ -38,7 +38,7 @@ def ended_idle(tmp_path: Path, *settings: str, reward: str = own.REWARD) -> Run:
 
 @pytest.mark.long
 def test_a_reward_that_is_always_zero(tmp_path: Path) -> None:
-    run = ended_idle(tmp_path, reward=ZERO)
+    run = ended_idle(tmp_path, "generation.max_batch=128", reward=ZERO)
     text = run.text()
     assert "since the start: flat group; every reward was 0" in text and "was answered" in text, text
     (ending,) = [line for line in text.splitlines() if line.startswith("ending: ")]

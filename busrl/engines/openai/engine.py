@@ -38,7 +38,7 @@ from busrl.engines.openai.client import Client, Message, Sent, tools_of
 from busrl.engines.tokens import PROMPTS_KEPT, Tokens, tokens_of
 from busrl.errors import BugError, BusrlError, PeerLost, PeerTimeout, UserError
 from busrl.paths import ADAPTER_CONFIG
-from busrl.states import Finish
+from busrl.states import Finish, shown_uid
 from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.weights.base import NOTHING, TensorReceiver
 
@@ -367,9 +367,9 @@ class ServedEngine(Engine):
         if ours != theirs:
             at = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
             raise UserError(
-                f"{self._settings.base_url} renders the prompt of uid {request.uid} to {len(theirs)} tokens, the model "
-                f"folder to {len(ours)}; they differ from token {at} on. Give the server the same model folder and "
-                'chat template, or set openai.endpoint = "completions", which sends token ids'
+                f"{self._settings.base_url} renders the prompt of uid {shown_uid(request.uid)} to {len(theirs)} "
+                f"tokens, the model folder to {len(ours)}; they differ from token {at} on. Give the server the same "
+                'model folder and chat template, or set openai.endpoint = "completions", which sends token ids'
             )
 
     def _settle(self, wait_s: float = 0.0) -> None:

@@ -34,7 +34,7 @@ from busrl.engines.torch.decoder import Decoder, choose_decoder
 from busrl.engines.torch.lora import WeightLoader
 from busrl.engines.torch.prefix import Copies, KeptRow, KeptRows
 from busrl.errors import UserError
-from busrl.states import Finish
+from busrl.states import Finish, shown_uid
 from busrl.vocabulary import ALL_ROWS, TokenRows, token_rows
 from busrl.weights.factory import make_receiver
 from busrl.weights.one_copy import OneCopyReceiver
@@ -621,7 +621,7 @@ class TorchEngine(Engine):
     def _check(self, request: Request) -> None:
         """ValueError that names a request without tokens, or with one that the model does not know."""
         ids = np.concatenate((request.prompt_ids, request.prefix_ids))
-        name = f"request {request.key} (uid {request.uid})"
+        name = f"request {request.key} (uid {shown_uid(request.uid)})"
         if not len(ids):
             raise ValueError(f"{name} has no tokens; a prompt needs at least one")
         low, high = int(ids.min()), int(ids.max())
