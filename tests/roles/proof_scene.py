@@ -16,6 +16,7 @@ from busrl.engines.base import Engine
 from busrl.roles.learner.parity import Parity, Verdict
 from busrl.roles.probes import Prober
 from busrl.training.trainer import Trainer, TrainerSettings
+from busrl.vocabulary import TokenRows
 
 WORDS = 64  # at least those of any model here
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -29,7 +30,7 @@ class Proving:
         )
         topology = load(QUICK, ["learner.parity.every=0", *settings])
         topology = replace(topology, model=replace(topology.model, path=str(folder)))
-        training = SimpleNamespace(team=None, vocabulary=WORDS, trainer=self.trainer)
+        training = SimpleNamespace(team=None, known=TokenRows(rows=WORDS), trainer=self.trainer)
         self.parity, self.prober = Parity(topology, cast("Any", training)), Prober(topology, only_validates=False)
 
     def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
