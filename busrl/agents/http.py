@@ -417,7 +417,7 @@ async def _bound(host: str, port: int) -> socket.socket:
     """A socket bound to the first address of a name."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, *_, address = found[0]
-    return socket.create_server(address[:2], family=family)
+    return socket.create_server(address, family=family)
 
 
 def same_key(key: str, expected: str) -> bool:
