@@ -22,6 +22,7 @@ import numpy as np
 from busrl.files import as_map
 from busrl.ledger.controls import Controls
 from busrl.monitor.runfiles import number, whole
+from busrl.monitor.state import RECENT
 from busrl.monitor.status import problems
 from busrl.monitor.text import duration, judged, printable, safe, short
 from busrl.report.record import Floats, RunRecord, column_of
@@ -273,10 +274,9 @@ def _flat(found: Any, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _ends(values: Floats) -> str:
-    """The first and the last value, each as a mean of up to ten steps."""
+    """The first value and the mean of the newest ten, as status and summary have them."""
     known = values[np.isfinite(values)]
-    count = min(10, max(1, len(known) // 4))
-    return f"{num(float(known[:count].mean()))} → {num(float(known[-count:].mean()))}" if len(known) else "–"
+    return f"{known[0]:.3f} → {known[-RECENT:].mean():.3f}" if len(known) else "–"
 
 
 def _median(values: Floats, unit: str = "") -> str:

@@ -74,6 +74,17 @@ def test_status_summary_report_and_monitor_say_the_same(case: tuple[RunPaths, st
     assert sorted(x for line in Run(record, "x").validation() for x in line.x.tolist()) == rounds, "the report"
 
 
+def test_report_and_status_say_the_same_of_the_reward(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path)
+    steps = [{"step": n, "version": n, "reward": n / 32} for n in range(1, 33)]
+    paths.metrics.write_text("".join(json.dumps(one) + "\n" for one in steps))
+    state = RunState(facts=Facts(name="x"))
+    RunFiles(paths).fold_into(state)
+    told = as_data(RunStatus(None, state, 0.0, "finished"))["reward"]
+    said = f"{told['first']:.3f} → {told['last_10_steps']:.3f}"
+    assert FACTS["reward"](Run(RunRecord(paths, steps=steps), "x")) == said
+
+
 def test_what_the_bus_tells_counts_as_what_the_file_tells() -> None:
     state = RunState()
     state.handle(m.ValidationDone(round=0, version=0, samples=0, mean=0.0, dropped=8), 0.0)
