@@ -52,6 +52,7 @@ from busrl.rewards.kinds import finder
 from busrl.rewards.pool import Item, Outcome, RewardPool
 from busrl.roles import validator
 from busrl.states import VALIDATE_BIT, Finish
+from busrl.vocabulary import token_rows
 
 PATIENCE_S = 5.0
 READY_S = 120.0
@@ -390,6 +391,7 @@ class Evaluation:
         self.find = None if compares is None else finder(*compares)
         self.rows: dict[int, Row] = {}
         self._waiting: list[Request] = []
+        self._known = token_rows(Path(topology.model.path))
         self.phase = "loads the reward"  # before the first answer
 
     def run(self) -> list[Row]:
@@ -491,6 +493,9 @@ class Evaluation:
                 row.finish = "aborted"
                 gave_up = one.finish == Finish.ABORTED
                 row.error = "the engine gave it up" if gave_up else "its prompt leaves no room to answer"
+                continue
+            if len(wrong := self._known.foreign(one.token_ids)):  # its text is not what was drawn
+                row.error = self._known.told(wrong)
                 continue
             row.completion = one.text if one.text is not None else engine.decode(ids, one.finish == Finish.EOS)
             row.answer = self.find(row.completion) if self.find is not None else None

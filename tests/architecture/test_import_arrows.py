@@ -67,7 +67,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {
         "errors", "files", "paths", "config", "launch", "ledger", "ring", "quickstart", "bus", "keys", "monitor",
         "data", "simulate", "roles", "engines", "training", "guardian", "imports", "rewards", "report",
-        "protocol",
+        "protocol", "vocabulary",
     },
     "notebook": {"errors", "files", "imports", "paths", "monitor"},
 }

@@ -92,15 +92,15 @@ class GivesUp:
 
     capacity, max_length, active = 64, 64, 0
 
-    def __init__(self, finish: int, tokens: int) -> None:
-        self.finish, self.tokens, self.ended = finish, tokens, list[Finished]()
+    def __init__(self, finish: int, tokens: int, token: int = 1) -> None:
+        self.finish, self.ids, self.ended = finish, np.full(tokens, token, np.int32), list[Finished]()
 
     def encode(self, prompt: object) -> list[int]:
         return [5, 6]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        ids, logprobs, versions = (np.ones(self.tokens, kind) for kind in (np.int32, np.float32, np.uint32))
-        self.ended = [Finished(one.key, ids, -logprobs, versions, self.finish) for one in requests]
+        logprobs, versions = (np.ones(len(self.ids), kind) for kind in (np.float32, np.uint32))
+        self.ended = [Finished(one.key, self.ids, -logprobs, versions, self.finish) for one in requests]
         self.active = len(requests)
 
     def step(self) -> list[Finished]:
@@ -110,13 +110,14 @@ class GivesUp:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("finish", "tokens", "told"), [(Finish.ABORTED, 3, "gave it up"), (Finish.LENGTH, 0, "no room")]
-)
-def test_part_of_an_answer_or_none_is_not_judged(
-    finish: int, tokens: int, told: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("finish", "tokens", "token", "told"), [
+    (Finish.ABORTED, 3, 1, "gave it up"), (Finish.LENGTH, 0, 1, "no room"),
+    (Finish.LENGTH, 3, 16, "3 of its ids stand for no token of the tokenizer, the first is 16"),
+])
+def test_part_of_an_answer_or_what_is_no_text_is_not_judged(
+    finish: int, tokens: int, token: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("busrl.cli.evaluate.make_engine", lambda *_: GivesUp(finish, tokens))
+    monkeypatch.setattr("busrl.cli.evaluate.make_engine", lambda *_: GivesUp(finish, tokens, token))
     topology = materialise(load(QUICKSTART))
     evaluation = Evaluation(topology, MeasuredRound(dataclasses.replace(topology.sets[0], prompts=4), 4))
     rows = evaluation.run()
