@@ -120,7 +120,7 @@ def limit_in_words(topology: Topology) -> str:
     given, limit = topology.generation.max_prompt_tokens, topology.max_prompt_tokens
     if isinstance(given, int):
         return f"generation.max_prompt_tokens is {given}"
-    return f'"auto" made room for {limit}, as `busrl check` counted them: give generation.max_prompt_tokens a number'
+    return f'"auto" made room for {limit}, as `busrl check` counts them'
 
 
 def _foreign_ids(topology: Topology, counted: Sequence[Counted]) -> Iterator[Finding]:

@@ -186,8 +186,8 @@ class SampleIntake(Intake):
         lengths, path = list(self._first_lengths()), self.topology.data.train
         if lengths and min(lengths) > self.topology.max_prompt_tokens:
             counted = f"by the tokenizer of {self._drawn_by} the first {len(lengths)} of {path} have {min(lengths)} to"
-            limit = limit_in_words(self.topology)
-            raise UserError(f"no prompt fits: {counted} {max(lengths)} tokens, and {limit}")
+            limit, remedy = limit_in_words(self.topology), "give generation.max_prompt_tokens a number that fits them"
+            raise UserError(f"no prompt fits: {counted} {max(lengths)} tokens, and {limit}; {remedy}")
 
     def _first_lengths(self) -> Iterator[int]:
         """Tokens of the first prompts; none on a host that does not have the file."""
