@@ -80,13 +80,14 @@ class Asking:
     """The side that asks. One thread; several questions may be open."""
 
     def __init__(self, endpoint: str, keys: ClientKeys, host: str) -> None:
-        self.endpoint, self.host = endpoint, host
+        self.endpoint, self.host, self.key = endpoint, host, keys.pair.public
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
         encrypt(self.socket, keys)
+        self._refusals = self.socket.get_monitor_socket(int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
         self.socket.connect(endpoint)
         self._number = time.time_ns() // 1000  # so that an answer to an earlier life is not taken for one to this
 
@@ -105,6 +106,11 @@ class Asking:
             f"{self.endpoint} did not answer for {timeout_s:g} s: see that the run is there (`busrl status`), that "
             f"this host can reach the port, and that {self.host}'s key is listed (`busrl keys list` on the run's host)"
         )
+
+    @property
+    def refused(self) -> bool:
+        """Whether the other side has said that it does not admit this key."""
+        return bool(self._refusals.poll(0))
 
     def post(self, question: h.Question) -> int:
         """Ask without waiting; returns the number of the question."""
@@ -130,6 +136,8 @@ class Asking:
             yield found
 
     def close(self) -> None:
+        self.socket.disable_monitor()
+        self._refusals.close(0)  # or the context would wait for it
         self.socket.close(0)
         self._context.term()
 

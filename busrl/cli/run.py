@@ -30,9 +30,9 @@ from busrl import keys, quickstart
 from busrl import launch as launching
 from busrl.bus import Endpoint
 from busrl.config import Topology, explain, inflight, load, materialise, reader, recorded
-from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, UserError, escaped
+from busrl.errors import BadEndpoint, BusNotReady, NoSuchRun, PeerTimeout, RingError, UserError, escaped
 from busrl.files import as_map, read_map
-from busrl.guardian import stat_of
+from busrl.guardian import halted, stat_of
 from busrl.launch import clusters, pythons
 from busrl.launch.rundir import belongs_to_another
 from busrl.ledger import audit as auditing
@@ -43,7 +43,8 @@ from busrl.protocol import messages as m
 from busrl.protocol.codec import topic
 from busrl.report import waste
 from busrl.report.record import read
-from busrl.ring import OfdLock
+from busrl.ring import OfdLock, Ring
+from busrl.states import HeaderWord, RunPhase
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -204,6 +205,7 @@ def version(_options: argparse.Namespace) -> int:
 
 AGAIN_S, READY_S = 0.5, 2.0
 BUS_S = 5.0  # after which `stop` sends a signal instead
+TELL_S, MOST_NAMED = 10.0, 4  # how often `stop` says what it waits for
 
 
 def control(options: argparse.Namespace) -> int:
@@ -275,8 +277,8 @@ def stop(options: argparse.Namespace) -> int:
         if launch_pid(paths) != pid:
             print(f"{paths.root}: it has just ended")
             return 0
-        _ask_to_stop(paths, descriptor, pid, options)
-        print(f"{paths.root}: asked process {pid} to stop", flush=True)
+        how = _ask_to_stop(paths, descriptor, pid, options)
+        print(f"{paths.root}: asked process {pid} to stop{how}", flush=True)
         _await(descriptor, pid, paths, options.wait)
     finally:
         os.close(descriptor)
@@ -284,25 +286,52 @@ def stop(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ask_to_stop(paths: RunPaths, descriptor: int, pid: int, options: argparse.Namespace) -> None:
+def _ask_to_stop(paths: RunPaths, descriptor: int, pid: int, options: argparse.Namespace) -> str:
+    """By a message until it is answered; by a signal, which cannot be lost, where it is not. What was done besides."""
     if paths.control_key.exists() and os.access(paths.control_key, os.R_OK):
         with suppress(PeerTimeout, BadEndpoint):
             answer = ask(paths, "stop", "", "now" if options.now else "", min(BUS_S, options.wait))
             if answer.ok:
-                return
+                return ""
     try:
         for _ in range(2 if options.now else 1):
             signal.pidfd_send_signal(descriptor, signal.SIGTERM)
     except ProcessLookupError:
-        pass
+        return ", which has just ended"
     except PermissionError:
         whose = belongs_to_another(paths.root) or "it belongs to another user"
         raise UserError(f"{paths.root}: {whose}, and only they (or root) can stop process {pid}") from None
+    return " by SIGTERM, as no message was answered"
 
 
 def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
-    if not select.select([descriptor], [], [], wait_s)[0]:  # a pidfd is readable when its process has ended
-        raise PeerTimeout(
-            f"{paths.root}: process {pid} has not ended {wait_s:g} s after it was asked; see {paths.logs}, wait longer "
-            f"(--wait), or end it with: kill -9 {pid} (the next launch continues from the ledger)"
-        )
+    end, told = time.monotonic() + wait_s, ""
+    while (left := end - time.monotonic()) > 0:
+        if select.select([descriptor], [], [], min(left, TELL_S))[0]:  # a pidfd is readable when its process has ended
+            return
+        if (still := still_there(paths, pid)) != told and left > TELL_S:
+            print(f"{paths.root}: {still}", file=sys.stderr, flush=True)
+            told = still
+    raise PeerTimeout(
+        f"{paths.root}: process {pid} has not ended {wait_s:g} s after it was asked: {still_there(paths, pid)}; see "
+        f"{paths.logs}, wait longer (--wait), or end it with: kill -9 {pid} (the next launch continues from the ledger)"
+    )
+
+
+def still_there(paths: RunPaths, pid: int) -> str:
+    """Who keeps a run from its end that was asked for it."""
+    if how := halted(pid):
+        return f"its launch is {how}"
+    try:
+        with closing(Ring.attach(paths.ring_name, read_only=True)) as ring:
+            phase, table = ring.header(HeaderWord.RUN_STATE), ring.processes()
+            living = [one for one in table if not one.remote and not ring.is_dead(one.index)]
+    except (RingError, OSError):
+        return "it has no ring: its launch begins, or audits the run and writes summary.json"
+    if phase == RunPhase.RUNNING:
+        return f"its launch has not taken it up (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
+    doing = [f"{one.label} ({halted(one.pid) or one.activity or one.state})" for one in living]
+    more = f" and {len(doing) - MOST_NAMED} more" if len(doing) > MOST_NAMED else ""
+    return f"{', '.join(doing[:MOST_NAMED])}{more} {'has' if len(doing) == 1 else 'have'} still to end" if doing else (
+        "all its processes have ended; its launch closes the ring"
+    )

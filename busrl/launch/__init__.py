@@ -163,6 +163,12 @@ def _joined(source: HostSource, wait_s: float, signals: Signals) -> h.Welcome:
             try:
                 reply = link.ask(h.HostJoin(build=busrl.__version__), ASK_S)
             except PeerLost:
+                if link.refused:
+                    raise UserError(
+                        f"{source.endpoint} does not know the key of {source.name} ({link.key}): list it there "
+                        f"(`busrl keys add {source.name} --public KEY`), or give --keys the file that `busrl keys add` "
+                        "made for the run's key directory (bus.keys)"
+                    ) from None
                 if time.monotonic() > end or signals.count:
                     raise
                 continue

@@ -17,15 +17,16 @@ import json
 import secrets
 import signal
 import time
+import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Protocol
 
 from msgspec import to_builtins
 
 from busrl import files
 from busrl.config import ProcessName, Topology, inflight
-from busrl.errors import MachineError, TopologyError, UserError
+from busrl.errors import BusrlError, TopologyError, UserError
 from busrl.launch.rundir import OpenRun
 from busrl.launch.summary import RunOutcome
 from busrl.ledger.controls import VERBS, ControlLine, Controls, size
@@ -85,6 +86,13 @@ class ControlDesk:
         """How far a process follows."""
         self._followed[beat.sender] = beat.control
 
+    def signalled(self, name: str) -> None:
+        """A signal asks for the end of the run: that is written down like what is asked by a message."""
+        line = ControlLine(uuid.uuid4().hex, "stop", True, "its processes end in order", who=f"a signal ({name})",
+                           step=self._run.ring.header(HeaderWord.STEP))  # fmt: skip
+        with suppress(BusrlError):  # a full disk, say: the run ends all the same
+            self._record(line)
+
     def handle(self, asked: m.Control) -> m.ControlDone:
         """Do what was asked, once, and answer what became of it."""
         if not asked.is_proved(self._secret):
@@ -104,7 +112,7 @@ class ControlDesk:
             line.text = str(problem)
         try:
             self._record(line)
-        except MachineError as problem:
+        except BusrlError as problem:
             self._use(before)
             return ControlLine(asked.id, asked.verb, False, f"it cannot be written down, so it is not done: {problem}")
         self.look()

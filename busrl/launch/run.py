@@ -98,7 +98,7 @@ def _abandon(run: OpenRun) -> int:
 TICK_S = 0.2
 STOP_EVERY_S = 0.5
 BOUND_EVERY_S = 5.0  # logs grow on until the next look
-STOP_LOOK_S = 0.05
+STOP_LOOK_S, STOP_LATE_S = 0.05, 0.5  # a busy machine's lateness counts, a machine that was suspended does not
 DYING_S = 10.0  # after SIGKILL
 STOOD_STILL_S = 10.0  # the least time without a step that is told when a run ends otherwise than at its goal
 ALONE = 3  # exit code of a host that has lost its run
@@ -408,7 +408,9 @@ class Launch:
         if not self._signals.count:
             return None
         number = self._signals.first
-        return RunOutcome("stopped", f"asked to by {signal.Signals(number).name}", 128 + number)
+        name = signal.Signals(number).name
+        self._desk.signalled(name)
+        return RunOutcome("stopped", f"asked to by {name}", 128 + number)
 
     def _left_alone(self) -> RunOutcome | None:
         """On another host: its relay has found that what is claimed here is nobody's any more."""
@@ -537,7 +539,7 @@ class Launch:
         for child in self.children:
             child.stop()
         stop_s = self._run.topology.limits.stop_s
-        shutdown, fair, now, next_stop = Shutdown(stop_s), FairClock(STOP_LOOK_S, time.monotonic()), 0.0, 0.0
+        shutdown, fair, now, next_stop = Shutdown(stop_s), FairClock(STOP_LATE_S, time.monotonic()), 0.0, 0.0
         while self._running and self._signals.count < 2:
             now += fair.passed(time.monotonic())
             if now >= next_stop:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from busrl.algorithms import catalog
 from busrl.cli import main
 from busrl.paths import SHM, RunPaths
 from busrl.ring import OfdLock, Ring
+from busrl.states import HeaderWord, RunPhase
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -255,6 +257,32 @@ def test_stop_names_a_run_that_does_not_end(tmp_path: Path, launched: subprocess
     message = told(busrl("stop", tmp_path, "--wait", "0.2"))
     assert f"process {launched.pid} has not ended 0.2 s after it was asked" in message
     assert launched.poll() is None
+
+
+def test_stop_names_a_launch_that_somebody_holds(tmp_path: Path, launched: subprocess.Popen[str]) -> None:
+    launched.send_signal(signal.SIGSTOP)
+    message = told(busrl("stop", tmp_path, "--wait", "0.2"))
+    assert f"its launch is stopped (SIGSTOP; `kill -CONT {launched.pid}`" in message
+    launched.send_signal(signal.SIGCONT)
+    assert launched.wait(30) == 0, "the signal waited for it"
+
+
+@pytest.mark.parametrize("launched", ["deaf"], indirect=True)
+@pytest.mark.parametrize("phase, said", [
+    (RunPhase.RUNNING, "its launch has not taken it up (load"),
+    (RunPhase.STOPPING, "rollout/0 (starting) has still to end"),
+])
+def test_stop_says_who_has_still_to_end(
+    tmp_path: Path, run_ring: RunPaths, launched: subprocess.Popen[str], holder: subprocess.Popen[str],
+    phase: RunPhase, said: str,
+) -> None:
+    with closing(Ring.attach(run_ring.ring_name)) as ring:
+        ring.set_header(HeaderWord.RUN_STATE, phase)
+    assert said in told(busrl("stop", tmp_path, "--wait", "0.2"))
+
+
+def test_stop_says_that_it_took_a_signal(tmp_path: Path, launched: subprocess.Popen[str]) -> None:
+    assert "by SIGTERM, as no message was answered" in busrl("stop", tmp_path).stdout
 
 
 def test_stop_signals_nobody_whose_pid_only_stands_in_a_stale_file(

@@ -99,6 +99,20 @@ def test_what_is_not_proved_changes_nothing_and_leaves_no_line(tmp_path: Path) -
     assert Desk(tmp_path).run.paths.control_key.read_bytes() != before, "an earlier start's messages are still good"
 
 
+def test_a_signal_that_ends_the_run_is_written_down_as_what_is_asked(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.signalled("SIGTERM")
+    (line,) = read_lines(desk.run.paths)
+    assert (line.verb, line.ok, line.who, line.step) == ("stop", True, "a signal (SIGTERM)", 7)
+    assert Controls.read(desk.run.paths).paused is None
+
+
+def test_a_signal_ends_a_run_whose_disk_is_full(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.run.paths.control.symlink_to("/dev/full")
+    desk.signalled("SIGINT")
+
+
 # -- what is done -------------------------------------------------------------------------------------------------
 
 ASKED = st.sampled_from((
