@@ -26,7 +26,7 @@ import shutil
 import signal
 import time
 import uuid as uuids
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -270,13 +270,24 @@ def take_lock(paths: RunPaths, timeout_s: float = LOCK_S) -> OfdLock:
         try:
             lock.acquire(timeout_s)
         except LockTimeout:
-            raise RunInUse(
-                f"{paths.root}: the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold "
-                f"run.lock after {timeout_s:g} s; find them with `fuser {paths.lock('run')}` and end them"
-            ) from None
+            raise RunInUse(f"{paths.root}: {_still_held(paths, lock, timeout_s)}") from None
     lock.inheritable = True
     end_left_behind(paths.key)  # foreign programs hold no lock
     return lock
+
+
+def _still_held(paths: RunPaths, lock: OfdLock, waited_s: float) -> str:
+    """Who holds run.lock though no launch of this machine does, and what to do about it."""
+    if here := [pid for pid in _holders(str(paths.lock("run"))) if pid != os.getpid()]:
+        return (
+            f"the launch that ran there (pid {lock.holder()}) is gone, but children of it still hold run.lock after "
+            f"{waited_s:g} s; end them: kill {' '.join(map(str, here))}"
+        )
+    return (
+        f"run.lock is held after {waited_s:g} s, and by no process that can be seen from here: the directory is shared "
+        "with another container or host, where the run goes on; stop it there (`busrl stop`), or choose another run "
+        "directory"
+    )
 
 
 def _wait_for_those_without_a_name(paths: RunPaths, timeout_s: float) -> None:
@@ -383,7 +394,8 @@ def _adopted(paths: RunPaths, topology: Topology, uuid: bytes, notes: list[str])
 
 
 def _attached(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
-    """The run's ring if there is one; one of another shape is refused."""
+    """The run's ring if there is one; one of another shape, or of another user, is refused."""
+    _require_own(SHM / paths.ring_name)
     try:
         ring = Ring.attach(paths.ring_name)
     except RingNotFound:
@@ -407,17 +419,41 @@ def _attached(paths: RunPaths, topology: Topology, uuid: bytes) -> Ring | None:
     return ring
 
 
+def _require_own(file: Path) -> None:
+    """UserError for a file of somebody else at the ring's name: what lies in /dev/shm is removed by its owner alone."""
+    with suppress(FileNotFoundError):
+        if (owner := file.lstat().st_uid) != os.geteuid():
+            raise UserError(
+                f"{file}: a run in this directory keeps its ring there, and this file belongs to {_user(owner)}, not "
+                f"to you ({_user(os.geteuid())}): have it removed by that user or by root (`rm {file}`), or give "
+                "--run-dir another path, whose ring has another name"
+            )
+
+
 def _remove_stale(paths: RunPaths, ring: Ring) -> None:
     """A ring under this run's name that belongs to another run, whose directory was removed."""
     # A remote entry is no process here: it keeps nothing alive, and nothing proves its death.
-    alive = [f"{process.label} (pid {process.pid})" for process in living(ring)]
+    alive = living(ring)
     ring.close()
     if alive:
+        names = ", ".join(f"{process.label} (pid {process.pid})" for process in alive)
         raise RunInUse(
-            f"/dev/shm/{paths.ring_name} belongs to another run in a directory of the same name, and is in use by "
-            f"{', '.join(alive)}; end those processes first"
+            f"{SHM / paths.ring_name} belongs to another run in a directory of the same name, and is in use by "
+            f"{names}; {_how_to_end(SHM / paths.ring_name, [process.pid for process in alive])}"
         )
     Ring.unlink(paths.ring_name)
+
+
+def _how_to_end(ring: Path, pids: Collection[int]) -> str:
+    """A remedy for processes that use a ring. With one /dev/shm for two containers these are of another one, where the
+    numbers mean other processes or none."""
+    here = {*_holders(str(ring)), os.getpid()}
+    if here >= set(pids):
+        return f"end those processes first: kill {' '.join(map(str, pids))}"
+    return (
+        "they are of another container, which has the same /dev/shm, and cannot be ended from here: end that run "
+        "there, give the containers a /dev/shm each (docker run --ipc=private), or this run another --run-dir"
+    )
 
 
 def unlink_segments(ring_name: str) -> None:

@@ -57,13 +57,17 @@ inline HeaderFixed plan(const Geometry& g, const std::array<uint8_t, 16>& uuid, 
     return h;
 }
 
+// The command as it can be typed.
+inline std::string removal(const std::string& path, bool force) {
+    return "remove it with `busrl ring clean " + path.substr(path.rfind('/') + 1) + (force ? " --force`" : "`");
+}
+
 // A private copy of a header is right when it is exactly what this library would have planned for its numbers.
 // Every refusal says what was expected, what was found, and what to do.
 inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uint64_t file_bytes,
                          const std::string& path, Machine machine = Machine::samples) {
     const auto wanted = uint32_t(machine), other = 1 - wanted;
-    constexpr const char* kRemove =
-        "; remove it with `busrl ring clean --force` (what was in its slots is generated again)";
+    const std::string kRemove = "; " + removal(path, true) + " (what was in its slots is generated again)";
     auto refuse = [&](Fault fault, const std::string& why) { throw Error(fault, "ring " + path + ": " + why); };
     if (h.magic == kMagic[other])
         refuse(Fault::corrupt, std::string("its slots hold ") + kHolds[other] + ", not " + kHolds[wanted] +
@@ -71,10 +75,10 @@ inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uin
     if (h.magic != kMagic[wanted])
         refuse(Fault::corrupt, "not a busrl ring: its first bytes are " + hex_of(&h.magic, 8) + ", expected " +
                                    hex_of(&kMagic[wanted], 8) + " (" + kMagicText[wanted] +
-                                   "); give the name that `busrl ring list` shows, or" + (kRemove + 1));
+                                   "); give the name that `busrl ring list` shows, or" + kRemove.substr(1));
     if (h.layout_major != kLayoutMajor)
         refuse(Fault::layout, "layout version " + std::to_string(h.layout_major) + ", this library reads " +
-                                  std::to_string(kLayoutMajor) + "; use the busrl that made it, or" + (kRemove + 1));
+                                  std::to_string(kLayoutMajor) + "; use the busrl that made it, or" + kRemove.substr(1));
     const uint32_t sum = crc32c(&h, sizeof(h));
     if (crc != sum)
         refuse(Fault::corrupt, "its header checksum is wrong: the header says " + hex_of(&crc, 4) +
@@ -116,10 +120,10 @@ inline void check_file(const struct stat& info, const std::string& path) {
     if (!S_ISREG(info.st_mode)) refuse("not a regular file; give the name that `busrl ring list` shows");
     if (info.st_uid != ::geteuid())
         refuse("it belongs to user " + std::to_string(info.st_uid) + ", not to you (" + std::to_string(::geteuid()) +
-               "); a ring is only for its maker");
+               "); a ring is only for its maker: have it removed by that user or by root, or use another name or run directory");
     if (uint64_t(info.st_size) < sizeof(Header))
         refuse("it has " + std::to_string(info.st_size) + " bytes, a ring has at least " +
-               std::to_string(sizeof(Header)) + "; remove it with `busrl ring clean --force`");
+               std::to_string(sizeof(Header)) + "; " + removal(path, true));
 }
 
 inline void check_holes(int fd, const struct stat& info, const HeaderFixed& shape, const std::string& path) {
@@ -129,7 +133,7 @@ inline void check_holes(int fd, const struct stat& info, const HeaderFixed& shap
     if (in_memory && found < kept)
         throw Error(Fault::corrupt, "ring " + path + ": it has holes: " + std::to_string(found) +
                                         " bytes are allocated, a ring of this shape has at least " +
-                                        std::to_string(kept) + "; remove it with `busrl ring clean --force`");
+                                        std::to_string(kept) + "; " + removal(path, true));
 }
 
 // After the content, so that a file that is no ring is called that.
@@ -139,7 +143,7 @@ inline void check_mode(const struct stat& info, const std::string& path) {
     std::snprintf(mode, sizeof(mode), "%04o", unsigned(info.st_mode & 07777));
     throw Error(Fault::corrupt, "ring " + path + ": its mode is " + mode +
                                     ", expected 0600: others may have changed it; if you trust what is in it, "
-                                    "`chmod 600` it, else remove it with `busrl ring clean --force`");
+                                    "`chmod 600` it, else " + removal(path, true));
 }
 
 class Segment : public ForkGuarded {
@@ -298,8 +302,7 @@ class Segment : public ForkGuarded {
 
     static Error already_there(const std::string& path) {
         return Error(Fault::exists, "ring " + path +
-                                        " exists; attach to it to adopt the run, or remove it with "
-                                        "`busrl ring clean`");
+                                        " exists; attach to it to adopt the run, or " + removal(path, false));
     }
     static uint64_t free_bytes(const std::string& folder) {
         struct statvfs info;
