@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import io
 import math
 import os
 import pty
 import re
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +21,7 @@ from busrl.config.schema import Limits
 from busrl.launch.display import Display, LiveDisplay, open_display, render
 from busrl.launch.summary import Progress
 from busrl.launch.supervisor import Child
-from busrl.monitor.state import Facts, ProcessRecord, Rate, RingRecord, RunState
+from busrl.monitor.state import STEPS_KEPT, Facts, ProcessRecord, Rate, RingRecord, RunState
 from busrl.monitor.text import duration, line, short
 from busrl.protocol import messages as m
 
@@ -270,3 +273,28 @@ def test_lines_that_nobody_read_are_counted_at_the_end(tmp_path, monkeypatch, re
             assert len(read) == 1 + 400 + 1 and not display.log.exists()
     if not reads:
         assert display.log.read_text().startswith("1000 lines up to the end were not shown, as nobody read")
+
+
+def test_what_launch_keeps_of_steps_is_a_window_and_no_leak():
+    """Some 4 KB a step, which looks like a leak for as long as there are fewer steps than are kept."""
+
+    progress = begun(goal=1_000_000)
+
+    def told(step):
+        figures = {f"by/level-{level}/{name}": float(step) for level in range(8) for name in ("reward", "length")}
+        sent = m.LearnerStateUpdate(step=step, version=step, reward=0.5, metrics={"lr": 1e-5, "kl": 0.1, **figures})
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=m.LearnerStateUpdate)
+
+    def kept(first):
+        for step in range(first, first + STEPS_KEPT):
+            progress.handle(told(step), float(step))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        filled, later = kept(1), kept(STEPS_KEPT + 1)
+    finally:
+        tracemalloc.stop()
+    assert len(progress.run.steps) == STEPS_KEPT and filled > 1 << 20
+    assert later < 1.05 * filled, (filled, later)
