@@ -156,7 +156,7 @@ KINDS = {
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Meshes]:
     """The mesh of one rank, which is this process."""
-    store = mesh.open_store(1, 60)
+    store, _listening = mesh.open_store(1, 60)
     yield mesh.join(store, "views", 0, 1, torch.device("cpu"), 60)
     mesh.leave()
 

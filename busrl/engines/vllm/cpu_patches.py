@@ -59,15 +59,16 @@ def load(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _packed_experts(model: Any) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
     """Each tensor of experts that a kernel reads packed, with what packs it; none on an accelerator."""
-    from vllm.platforms import current_platform
-
-    for module in model.modules() if current_platform.is_cpu() else ():
+    for module in model.modules():
         experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
         isa = getattr(experts, "isa", None)
         if isa is None or getattr(experts, "_use_zentorch", False):  # that one reads them plain
             continue
         from vllm._custom_ops import cpu_prepack_moe_weight
+        from vllm.platforms import current_platform
 
+        if not current_platform.is_cpu():
+            return
         for name in ("w13_weight", "w2_weight"):
             yield getattr(module, name).data, partial(cpu_prepack_moe_weight, isa=isa)
 
