@@ -208,7 +208,7 @@ def _lines(
     ]
     if kinds := Counter(row.error.split("\n", 1)[0] for row in rows if row.error):
         lines.append(f"  {found.failed} samples without a reward are not in the mean:")
-        lines += [f"    {count}× {kind[:300]}" for kind, count in kinds.most_common(SHOWN)]
+        lines += [f"    {count}× {kind[:1000]}" for kind, count in kinds.most_common(SHOWN)]
     return [*lines, f"  rows: {out}"]
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,14 @@ def test_a_team_trains_scores_publishes_and_saves_as_one_rank_does(lab: Any, tea
     probe = lab.samples(seed=9)
     for mine, other in zip(trainer.score(probe), one.score(probe), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
+    single = [replace(sample, token_ids=sample.token_ids[:1], behaviour_logprobs=sample.behaviour_logprobs[:1],
+                      policy_versions=sample.policy_versions[:1]) for sample in probe]
+    for mine, other, sample, scored in zip(
+        trainer.every(single), one.every(single), single, one.score(single), strict=True
+    ):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+        np.testing.assert_allclose(other[sample.token_ids], scored, atol=1e-6)
+        assert np.exp(other.astype(np.float64)).sum() == pytest.approx(1.0)
     assert trainer.entropy(probe) == pytest.approx(one.entropy(probe), rel=1e-5)
     assert_same_weights(trainer.named_weights(), one.named_weights())
     saved = checkpoint.save(

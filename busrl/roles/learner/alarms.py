@@ -209,7 +209,7 @@ WHERE = {  # the role that reports a fate
     Fate.REWARD_RAISED.letter: "reward", Fate.REWARD_HUNG.letter: "reward",
     Fate.UNRENDERED.letter: "rollout", Fate.LONG.letter: "rollout",
 }
-MOST_TEXT = 200
+MOST_TEXT, MOST_ERROR = 200, 1000
 MOST_LINES_BYTES = 1 << 20  # of groups.jsonl, at a start
 MOSTLY = 0.9  # of a streak: the rest may be accidents
 SOLVED = (
@@ -431,10 +431,10 @@ def last_error(paths: RunPaths, where: Sequence[str]) -> str:
     with contextlib.suppress(OSError):
         for row in reversed(list(json_lines(paths.errors, TAIL_BYTES))):
             if row.get("uids") and "text" in row and ("" in where or row.get("where") in where):
-                return _short(row["text"], quoted=False)
+                return str(row["text"])[:MOST_ERROR]
     return ""
 
 
-def _short(text: object, quoted: bool = True) -> str:
-    whole = repr(text) if quoted else str(text)
+def _short(text: object) -> str:
+    whole = repr(text)
     return whole if len(whole) <= MOST_TEXT else f"{whole[:MOST_TEXT]} ..."

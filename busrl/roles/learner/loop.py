@@ -319,7 +319,8 @@ class Learner(Actor):
             self.warn("learner", f"the run ends here: {text}", kind="solved")
             self._solved = True
         elif idling.learnt and not ends:  # a nearly solved task has short streaks all the time
-            self._tell_learnt()
+            if 3 in quarters:
+                self._tell_learnt()
         elif (3 if solved else 1) in quarters:
             self.warn("learner", f"{text}. The run ends after {idling.patience} (limits.idle_groups)", kind="idle")
         if ends and not solved:
