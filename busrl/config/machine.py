@@ -53,6 +53,9 @@ def require_cores(t: Topology, here: frozenset[int]) -> None:
             )
 
 
+PLANS = {"tensor": "base_model_tp_plan", "expert": "base_model_ep_plan"}  # of transformers, by axis
+
+
 def require_axes(t: Topology) -> None:
     """UserError if the heads or experts of the model's config.json cannot be dealt out as [learner.parallel] says."""
     own, folder = t.learner.parallel, pretrained.model_at(t.model.path)
@@ -68,6 +71,11 @@ def require_axes(t: Topology) -> None:
             remedy = f"set a divisor of {count}" if count else "set 1"
             raise UserError(f"learner.parallel.{key} = {over}: the model at {t.model.path} has {what} = {count}, which "
                             f"cannot be dealt out evenly over {over} ranks; {remedy}")
+    kind = str(config.get("model_type", ""))
+    for key, over in (("tensor", own.tensor), ("expert", own.expert)):
+        if kind and over > 1 and pretrained.has_plan(kind, PLANS[key]) is False:
+            raise UserError(f"learner.parallel.{key} = {over}: transformers has no plan ({PLANS[key]}) for a model of "
+                            f"model_type {kind!r}; set 1")
 
 
 # -- published versions -----

@@ -316,6 +316,18 @@ def _mapped(head: str) -> frozenset[str]:
     return frozenset()
 
 
+@cache
+def has_plan(kind: str, name: str) -> bool | None:
+    """Whether transformers has a plan of that name for models of this model_type, by which layers are cut or experts
+    dealt out; None where its source does not tell."""
+    spec = importlib.util.find_spec("transformers")
+    for place in (spec.submodule_search_locations or [] if spec else []):
+        for path in sorted((Path(place) / "models" / kind.replace("-", "_")).glob("configuration_*.py")):
+            with contextlib.suppress(OSError):
+                return f"    {name} = " in path.read_text(encoding="utf-8")
+    return None
+
+
 def _headless(folder: Path, config: dict[str, Any]) -> tuple[str, str] | None:
     """Weights without an output head, of a model whose head is not its embedding: it would begin at random."""
     shapes = tensor_shapes(folder)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from busrl.config import Topology, pretrained
+from busrl.config import Topology, machine, pretrained
+from busrl.errors import UserError
 
 Loaded = Callable[..., Topology]
 Refused = Callable[..., list[str]]
@@ -182,7 +183,7 @@ def test_the_demo_model_has_the_parameters_that_train_layers_may_name(refused: R
     names = {name for name, _ in transformers.Qwen3ForCausalLM(config).named_parameters()}
     assert set(pretrained.trainable("tiny:sort")[0]) == names
     text = '[model]\npath = "tiny:sort"\n[data]\ntrain = "tiny:sort"\n'
-    for items, says in (("1, lm_head", "name embed_tokens"), ("900", "goes beyond the model"), ("gate", "no parameter")):
+    for items, says in (("1, lm_head", "name embed_tokens"), ("900", "goes beyond"), ("gate", "no parameter")):
         (found,) = refused("", f'learner.train_layers="{items}"', base=text)
         assert says in found
 
@@ -213,3 +214,27 @@ def test_ranks_and_the_compiler_need_layers_where_most_models_have_them(
     assert any("compile = false" in one for one in refused("", "learner.memory.compile=true"))
     store(here / "model", [EMBEDDING, *LAYERS])
     loaded("", "process.learner.ranks=2")
+
+
+@pytest.mark.parametrize(("axis", "kind", "passes"), [
+    ("tensor", "qwen2", True), ("tensor", "gpt2", False), ("tensor", "qwen99", True), ("expert", "qwen3_moe", True),
+    ("expert", "qwen2", False),
+])
+def test_an_axis_that_transformers_cannot_cut_a_model_along_ends_check(
+    loaded: Loaded, here: Path, axis: str, kind: str, passes: bool
+) -> None:
+    topology = loaded("", "process.learner.ranks=2", f"learner.parallel.{axis}=2")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    describe(here / "model", model_type=kind, **heads)
+    if passes:
+        machine.require_axes(topology)
+        return
+    with pytest.raises(UserError, match=f"transformers has no plan .* for a model of model_type '{kind}'; set 1"):
+        machine.require_axes(topology)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gpt2", "llama", "mistral", "opt", "gpt_neox", "gpt-sw3"])
+def test_no_plan_is_missed_that_transformers_has(kind: str) -> None:
+    known: Any = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING[kind]
+    for plan in machine.PLANS.values():
+        assert pretrained.has_plan(kind, plan) is not False or not getattr(known, plan, None)
