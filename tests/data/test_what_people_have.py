@@ -118,7 +118,7 @@ def converted(path: Path, out: Path, **keys: Any) -> Any:
         "where": "", "filter": "", "dedupe": False, "min_prompt_tokens": 0, "max_prompt_tokens": 0, "too_long": "drop",
     }
     job = Job(sources=[Source(**plain | keys)], out=str(out), seed=0, model="", prompt_key="prompt", template="chat",
-              answer_key="answer", answers=False, system="", tools_key="", template_arguments={})
+              answer_key="answer", answers=False, system="", tools_key="", template_arguments={}, base_dir="")
     *_, last = Conversion(job).run()
     return last
 
