@@ -40,7 +40,7 @@ LIVING = (*(one.name.lower() for one in RunPhase), "left")  # states with a ring
 HEARD = ("replay", "unknown")  # states of what is known by an endpoint alone
 ERRORS = 20  # that a monitor's data hold
 MOST_KINDS = 5
-TEXT = 1000
+TEXT = 340
 # A ring that is there and cannot be used; the files still tell how far the run is.
 REMEDY_NOBODY = (
     "  nobody runs, and the next start refuses: `busrl ring clean {root} --force`, then start it again (what was in "
