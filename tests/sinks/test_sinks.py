@@ -28,11 +28,11 @@ END_S = 60.0
 class Recorder:
     """What a sink was given. `fails` raises at the numbers of these steps, once each."""
 
-    def __init__(self, fails: Sequence[int] = ()) -> None:
+    def __init__(self, fails: Sequence[int] = (), problem: BaseException | None = None) -> None:
         self.given: list[tuple[int, dict[str, float]]] = []
         self.rows: list[Mapping[str, Any]] = []
         self.made = 0
-        self._fails = list(fails)
+        self._fails, self._problem = list(fails), problem or ConnectionError("no such host")
 
     def __call__(self, card: RunCard) -> Sink:
         self.made += 1
@@ -41,7 +41,7 @@ class Recorder:
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         if step in self._fails:
             self._fails.remove(step)
-            raise ConnectionError("no such host")
+            raise self._problem
         self.given.append((step, dict(values)))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -138,18 +138,19 @@ def test_a_line_of_idle_groups_and_a_torn_or_damaged_one_are_no_steps(run: RunOf
     assert sink.steps == [1, 2]
 
 
+@pytest.mark.parametrize("problem", [ConnectionError("no such host"), SystemExit("no such host")])
 def test_a_sink_that_fails_is_made_anew_and_gets_what_it_has_missed(
-    run: RunOfFiles, monkeypatch: pytest.MonkeyPatch
+    run: RunOfFiles, monkeypatch: pytest.MonkeyPatch, problem: BaseException
 ) -> None:
     monkeypatch.setattr("busrl.sinks.feed.FIRST_PAUSE_S", 0.01)
-    sink, told = Recorder(fails=[2]), list[str]()
+    sink, told = Recorder([2], problem), list[str]()
     run.step(1, 2, 3)
     feed = run.feed(sink, told)
     feed.start()
     until(lambda: sink.steps == [1, 2, 3] and len(told) == 2)
     feed.finish()
     feed.join(END_S)
-    assert told[0].startswith("ConnectionError: no such host") and told[1] == "" and sink.made == 2
+    assert f"{type(problem).__name__}: no such host" in told[0] and told[1] == "" and sink.made == 2
 
 
 def test_samples_that_a_sink_failed_at_are_given_again(run: RunOfFiles, monkeypatch: pytest.MonkeyPatch) -> None:
