@@ -78,7 +78,8 @@ inline void check_header(const HeaderFixed& h, uint32_t crc, uint32_t ready, uin
                                    "); give the name that `busrl ring list` shows, or" + kRemove.substr(1));
     if (h.layout_major != kLayoutMajor)
         refuse(Fault::layout, "layout version " + std::to_string(h.layout_major) + ", this library reads " +
-                                  std::to_string(kLayoutMajor) + "; use the busrl that made it, or" + kRemove.substr(1));
+                                  std::to_string(kLayoutMajor) + "; use the busrl that made it, or" +
+                                  kRemove.substr(1));
     const uint32_t sum = crc32c(&h, sizeof(h));
     if (crc != sum)
         refuse(Fault::corrupt, "its header checksum is wrong: the header says " + hex_of(&crc, 4) +
@@ -120,7 +121,8 @@ inline void check_file(const struct stat& info, const std::string& path) {
     if (!S_ISREG(info.st_mode)) refuse("not a regular file; give the name that `busrl ring list` shows");
     if (info.st_uid != ::geteuid())
         refuse("it belongs to user " + std::to_string(info.st_uid) + ", not to you (" + std::to_string(::geteuid()) +
-               "); a ring is only for its maker: have it removed by that user or by root, or use another name or run directory");
+               "); a ring is only for its maker: have it removed by that user or by root, or use another name or run "
+               "directory");
     if (uint64_t(info.st_size) < sizeof(Header))
         refuse("it has " + std::to_string(info.st_size) + " bytes, a ring has at least " +
                std::to_string(sizeof(Header)) + "; " + removal(path, true));
@@ -143,7 +145,8 @@ inline void check_mode(const struct stat& info, const std::string& path) {
     std::snprintf(mode, sizeof(mode), "%04o", unsigned(info.st_mode & 07777));
     throw Error(Fault::corrupt, "ring " + path + ": its mode is " + mode +
                                     ", expected 0600: others may have changed it; if you trust what is in it, "
-                                    "`chmod 600` it, else " + removal(path, true));
+                                    "`chmod 600` it, else " +
+                                    removal(path, true));
 }
 
 class Segment : public ForkGuarded {
@@ -301,8 +304,8 @@ class Segment : public ForkGuarded {
     }
 
     static Error already_there(const std::string& path) {
-        return Error(Fault::exists, "ring " + path +
-                                        " exists; attach to it to adopt the run, or " + removal(path, false));
+        return Error(Fault::exists,
+                     "ring " + path + " exists; attach to it to adopt the run, or " + removal(path, false));
     }
     static uint64_t free_bytes(const std::string& folder) {
         struct statvfs info;
