@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         replaced("n_min = 8", SYNC), ["own.toml:20:", "t_max_s = 0.1", 'mode = "sync"', "not by time", "t_max_s = inf"]
     ),
     "no model folder": (
-        lambda folder: shutil.rmtree(folder / "model"), ["own.toml:5:", "mine/model", "no such folder", "give a folder"]
+        lambda folder: shutil.rmtree(folder / "model"), ["own.toml:5:", "mine/model", "no such folder", "hf download"]
     ),
     "a reward that can not be imported": (
         replaced("def score", "import nothing_of_the_kind\n\n\ndef score", "judge.py"),

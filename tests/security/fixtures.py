@@ -61,8 +61,9 @@ class Broker:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def start(self, *before: str) -> Broker:
-        self.said.clear()
-        self.process = self.spawn(*before)
+        with self.heard:  # between the two the listener of a broker before could note its end
+            self.said.clear()
+            self.process = self.spawn(*before)
         self.listener = threading.Thread(target=self._listen, args=(self.process,), daemon=True)
         self.listener.start()
         self.until("ready")
