@@ -154,9 +154,9 @@ def bounded(server: Any, most: int = 64) -> None:
     ends = server.shutdown_request
 
     def begin(connected: socket.socket, address: object) -> bool:
-        if len(here) >= most:
-            first = next(iter(here))
-            del here[first]
+        first = next(iter(here), None) if len(here) >= most else None
+        if first is not None:
+            here.pop(first, None)  # its own thread may just have done so
             with contextlib.suppress(OSError):  # it is gone
                 first.shutdown(socket.SHUT_RDWR)
         here[connected] = None
@@ -166,6 +166,7 @@ def bounded(server: Any, most: int = 64) -> None:
         here.pop(connected, None)
         ends(connected)
 
+    server.socket.listen(most)  # the library's queue of five would let strangers wait in each other's way
     server.verify_request, server.shutdown_request = begin, end
     server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": HEAD_S})
 
