@@ -123,7 +123,10 @@ def as_one_rank(folder: Path, world: int, steps: int, families: Sequence[str]) -
             losses, norms = (5e-3, 1e-2) if layout.tensor > 1 else (1e-3, 1e-4)  # sums over a cut layer are rounded
             assert all(one.dtype == np.float32 for one in found["weights"].values()), "trained in float32"
             assert_rounded(np.array(found["losses"]), np.array(expected["losses"]), losses, layout.tensor > 1)
-            np.testing.assert_allclose(found["norms"], expected["norms"], rtol=norms)
+            # A token on the other side of a bound gives or takes its whole gradient.
+            same = (np.array(found["losses"]) == np.array(expected["losses"]))[:, COUNTS].all(1)
+            assert same.sum() >= 0.9 * len(same) and (same.all() or layout.tensor > 1)
+            np.testing.assert_allclose(np.array(found["norms"])[same], np.array(expected["norms"])[same], rtol=norms)
         elif kind == "adamw8bit":
             assert_nearly_equal(found, expected)
         else:
