@@ -195,7 +195,10 @@ class Run:
     def kill_launch(self, limit_s: float = 10.0) -> None:
         """SIGKILL `launch` itself; its children have to end by themselves within the limit."""
         assert self.child is not None
-        descriptors = [os.pidfd_open(process.pid) for process in self.processes().values()]
+        descriptors = []
+        for process in self.processes().values():
+            with suppress(ProcessLookupError):  # one that was killed just before
+                descriptors.append(os.pidfd_open(process.pid))
         assert descriptors
         self.child.kill()
         self.child.wait()
