@@ -7,12 +7,13 @@ from harness import Run, read_lines
 MOST_TOKENS = 1.2  # of an undisturbed run: what a kill costs is what was being generated, no more
 
 
-def check_end(run: Run, code: int) -> None:
-    """The goal was reached with every step, nothing is lost or doubled, no accident, and nothing is left behind."""
+def check_end(run: Run, code: int, accidents: int = 0) -> None:
+    """The goal was reached with every step, nothing is lost or doubled, and nothing is left behind; no accident, or at
+    most so many of the test's own."""
     assert code == 0, run.tail()
     report = run.audit()
     assert report.counts.lost == 0 and report.counts.trained_twice == 0 and not report.errors, report
-    assert report.accidents == {}, report
+    assert sum(report.accidents.values()) <= accidents, report
     assert run.summary()["steps"] == run.steps
     steps = [line["step"] for line in read_lines(run.paths.train_log)]
     assert sorted(set(steps)) == list(range(1, run.steps + 1)), steps
