@@ -251,7 +251,7 @@ class AtroposDoor(Door):
         return {"status": "received", **({"groups_processed": count} if several else {})}
 
     def _members(self, body: bytes, several: bool, version: int, step: int) -> tuple[int, list[Posted]]:
-        """How many groups a body holds, and those that are new."""
+        """Count the groups of a body; the count, and the groups that are new."""
         groups: list[Group] = openai.read(body, list[Group]) if several else [openai.read(body, Group)]
         if len(groups) > MOST_GROUPS:
             raise _refused("the body", f"has {len(groups)} groups: at most {MOST_GROUPS}")

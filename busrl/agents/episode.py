@@ -380,7 +380,7 @@ class Episode:
 
 
 async def beside(size: int, function: Callable[..., T], *given: Any) -> T:
-    """What a function returns. Where what it works on has a great `size` it runs in a thread, few at the same time, so
+    """Call a function and return its result: for a large `size` of its input in a thread, few at the same time, so
     that nobody else's request waits for it."""
     if size < LONG_BYTES:
         return function(*given)

@@ -161,7 +161,7 @@ class Door:
         return same_key(self._key_of(request), self._key)
 
     def _is_known(self, request: web.Request) -> bool:
-        """Whether the client has a key of this server."""
+        """Tell whether the client has a key of this server."""
         return self._is_the_runs(request) or _digest(self._key_of(request)) in self._episodes
 
     @web.middleware

@@ -115,7 +115,7 @@ def letters(name: str) -> str:
 
 
 def where_set(key: str, name: object) -> str:
-    """Where to write the algorithm that a key of [learner] was given; empty for a name that is none here."""
+    """Name the keys that set the algorithm which a key of [learner] was given; empty for an unknown name."""
     asked = letters(str(name))
     recipe = ALIASES.get(asked) or next((one for one in RECIPES if letters(one) == asked), "")
     if recipe:

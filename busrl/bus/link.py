@@ -109,7 +109,7 @@ class Asking:
 
     @property
     def refused(self) -> bool:
-        """Whether the other side has said that it does not admit this key."""
+        """Tell whether the other side has refused this key."""
         return bool(self._refusals.poll(0))
 
     def post(self, question: h.Question) -> int:

@@ -319,7 +319,7 @@ def _await(descriptor: int, pid: int, paths: RunPaths, wait_s: float) -> None:
 
 
 def still_there(paths: RunPaths, pid: int) -> str:
-    """Who keeps a run from its end that was asked for it."""
+    """Name the processes that keep a run, which was asked to stop, from its end."""
     if how := halted(pid):
         return f"its launch is {how}"
     try:

@@ -101,7 +101,7 @@ def _load(
 
 
 def _decided(source: Source, key: str) -> bool:
-    """Whether somebody wrote that key: nobody is warned of what is as it comes."""
+    """Tell whether somebody wrote that key: nobody is warned of a default."""
     parts = key.split(".")
     return parts[0] == "process" or any(map(str.isdigit, parts)) or _written(source, *parts)
 

@@ -144,7 +144,7 @@ _OF_FILES = (".jsonl", ".json", ".parquet", ".pq", ".csv", ".toml", ".gz")
 
 
 def of_hub(topology: str, path: str, what: str = MODEL) -> str:
-    """What to do about a path that is not there and reads like a name of the hub, empty for any other. `topology`: the
+    """Say what to do about a missing path that reads like a name of the hub; empty for any other. `topology`: the
     file that named it, relative to itself; an override is relative to the current directory."""
     for base in (os.path.dirname(topology), os.getcwd()):
         found = _OF_HUB.fullmatch(os.path.relpath(path, base))
@@ -291,7 +291,7 @@ def kind_fault(folder: Path) -> tuple[str, str] | None:
 
 
 def own_code(config: Mapping[str, Any], kind: str) -> bool:
-    """Whether its model is code in its folder alone: what transformers has itself is loaded from there."""
+    """Tell whether the model is code of its folder alone: transformers' own classes need none of it."""
     mapped = as_map(config.get("auto_map"))
     return bool(mapped.keys() & {"AutoConfig", "AutoModelForCausalLM", "AutoModel"}) and not trains(kind)
 

@@ -42,19 +42,24 @@ def blow(run: Run, seed: int) -> Counter[str]:
     """Kill KILLS times; whom, and how often."""
     chance, killed = random.Random(seed), Counter[str]()
     while sum(killed.values()) < KILLS:
-        run.let_pass(chance.uniform(0.05, 1.2))
-        name = chance.choice(VICTIMS)
-        owner = chance.choice(["agent/0", "agent/1"]) if name == "child" else name
-        process = run.until(f"{owner} is ready", lambda owner=owner: ready(run, owner), LIMIT_S)
-        pids = [process.pid]
-        if name == "child":
-            with suppress(OSError):
-                pids = children_of(process.pid)
+        name, pids = next_victim(run, chance, VICTIMS)
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 killed[name] += 1
     return killed
+
+
+def next_victim(run: Run, chance: random.Random, victims: list[str]) -> tuple[str, list[int]]:
+    """A name after a moment of calm, and its pid as soon as it is ready; of "child" those of an agent's children."""
+    run.let_pass(chance.uniform(0.05, 1.2))
+    name = chance.choice(victims)
+    owner = chance.choice(["agent/0", "agent/1"]) if name == "child" else name
+    pids = [run.until(f"{owner} is ready", lambda: ready(run, owner), LIMIT_S).pid]
+    if name == "child":
+        with suppress(OSError):
+            pids = children_of(pids[0])
+    return name, pids
 
 
 def ready(run: Run, name: str):

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from checks import check_end
 from harness import ROOT, Run, running
-from test_agent_storm import clients, ready
-from test_agents_in_a_run import AGENTS, children_of
+from test_agent_storm import clients, next_victim
+from test_agents_in_a_run import AGENTS
 
 KILLS = int(os.environ.get("BUSRL_STORM_KILLS", "60"))
 STEPS, LIMIT_S = 3 * KILLS, max(1500.0, 60.0 * KILLS)
@@ -135,14 +135,7 @@ def blow(run: Run, chance: random.Random, kills: int) -> int:
     whose samples are dropped then (docs/serve.md)."""
     programs = 0
     for _ in range(kills - 1):
-        run.let_pass(chance.uniform(0.05, 1.2))
-        name = chance.choice(VICTIMS)
-        owner = chance.choice(["agent/0", "agent/1"]) if name == "child" else name
-        process = run.until(f"{owner} is ready", lambda owner=owner: ready(run, owner), LIMIT_S)
-        pids = [process.pid]
-        if name == "child":
-            with suppress(OSError):
-                pids = children_of(process.pid)
+        name, pids = next_victim(run, chance, VICTIMS)
         for pid in pids[:1]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
