@@ -78,25 +78,25 @@ fuzz: $(STAMP)/test ## a million inputs each: mutated segments, mutated messages
 	$(BIN)/pytest -m slow tests/fuzz
 
 bench: $(STAMP)/train ## side by side with a tuned loop, our own sync mode and TRL (takes a while)
-	$(BIN)/python tools/bench/compare.py --against loop sync trl
+	$(BIN)/python -m benchmarks compare --against loop sync trl
 
 # The rivals have an environment of their own: Ray and TransferQueue bring much that busrl does not need.
 RIVALS ?= $(VENV)/rivals
-$(RIVALS)/.installed: tools/bench/ring/requirements.txt constraints.txt | $(BIN)/python
+$(RIVALS)/.installed: benchmarks/ring/requirements.txt constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(RIVALS)
 	$(RIVALS)/bin/pip install -q -c constraints.txt torch==2.13.0
-	-$(RIVALS)/bin/pip install -q -r tools/bench/ring/requirements.txt
+	-$(RIVALS)/bin/pip install -q -r benchmarks/ring/requirements.txt
 	@touch $@
 
 bench-core: $(STAMP)/train $(RIVALS)/.installed ## ring and bus against raw memory, iceoryx2, queues, Ray, TransferQueue (15 minutes)
-	-$(BIN)/python tools/bench/ring/run.py --rivals-python $(RIVALS)/bin/python
-	-$(BIN)/python tools/bench/bus/run.py --python $(RIVALS)/bin/python
-	$(BIN)/python tools/bench/operations.py
+	-$(BIN)/python -m benchmarks ring --rivals-python $(RIVALS)/bin/python
+	-$(BIN)/python -m benchmarks bus --python $(RIVALS)/bin/python
+	$(BIN)/python -m benchmarks operations
 
 bench-faults: $(STAMP)/train ## how long a death is felt, what lost messages and a monitor cost (half an hour; a quiet machine)
-	$(BIN)/python tools/bench/recovery.py
-	$(BIN)/python tools/bench/faults.py
-	$(BIN)/python tools/bench/monitor.py
+	$(BIN)/python -m benchmarks recovery
+	$(BIN)/python -m benchmarks faults
+	$(BIN)/python -m benchmarks monitor
 
 # vLLM has an environment of its own: it pins torch and transformers. busrl is in it from this tree, built in place.
 # torch for CPUs is on an index of its own, asked only where pip does not find that build where it looks anyway.

@@ -263,7 +263,7 @@ def _missing(path: Path, what: str) -> UserError:
 class FitFile:
     """What somebody measured of a topology and put beside it: times by name, and groups with their prompts.
 
-    The file is `NAME.fit.jsonl` beside `NAME.toml`; `tools/bench/fit_file.py` makes one from a finished run. First
+    The file is `NAME.fit.jsonl` beside `NAME.toml`; `benchmarks/fit_file.py` makes one from a finished run. First
     line: {"source": text, "model": path, "data": path, "times": {name: seconds}}. Every further line is a group:
     [step of its weights, prompt, [length, ...], "0110..." (rewards)].
     """

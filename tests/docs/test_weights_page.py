@@ -12,7 +12,6 @@ from busrl.config.schema import Weights
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "weights.md"
-TABLE = ROOT / "tools" / "bench" / "weights_table.py"
 
 
 def test_every_transport_has_a_row() -> None:
@@ -31,10 +30,10 @@ def test_results_become_rows_between_the_marks(tmp_path: Path) -> None:
     result, page = tmp_path / "r.json", tmp_path / "weights.md"
     result.write_text(json.dumps({"machine": machine, "commit": "abc", "date": "2026-01-02", "rows": [row]}))
     page.write_text(PAGE.read_text())
-    command = [sys.executable, str(TABLE), str(result), "--page", str(page)]
-    assert subprocess.run([*command, "--check"], check=False).returncode == 1
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "benchmarks", "weights-table", str(result), "--page", str(page)]
+    assert subprocess.run([*command, "--check"], cwd=ROOT, check=False).returncode == 1
+    subprocess.run(command, cwd=ROOT, check=True)
     assert "| shm | torch | 100 | 100 | 31 | 20 |  | 51 | 25.1 | memcpy |" in page.read_text()
     assert "Some CPU, 2 cores, Linux 6, Python 3.11, 2026-01-02, commits abc; medians." in page.read_text()
-    assert subprocess.run([*command, "--check"], check=False).returncode == 0
+    assert subprocess.run([*command, "--check"], cwd=ROOT, check=False).returncode == 0
     assert page.read_text().split("## Not verified")[1] == PAGE.read_text().split("## Not verified")[1]

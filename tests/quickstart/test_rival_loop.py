@@ -1,12 +1,11 @@
-"""The rival loop of tools/bench is honest: it samples from the very model that busrl starts from."""
+"""The rival loop of the benchmarks is honest: it samples from the very model that busrl starts from."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,18 +14,11 @@ import pytest
 from busrl.quickstart import task
 from busrl.quickstart.task import Recipe
 
-ROOT = Path(task.__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def loop() -> ModuleType:
     pytest.importorskip("torch")
-    described = importlib.util.spec_from_file_location("rival_loop", ROOT / "tools" / "bench" / "loop.py")
-    assert described is not None and described.loader is not None
-    module = importlib.util.module_from_spec(described)
-    sys.modules["rival_loop"] = module  # dataclasses look their module up
-    described.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.rivals.loop")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The relays of a run and of its hosts as real processes, without anybody else: for tests and `tools/bench/hosts.py`.
+"""The relays of a run and of its hosts as real processes, without anybody else: for tests and `benchmarks/hosts.py`.
 
 The caller is the learner that publishes, and reads the hosts' segments as engines do.
 """

@@ -47,7 +47,7 @@ def tasks() -> list[TracedPrompt]:
     return make_trace(2400)
 
 
-# -- the bars, on the long-tailed trace (many seeds and all phases: tools/bench/predictors.py) ---------------------
+# -- the bars, on the long-tailed trace (many seeds and all phases: benchmarks/predictors.py) ---------------------
 
 
 def test_learned_ranks_unseen_prompts_after_two_thousand_finished_ones(tasks: list[TracedPrompt]) -> None:

@@ -19,7 +19,7 @@ SCRIPTED = str(ROOT / "configs" / "scripted.toml")
 
 def test_the_quickstart_is_near_its_real_run_and_assumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     # The first 60 steps of the quickstart, measured on a quiet machine of two cores (simulator_accuracy.json in
-    # docs/experiments/results): 1,640 samples/s, 37k tokens/s, learner busy for 65 %.
+    # benchmarks/experiments/results): 1,640 samples/s, 37k tokens/s, learner busy for 65 %.
     assert main(["simulate", QUICKSTART, "--steps", "60", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["figures"]["samples_per_s"] == pytest.approx(1640, rel=0.15)

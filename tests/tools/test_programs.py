@@ -1,4 +1,4 @@
-"""The programs under tools/ and docs/experiments fit the tree: each starts, and what it takes from busrl is there.
+"""The programs under tools/ and benchmarks/ fit the tree: each starts, and what it takes from busrl is there.
 
 Their help is asked for in one process, so that the libraries are imported once. Programs of rivals are not started.
 """
@@ -16,41 +16,47 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import __main__ as entry
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(
-    path for folder in ("tools", "docs/experiments") for path in (ROOT / folder).rglob("*.py")
-    if path.name != "__init__.py"
+    path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"
 )
-RIVALS = ("datasets", "trl", "ray", "iceoryx2", "faster_fifo", "transfer_queue", "tensordict")
-PARSES = [path for path in PROGRAMS if "ArgumentParser(" in path.read_text() and "__main__" in path.read_text()]
+TOOLS = [
+    path for path in PROGRAMS if path.is_relative_to(ROOT / "tools")
+    and "ArgumentParser(" in path.read_text() and "__main__" in path.read_text()
+]
 HELPED = """
 import contextlib, io, json, runpy, sys
+from benchmarks import __main__ as entry
+tools, names = json.loads(sys.argv[1])
 failed, before = {}, list(sys.path)
-for program in json.loads(sys.argv[1]):
-    folder = program.rpartition("/")[0]
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).rpartition("/")[0] == folder]:
-        del sys.modules[name]  # two programs may have modules of one name beside them
-    sys.path[:], sys.argv, told = [folder, *before], [program, "--help"], io.StringIO()
+def help_of(program, start):
+    text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told):
-            runpy.run_path(program, run_name="__main__")
+        with contextlib.redirect_stdout(text):
+            start()
         failed[program] = "it ran although its help was asked for"
     except SystemExit as end:
-        if end.code or "usage:" not in told.getvalue():
+        if end.code or "usage:" not in text.getvalue():
             failed[program] = f"exit code {end.code}"
     except BaseException as problem:
         failed[program] = repr(problem)
+for program in tools:
+    sys.path[:], sys.argv = [program.rpartition("/")[0], *before], [program, "--help"]
+    help_of(program, lambda: runpy.run_path(program, run_name="__main__"))
+for name in names:
+    help_of(name, lambda: entry.main([name, "--help"]))
 print(json.dumps(failed))
 """
 
 
 @pytest.mark.long
 def test_each_program_starts_and_tells_its_arguments() -> None:
-    ours = [str(path) for path in PARSES if not any(f"import {name}" in path.read_text() or f"from {name}" in
-            path.read_text() for name in RIVALS)]
-    assert len(ours) > 25
-    done = subprocess.run([sys.executable, "-c", HELPED, json.dumps(ours)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=170)
+    names = list(entry.programs())
+    assert len(TOOLS) > 3 and len(names) > 25
+    command = [sys.executable, "-c", HELPED, json.dumps([list(map(str, TOOLS)), names])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 

@@ -1,6 +1,5 @@
 """The comparison with another trainer: what both are given, and what our side reports. The rival is not needed."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import trainers
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools" / "bench"))
-import trainers
 
 OPTIONS = argparse.Namespace(
     groups=2, steps=1, prompt=5, median=9.0, longest=12, at_once=4, threads=1, name="trainers", rounds=1)
@@ -32,9 +31,9 @@ def test_both_are_given_the_same_groups_with_rewards_that_differ() -> None:
 
 @pytest.mark.slow
 def test_without_the_rival_our_side_is_measured_and_the_bars_say_so(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/bench/trainers.py"), "--rounds", "1", "--steps", "1", "--groups", "1",
+    command = [sys.executable, "-m", "benchmarks", "trainers", "--rounds", "1", "--steps", "1", "--groups", "1",
                "--longest", "12", "--median", "6", "--threads", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     found = json.loads(next(tmp_path.glob("trainers_*.json")).read_text())
     assert not found["failures"] and found["medians"]["busrl:tokens_per_s"]["value"] > 0

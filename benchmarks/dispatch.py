@@ -1,0 +1,163 @@
+"""Dispatch decisions per second and bytes per waiting prompt, for each policy, in seconds of CPU of one core.
+
+    python -m benchmarks dispatch [--waiting N] [--seconds S] [--rounds N]
+
+A decision is what the scheduler does for one group: find which draws are missing, offer their prompts, take the next,
+give it a slot priority, and, a look at a time, tell the policy what is open and what finished. A look opens `LOOK`
+groups. Predictions come from a table, since predictors are measured apart; `rules` is the same with that predictor, and
+`scans` adds what stands before the policy at each look: a view of a ring of 4,096 slots and of the fates of all draws;
+putting the samples into the pretended ring is not counted.
+Prompts are made beforehand; their text is not in the bytes, everything else of a waiting prompt is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+
+from busrl.scheduling.dispatch import POLICIES, Policy, make_policy
+from busrl.scheduling.groups import GroupScanner
+from busrl.scheduling.lengths import Candidate, Predictor
+from busrl.states import uid_of
+
+LOOK = 64  # groups opened per look
+GROUP, SLOTS, ROWS = 8, 4096, 1024
+LINE = np.dtype([("state", "u1"), ("segs", "u1"), ("cls", "u4"), ("uid", "u8"), ("admission", "u8"), ("step", "u4"),
+                 ("reward", "f8")])
+QUEUED, GENERATING = 2, 3
+WORDS = ["prove", "count", "sort", "why", "the", "number", "of", "primes", "below", "seven", "and", "explain"]
+
+
+class Stream:
+    """Prompts of 8 to 40 words."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.prompts = [" ".join(rng.choice(WORDS, size)) for size in rng.integers(8, 40, 4096)]
+
+    def candidates(self, draws: list[int]) -> list[Candidate]:
+        return [Candidate(draw, self.prompts[draw % 4096], 4096, "sums") for draw in draws]
+
+
+class Table(Predictor):
+    """Predictions at no cost."""
+
+    name = "table"
+
+    def __init__(self) -> None:
+        self.tokens = np.random.default_rng(1).lognormal(5, 1, 4096)
+
+    def predict(self, candidates: Sequence[Candidate]) -> np.ndarray:
+        return self.tokens[np.fromiter((c.draw for c in candidates), np.int64, len(candidates)) % 4096]
+
+
+class Loop:
+    """Keeps `waiting` prompts in a policy while it dispatches. With `scanned` the draws come from a real scan."""
+
+    def __init__(self, name: str, waiting: int, scanned: bool, rules: bool) -> None:
+        predictor = "rules" if rules else Table()
+        self.policy: Policy = make_policy(name, waiting, predictor, window=64, group_size=GROUP)
+        self.stream, self.waiting, self.scanned = Stream(), waiting, scanned
+        self.unopened = np.arange(waiting)
+        self.fresh = waiting
+        self.open: list[int] = []
+        self.apart_s = 0.0
+        self.lines = np.zeros(SLOTS, LINE)
+        self.fates = np.zeros(2 * GROUP * (waiting + 2_000_000 // GROUP), np.uint8)
+        self.scanner = GroupScanner(self.fates, GROUP, horizon=waiting)
+        self.supply()
+
+    def supply(self) -> None:
+        if self.scanned:
+            view = self.scanner.scan(self.lines)
+            self.unopened = view.unopened(self.waiting + LOOK)
+        self.policy.offer(self.stream.candidates(self.policy.missing(self.unopened)))
+
+    def look(self) -> int:
+        """One look of the scheduler; the decisions it made."""
+        done, self.open = self.open[:-LOOK], self.open[-LOOK:]
+        if self.policy.learns:
+            # What was opened longest ago has finished, with lengths that have something to do with the prompt's.
+            self.policy.finished(done, [16 + draw % 997 for draw in done])
+            self.policy.look(self.open, [GROUP] * len(self.open), ROWS)
+        chosen = []
+        for at in range(LOOK):
+            candidate = self.policy.next()
+            assert candidate is not None
+            self.policy.priority(candidate.draw, at)
+            chosen.append(candidate.draw)
+        self.open += chosen
+        self.replace(chosen)
+        self.supply()
+        return LOOK
+
+    def replace(self, chosen: list[int]) -> None:
+        if self.scanned:
+            begun = time.process_time()
+            self.dispatch(chosen)
+            self.apart_s += time.process_time() - begun
+            return
+        gone = np.searchsorted(self.unopened, np.sort(chosen))
+        fresh = np.arange(self.fresh, self.fresh + len(chosen))
+        self.unopened = np.concatenate((np.delete(self.unopened, gone), fresh))
+        self.fresh += len(chosen)
+
+    def dispatch(self, chosen: list[int]) -> None:
+        """The first members go into slots that are used round and round; what leaves a slot was trained."""
+        for draw in chosen:
+            for member in range(GROUP):
+                uid = uid_of(draw, 0, member, GROUP)
+                slot = (uid // 2) % SLOTS
+                before = int(self.lines["uid"][slot])
+                if self.lines["state"][slot]:
+                    self.fates[before] = ord("T")
+                self.lines[slot] = (GENERATING, 0, 0, uid, draw, 0, 0.0)
+                self.fates[uid] = ord("D")
+
+
+def per_second(loop: Loop, seconds: float) -> float:
+    """Decisions per second of CPU time, without what the ring would do."""
+    begun, done, loop.apart_s = time.process_time(), 0, 0.0
+    while (passed := time.process_time() - begun - loop.apart_s) < seconds:
+        done += loop.look()
+    return done / passed
+
+
+def bytes_per_prompt(name: str, waiting: int) -> float:
+    """What a policy and its candidates hold, per waiting prompt, without the text."""
+    stream = Stream()
+    gc.collect()
+    tracemalloc.start()
+    policy = make_policy(name, waiting, Table(), window=64, group_size=GROUP)
+    for start in range(0, waiting, 256):
+        policy.offer(stream.candidates(list(range(start, min(waiting, start + 256)))))
+    assert policy.next() is not None  # everything has come within the horizon now
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return held / waiting
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--waiting", type=int, default=100_000, help="prompts that wait, which is also the horizon")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(f"{options.waiting} prompts wait")
+    for name in POLICIES:
+        held = bytes_per_prompt(name, options.waiting)
+        rates = []
+        for scanned, rules in ((False, False), (False, True), (True, False)):
+            loop = Loop(name, options.waiting, scanned, rules)
+            loop.look()
+            rates.append(statistics.median(per_second(loop, options.seconds) for _ in range(options.rounds)))
+        plain, rules_too, scans = (f"{rate:>8,.0f}" for rate in rates)
+        print(f"{name:<9} {plain} decisions/s   rules {rules_too}/s   scans {scans}/s   {held:>4.0f} bytes a prompt")
+    return 0

